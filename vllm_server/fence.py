@@ -204,6 +204,8 @@ class Fence:
         else:
             await self._finish(update, asked.version)
         stall = self.last_stall_seconds = time.monotonic() - update.started
+        if not asked.torn:
+            logger.info("Weights updated in-place: version %d, generation held %.2f ms", asked.version, stall * 1e3)
         since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
 
@@ -229,10 +231,6 @@ class Fence:
             raise
         finally:
             self._settle()
-        logger.info(
-            "Weights updated in-place: version %d, generation held %.2f ms",
-            *(version, (time.monotonic() - update.started) * 1e3),
-        )
 
     def _time_is_up(self, update: Update) -> None:
         self._stop_clock(update)

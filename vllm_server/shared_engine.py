@@ -1,5 +1,6 @@
 """vLLM's side of shared weights: further seams, checked like those of `compat` when weights are shared."""
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,11 +50,19 @@ class SharedEngine:
         """Hold scheduling.
 
         vLLM confirms a pause when its queue of batches is empty. Their kernels may still run on the device, so wait for
-        the device.
+        the device. Both requests are sent at once. An idle engine confirms the pause before it waits for the device.
+        One that confirms it afterwards still had batches, so wait for the device again.
         """
         mode = "abort" if abort else "keep"
-        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-        await self.engine.collective_rpc("grpo_synchronize")
+        pause = asyncio.ensure_future(self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+
+        async def was_idle() -> bool:
+            await self.engine.collective_rpc("grpo_synchronize")
+            return pause.done()
+
+        _, idle = await asyncio.gather(pause, was_idle())
+        if not idle:
+            await self.engine.collective_rpc("grpo_synchronize")
 
     async def renew(self, *, recompute: bool) -> None:
         """Drop caches of the old weights.
