@@ -69,6 +69,7 @@ class Engine(Protocol):
     async def resume_generation(self) -> None: ...
     async def is_paused(self) -> bool: ...
     async def check_health(self) -> None: ...
+    def shutdown(self) -> None: ...
     async def sleep(self, level: int = 1) -> None: ...
     async def wake_up(self) -> Any: ...
     async def is_sleeping(self) -> bool: ...
@@ -248,14 +249,24 @@ def _fork_engines() -> None:
 
 @contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """Raise a FatalError if the HTTP server ends without a signal: after the engine died, vLLM exits with status 0."""
-    ended_by_itself = False
+    """Raise a FatalError if the HTTP server ends without a signal: after the engine died, vLLM exits with status 0.
+
+    A signal makes vLLM end the engine and then cancel the HTTP server. In between, vLLM's watchdog may find the engine
+    ended and end the HTTP server as if the engine had died.
+    """
+    told = ended_by_itself = False
+
+    def shutdown(self: Engine, *positional: Any, **named: Any) -> None:
+        nonlocal told
+        told = True
+        vllms_shutdown(self, *positional, **named)
 
     async def serve(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         nonlocal ended_by_itself
         await vllms_serve(self, sockets)  # a signal cancels it
-        ended_by_itself = True
+        ended_by_itself = not told
 
+    vllms_shutdown = _replace(found("vllm.v1.engine.async_llm", "AsyncLLM"), "shutdown", shutdown)
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
     yield
     if ended_by_itself:
