@@ -36,5 +36,5 @@ def test_only_an_end_that_nobody_asked_for_is_a_failure(monkeypatch: pytest.Monk
     if told:
         serve()
     else:
-        with pytest.raises(EngineEndedError, match="the engine has ended"):
+        with pytest.raises(EngineEndedError):
             serve()
