@@ -95,6 +95,13 @@ def cpu_head_sizes() -> list[int]:
     return list(sizes())
 
 
+def default_max_num_seqs(world_size: int) -> int:
+    """Return how many sequences this vLLM's server computes at one time by default, on this GPU."""
+    usage = found("vllm.usage.usage_lib", "UsageContext").OPENAI_API_SERVER
+    _, sequences = found("vllm.engine.arg_utils", "EngineArgs", "get_batch_defaults").get_batch_defaults(world_size)
+    return sequences[usage]
+
+
 def server_parser(program: str, description: str) -> ArgumentParser:
     """Return vLLM's argument parser, with every flag of `vllm serve`."""
     parser_class = seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser

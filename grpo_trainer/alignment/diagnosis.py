@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,37 @@ Modules = dict[str, Tensor]
 """Name of each adapted module in the base model -> the module's B, `[out, rank]`."""
 
 
+def adapted_layers(model: PeftModel) -> dict[str, Any]:
+    """Return PEFT's layers of the modules that the adapter changes, by their names in the base model."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    return {name.removeprefix("base_model.model."): layer for name, layer in layers.items()}
+
+
 def adapted_modules(model: PeftModel) -> Modules:
     """Return the modules that the adapter changes."""
-    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    return {
-        name.removeprefix("base_model.model."): layer.lora_B["default"].weight
-        for name, layer in layers.items()
-    }  # fmt: skip
+    return {name: layer.lora_B["default"].weight for name, layer in adapted_layers(model).items()}
+
+
+@contextmanager
+def left_out(layers: Sequence[Any]) -> Iterator[None]:
+    """In forward passes of `1 + len(layers)` rows, row `i + 1` lacks the adapter's part of `layers[i]`.
+
+    Works without gradients only.
+    """
+
+    def leave_out(row: int) -> Callable[[Any, tuple[Any, ...], Tensor], Tensor]:
+        def hook(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            # A layer of a mixture of experts may get the tokens of all rows in one dimension.
+            rows_BTI, rows_BTO = (each.reshape(1 + len(layers), -1, each.shape[-1]) for each in (args[0], output))
+            rows_BTO[row] = layer.base_layer(rows_BTI[row])
+            return rows_BTO.view_as(output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for row, layer in enumerate(layers, 1):
+            stack.callback(layer.register_forward_hook(leave_out(row)).remove)
+        yield
 
 
 @contextmanager
@@ -85,7 +109,9 @@ class Presence:
     wrong: tuple[tuple[str, float], ...]
 
 
-def look_for_each_module(modules: Modules, server_N: Tensor, logprobs: Callable[[], Tensor]) -> Presence:
+def look_for_each_module(
+    modules: Sequence[str], server_N: Tensor, logprobs_without: Callable[[Sequence[str]], Tensor], at_once: int
+) -> Presence:
     """Check whether the server's logprobs contain each module's effect.
 
     If module m is missing, the server differs from the trainer as the trainer without m differs from itself. So the
@@ -94,17 +120,21 @@ def look_for_each_module(modules: Modules, server_N: Tensor, logprobs: Callable[
 
     Args:
         server_N: the server's logprobs.
-        logprobs: returns the trainer's logprobs of the same tokens with the present adapter, `[N]`.
+        logprobs_without: returns the trainer's logprobs of the same tokens, `[1 + modules, N]`: with the present
+            adapter, and without each of the given modules.
+        at_once: number of modules in one call.
     """
-    full_N = logprobs()
-    rest_N = server_N - full_N
     deadline = time.monotonic() + SECONDS
     effects: dict[str, Tensor] = {}
-    for name in modules:
+    rest_N = torch.zeros_like(server_N)
+    for start in range(0, len(modules), at_once):
         if time.monotonic() > deadline:
             break
-        with multiplied(modules, {name: 0.0}):
-            effects[name] = logprobs() - full_N
+        names = modules[start : start + at_once]
+        full_N, *without = logprobs_without(names)
+        effects |= {name: each_N - full_N for name, each_N in zip(names, without, strict=True)}
+        if not start:
+            rest_N = server_N - full_N
     least = max(SIGNIFICANCE / len(rest_N) ** 0.5, CLEARNESS**0.5) * float(rest_N.norm())
     seen = sum(float(effect_N.norm()) > least for effect_N in effects.values())
     wrong: list[tuple[str, float]] = []

@@ -9,7 +9,7 @@ still serves the base model, serves the adapter at a wrong scale, or lacks a mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,7 +20,15 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from grpo_trainer.alignment.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
+from grpo_trainer.alignment.diagnosis import (
+    Presence,
+    adapted_layers,
+    adapted_modules,
+    explain,
+    left_out,
+    look_for_each_module,
+    replaced,
+)
 from grpo_trainer.engine.forward import evaluating
 from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.errors import BridgeError
@@ -52,6 +60,10 @@ NOISE_MARGIN = 3.0
 MIN_MOVE = 10.0
 """The synthetic adapter is made large enough to move the trainer's own logprobs by this many allowed gaps."""
 
+FACTORS = (1, 4, 16)
+"""Sizes of a synthetic change that are tried in turn. A model that has learnt to answer with certainty moves little:
+the tokens that it samples stay nearly certain."""
+
 RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the
 logprobs enough is used."""
@@ -64,6 +76,9 @@ COMPLETION_TOKENS = 8
 COMPLETION_TOKENS_COARSE = 48
 """Tokens sampled for each prompt. Rounding to 16 or fewer bits needs a mean over more tokens: with 8 for each of two
 prompts, a 7B model in bfloat16 that had learnt sums was refused (0.43 nats a token, 0.33 allowed)."""
+
+LOGITS_AT_ONCE = 512 << 20
+"""Bytes of logits in a forward pass that leaves out several modules, each in its own row."""
 
 BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
 EARLIER: Final = "still serves the adapter that was published before"
@@ -129,12 +144,15 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         allowed = max(proof.tolerance, NOISE_MARGIN * noise)
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
-        with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
-            synthetic = proof.probe("synthetic", larger)
-            if synthetic.base < 2 * larger:
-                fix = "nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof"
-                raise inconclusive("a synthetic adapter", synthetic.base, larger, fix)
-            presence = proof.look_for_each_module()
+        for factor in FACTORS:
+            with _synthetic_adapter(model, proof.prompts, factor * MIN_MOVE / 2 * larger):
+                synthetic = proof.probe("synthetic" if factor == 1 else f"synthetic-times-{factor}", larger)
+                if synthetic.base >= 2 * larger:
+                    presence = proof.look_for_each_module()
+                    break
+        else:
+            fix = "nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof"
+            raise inconclusive("a synthetic adapter", synthetic.base, larger, fix)
         restored = proof.probe("restored", allowed)
     finally:
         proof.leave()
@@ -200,9 +218,15 @@ class _Proof:
         assert answer.prompt_logprobs is not None, "asked with prompt_logprobs"
         later = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
         text = Probe(prompt, 1, torch.tensor([entry[token] for token, entry in later if entry is not None]))
-        presence = look_for_each_module(
-            self._modules, text.server_logprobs, lambda: trainer_logprobs(self._model, text)
-        )
+        layers = adapted_layers(self._model)
+
+        def logprobs_without(names: Sequence[str]) -> Tensor:
+            with left_out([layers[name] for name in names]):
+                return _logprobs_of_copies(self._model, text, 1 + len(names))
+
+        row_bytes = len(prompt) * self._model.config.vocab_size * self._model.dtype.itemsize
+        at_once = max(1, LOGITS_AT_ONCE // row_bytes - 1)
+        presence = look_for_each_module(list(layers), text.server_logprobs, logprobs_without, at_once)
         if presence.wrong:
             raise BridgeError(
                 "the server does not serve the whole adapter",
@@ -311,15 +335,21 @@ def probe_of(answer: GenerateResponse) -> Probe:
 
 
 def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
-    """Return the trainer's own logprobs of the tokens that the server sampled."""
+    """Return the trainer's own logprobs of the tokens that the server sampled, `[N]`."""
+    return _logprobs_of_copies(model, probe, 1)[0]
+
+
+def _logprobs_of_copies(model: nn.Module, probe: Probe, copies: int) -> Tensor:
+    """Return the same from a forward pass whose rows all have these tokens, `[copies, N]`."""
     device = next(model.parameters()).device
-    tokens_BT = torch.tensor([probe.tokens], device=device)
-    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
+    tokens_BT = torch.tensor([probe.tokens] * copies, device=device)
+    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device).repeat(copies)
+    rows_N = torch.arange(copies, device=device).repeat_interleave(len(columns_N) // copies)
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
         ones_N = torch.ones(len(columns_N), device=device)
-        scores = token_scores(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
-    return scores.logprobs_N.cpu()
+        scores = token_scores(logits_BTV, tokens_BT, rows_N, columns_N, ones_N)
+    return scores.logprobs_N.cpu().view(copies, -1)
 
 
 def gap(model: nn.Module, probes: list[Probe]) -> float:

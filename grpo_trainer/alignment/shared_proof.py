@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import (
+    FACTORS,
     FAILED,
     MIN_MOVE,
     Probe,
@@ -36,10 +37,6 @@ from grpo_trainer.model.lora import decoder_layers
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
-
-FACTORS = (1, 4, 16)
-"""Sizes of the change that are tried in turn. A model that has learnt to answer with certainty moves little: the tokens
-that it samples stay nearly certain."""
 
 Fence = Callable[[int], AbstractContextManager[None]]
 """Returns the context in which the shared weights are written; afterwards they have the given version."""

@@ -143,6 +143,25 @@ def test_an_honest_server_passes_and_the_weights_are_as_before_bit_for_bit() -> 
     assert sorted(server.unloaded) == sorted(server.adapters) and len(server.adapters) == 3
 
 
+@pytest.mark.parametrize(("factors", "enough"), [((1, 4, 64), True), ((1, 4), False)])
+def test_an_adapter_that_shows_too_little_is_made_larger(
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[int, ...], enough: bool
+) -> None:
+    monkeypatch.setattr(proof, "MIN_MOVE", 0.2)
+    monkeypatch.setattr(proof, "RELATIVE_SIZES", tuple(2.0**exponent for exponent in range(-12, 3)))
+    monkeypatch.setattr(proof, "FACTORS", factors)
+    trainer = tiny_lora()
+    server = FakeServer(trainer)
+    if enough:
+        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(BridgeError) as failed:
+            prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        assert failed.value.field == "bridge proof impossible"
+    assert sum("synthetic" in name for name in server.adapters) == len(factors)
+    assert sorted(server.unloaded) == sorted(server.adapters)
+
+
 @pytest.mark.parametrize(
     ("fault", "tried", "words"),
     [
