@@ -157,7 +157,7 @@ def test_an_adapter_that_shows_too_little_is_made_larger(
     else:
         with pytest.raises(BridgeError) as failed:
             prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
-        assert failed.value.field == "bridge proof impossible"
+        assert "impossible" in failed.value.field.split()
     assert sum("synthetic" in name for name in server.adapters) == len(factors)
     assert sorted(server.unloaded) == sorted(server.adapters)
 
