@@ -42,6 +42,10 @@ from grpo_trainer.rollouts.types import RolloutBatch
 GROUP = 8
 CAP = LossConfig().is_cap
 
+HEAD = f"""\
+| | mean gap, nats a token | largest | ess | share above {CAP:g} | tokens |
+|---|---|---|---|---|---|"""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -98,7 +102,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of a completion.")] = 64,
     rows: Annotated[str, typer.Option(help="Only rows whose names have one of these words, comma-separated.")] = "",
 ) -> None:
-    """Measure, print the table, and write it."""
+    """Measure; print and write each row when it is there."""
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
@@ -107,6 +111,7 @@ def main(
     chosen = [tokenizer(each.prompt)["input_ids"] for each in ProblemSet.of(10, 49).train[:prompts]]
     wanted = [word for word in rows.split(",") if word]
     measured: list[Measured] = []
+    print(HEAD, flush=True)
     sampled: dict[tuple[object, ...], list[list[Completion]]] = {}
     for row in ROWS:
         if not has[row.needs] or (wanted and not any(word in row.name for word in wanted)):
@@ -122,8 +127,8 @@ def main(
                 print(f"{row.name}: left out, {error}", file=sys.stderr)
                 continue
         measured.append(measure(row, trainer, dtype, sampled[key]))
-    print(table(measured))
-    (out / "truth.json").write_text(json.dumps([asdict(each) for each in measured], indent=1))
+        print(line(measured[-1]), flush=True)
+        (out / "truth.json").write_text(json.dumps([asdict(each) for each in measured], indent=1))
 
 
 @contextmanager
@@ -187,14 +192,11 @@ def measure(row: Row, trainer: nn.Module, dtype: str, sampled: list[list[Complet
     )
 
 
-def table(measured: list[Measured]) -> str:
-    """Return the rows as Markdown."""
-    head = f"| | mean gap, nats a token | largest | ess | share above {CAP:g} | tokens |\n|---|---|---|---|---|---|"
-    lines = (
+def line(each: Measured) -> str:
+    """Return a row of the table in Markdown."""
+    return (
         f"| {each.row} | {each.mean:.2g} | {each.largest:.2g} | {each.ess:.4f} | {each.clipped:.2%} | {each.tokens} |"
-        for each in measured
     )
-    return "\n".join([head, *lines])
 
 
 if __name__ == "__main__":
