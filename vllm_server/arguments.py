@@ -24,10 +24,10 @@ SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
 CPU_CACHE_BYTES = 512 << 20  # vLLM's default is a share of all memory, and vLLM allocates it at start
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
-"""Batch sizes that get a CUDA graph; a batch is padded to the next one.
+"""Batch sizes, in tokens, that get a CUDA graph; a batch is padded to the next one.
 
-vLLM's default has 51 up to 512. Each start captures all of them, with adapters twice: 18 s for a model of 135M
-parameters on an H200. Batches above the largest run without a graph, and Python then limits a small model's steps."""
+vLLM's default has 51 sizes up to 512. A start with adapters captured these twice in 18 s (135M parameters, one H200).
+Batches above the largest size run without a graph, and Python then limits a small model's steps."""
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -234,12 +234,14 @@ def _plan_graphs(args: Namespace) -> None:
     """Set the batch sizes that get a CUDA graph, unless the user set them or there are no graphs."""
     names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     given = [getattr(place, name, None) for place in (args, args.compilation_config) for name in names]
-    # Speculative decoding needs sizes that are multiples of its tokens a step, and vLLM knows them.
-    if args.enforce_eager or args.speculative_config is not None or any(each is not None for each in given):
+    # vLLM chooses other sizes for its performance modes, and for speculative decoding multiples of its tokens a step.
+    own = getattr(args, "performance_mode", "balanced") != "balanced" or args.speculative_config is not None
+    if args.enforce_eager or own or any(each is not None for each in given):
         return
     world_size = args.pipeline_parallel_size * args.tensor_parallel_size
-    most = args.max_num_seqs or compat.default_max_num_seqs(world_size)
-    args.cudagraph_capture_sizes = sorted({min(size, most) for size in GRAPH_SIZES})
+    sequences = args.max_num_seqs or compat.default_max_num_seqs(world_size)
+    # A batch has a token of each running sequence, and prompts: twice as many, as in vLLM.
+    args.cudagraph_capture_sizes = sorted({min(size, 2 * sequences) for size in (*GRAPH_SIZES, sequences)})
 
 
 def _cpu_defaults() -> dict[str, object]:

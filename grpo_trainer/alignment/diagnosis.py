@@ -24,12 +24,12 @@ SIGNIFICANCE = 5.0
 """Least significance of a finding, in standard deviations; it is high because hundreds of modules are tested."""
 
 SECONDS = 60.0
-"""Time limit for trying modules one by one; a large model on a CPU does not reach all of them."""
+"""Time limit for trying modules, looked at before each forward pass. A large model on a CPU does not reach them all."""
 
 CLEARNESS = 2.5
 """Least ratio of a module's squared effect to the squared difference that its absence leaves unexplained.
 
-Effect and difference are taken from the same forward pass of the trainer, so they share its rounding errors. With 16
+Effect and difference are taken from equal forward passes of the trainer, so they share its rounding errors. With 16
 bits these alone make a module of almost no effect look half absent, with a ratio of about 1.3: seen with a model of
 135M parameters on an H200. Where several modules are absent the ratio is smaller; then `SIGNIFICANCE` must be reached
 by the squared errors of the tokens, which are smaller without the module than with it."""
@@ -58,7 +58,7 @@ def left_out(layers: Sequence[Any]) -> Iterator[None]:
 
     def leave_out(row: int) -> Callable[[Any, tuple[Any, ...], Tensor], Tensor]:
         def hook(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            # A layer of a mixture of experts may get the tokens of all rows in one dimension.
+            # A mixture's shared expert gets the tokens of all rows in one dimension.
             rows_BTI, rows_BTO = (each.reshape(1 + len(layers), -1, each.shape[-1]) for each in (args[0], output))
             rows_BTO[row] = layer.base_layer(rows_BTI[row])
             return rows_BTO.view_as(output)
@@ -126,15 +126,14 @@ def look_for_each_module(
     """
     deadline = time.monotonic() + SECONDS
     effects: dict[str, Tensor] = {}
-    rest_N = torch.zeros_like(server_N)
+    full_N = torch.empty(0)
     for start in range(0, len(modules), at_once):
-        if time.monotonic() > deadline:
+        if start and time.monotonic() > deadline:
             break
         names = modules[start : start + at_once]
         full_N, *without = logprobs_without(names)
         effects |= {name: each_N - full_N for name, each_N in zip(names, without, strict=True)}
-        if not start:
-            rest_N = server_N - full_N
+    rest_N = server_N - full_N
     least = max(SIGNIFICANCE / len(rest_N) ** 0.5, CLEARNESS**0.5) * float(rest_N.norm())
     seen = sum(float(effect_N.norm()) > least for effect_N in effects.values())
     wrong: list[tuple[str, float]] = []

@@ -58,7 +58,7 @@ NOISE_MARGIN = 3.0
 """A later gap may be this many times the measured noise."""
 
 MIN_MOVE = 10.0
-"""The synthetic adapter is made large enough to move the trainer's own logprobs by this many allowed gaps."""
+"""The synthetic adapter is at first made large enough to move the trainer's own logprobs by this many allowed gaps."""
 
 FACTORS = (1, 4, 16)
 """Sizes of a synthetic change that are tried in turn. A model that has learnt to answer with certainty moves little:
@@ -77,8 +77,9 @@ COMPLETION_TOKENS_COARSE = 48
 """Tokens sampled for each prompt. Rounding to 16 or fewer bits needs a mean over more tokens: with 8 for each of two
 prompts, a 7B model in bfloat16 that had learnt sums was refused (0.43 nats a token, 0.33 allowed)."""
 
-LOGITS_AT_ONCE = 512 << 20
-"""Bytes of logits in a forward pass that leaves out several modules, each in its own row."""
+LOGITS_AT_ONCE = 1 << 30
+TOKENS_AT_ONCE = 4096
+"""Bytes of fp32 logits, and tokens, of a forward pass that leaves out several modules, each in its own row."""
 
 BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
 EARLIER: Final = "still serves the adapter that was published before"
@@ -146,7 +147,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
         for factor in FACTORS:
             with _synthetic_adapter(model, proof.prompts, factor * MIN_MOVE / 2 * larger):
-                synthetic = proof.probe("synthetic" if factor == 1 else f"synthetic-times-{factor}", larger)
+                synthetic = proof.probe("synthetic", larger, least=2 * larger)
                 if synthetic.base >= 2 * larger:
                     presence = proof.look_for_each_module()
                     break
@@ -181,14 +182,23 @@ class _Proof:
         self._modules = adapted_modules(model)
         self._tried: dict[str, tuple[str, dict[str, Tensor]]] = {}  # stage -> its name in the server, its weights
 
-    def probe(self, stage: str, allowed: float) -> Gaps:
-        """Publish the model's present adapter and compare; raise a `BridgeError` if the gap is above `allowed`."""
+    def probe(self, stage: str, allowed: float, least: float = 0.0) -> Gaps:
+        """Publish the model's present adapter and compare; raise a `BridgeError` if the gap is above `allowed`.
+
+        Args:
+            stage: if it was probed before, its earlier adapter is unloaded.
+            least: an adapter that moves the server less than this from the base model shows nothing else.
+        """
+        if stage in self._tried:
+            self._server.unload_adapter(self._tried.pop(stage)[0])
         name = f"{self._lora_name}-proof-{stage}-{uuid4().hex[:8]}"
         self._load(name)
         earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
         self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
         probes = ask(self._server, self.prompts, self._completion, name=name)
         gaps = Gaps(trainer=gap(self._model, probes), base=gap_of_base(self._model, probes))
+        if gaps.trainer <= allowed and gaps.base < least:
+            return gaps
         # `not <=` also catches NaN
         if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
             what, base = self._what_is_wrong(probes, gaps, allowed, earlier), f"|server - base model| {gaps.base:.3g}"
@@ -224,8 +234,8 @@ class _Proof:
             with left_out([layers[name] for name in names]):
                 return _logprobs_of_copies(self._model, text, 1 + len(names))
 
-        row_bytes = len(prompt) * self._model.config.vocab_size * self._model.dtype.itemsize
-        at_once = max(1, LOGITS_AT_ONCE // row_bytes - 1)
+        row_bytes = 4 * len(prompt) * self._model.config.vocab_size
+        at_once = max(1, min(LOGITS_AT_ONCE // row_bytes, TOKENS_AT_ONCE // len(prompt)) - 1)
         presence = look_for_each_module(list(layers), text.server_logprobs, logprobs_without, at_once)
         if presence.wrong:
             raise BridgeError(
@@ -340,16 +350,16 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
 
 
 def _logprobs_of_copies(model: nn.Module, probe: Probe, copies: int) -> Tensor:
-    """Return the same from a forward pass whose rows all have these tokens, `[copies, N]`."""
+    """Return the trainer's own logprobs of the tokens that the server sampled, once for each row: `[copies, N]`."""
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([probe.tokens] * copies, device=device)
-    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device).repeat(copies)
-    rows_N = torch.arange(copies, device=device).repeat_interleave(len(columns_N) // copies)
+    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
+    row_N, ones_N = torch.zeros_like(columns_N), torch.ones(len(columns_N), device=device)
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-        ones_N = torch.ones(len(columns_N), device=device)
-        scores = token_scores(logits_BTV, tokens_BT, rows_N, columns_N, ones_N)
-    return scores.logprobs_N.cpu().view(copies, -1)
+        # Row by row: scores copy the logits that they read.
+        scored = [token_scores(each_BTV, tokens_BT[:1], row_N, columns_N, ones_N) for each_BTV in logits_BTV.split(1)]
+    return torch.stack([scores.logprobs_N for scores in scored]).cpu()
 
 
 def gap(model: nn.Module, probes: list[Probe]) -> float:

@@ -28,6 +28,9 @@ INFO = BridgeInfo(
 SCALING = 32 / 8
 """lora_alpha / r of the trainer."""
 
+SLOTS = 3
+"""For adapters that are loaded at one time."""
+
 BLOCK = 16
 """Tokens of a block of the stand-in's KV cache."""
 
@@ -50,6 +53,7 @@ class FakeServer:
         self.prefixes: dict[tuple[int, ...], Any] = {}
 
     def load(self, name: str) -> None:
+        assert len(self.adapters) - len(self.unloaded) < SLOTS
         state = {key: value.clone() for key, value in get_peft_model_state_dict(self.trainer).items()}
         if self.fault == "scaled twice":
             state = {key: value * SCALING if "lora_B" in key else value for key, value in state.items()}
