@@ -145,6 +145,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         allowed = max(proof.tolerance, NOISE_MARGIN * noise)
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
+        synthetic = Gaps(0.0, 0.0)
         for factor in FACTORS:
             with _synthetic_adapter(model, proof.prompts, factor * MIN_MOVE / 2 * larger):
                 synthetic = proof.probe("synthetic", larger, least=2 * larger)

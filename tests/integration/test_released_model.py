@@ -46,7 +46,7 @@ def test_its_answers_end_where_its_chats_do(released_model: Path) -> None:
 def run_dir(released_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, each on samples of the newest policy.
 
-    Few layers have an adapter: the proof looks for each module of it, one forward pass for each.
+    Few layers have an adapter: the proof looks for each module of it.
     """
     folder = tmp_path_factory.mktemp("run")
     log = folder / "log"

@@ -57,16 +57,8 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
     assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
 
 
-LEVELS = [
-    Recomputation(1, Kept.PRODUCTS),
-    Recomputation(2, Kept.INPUT, Kept.NARROW),
-]
-
-
-@pytest.mark.parametrize("plan", LEVELS, ids=str)
-def test_whatever_compiled_layers_keep_the_step_is_the_same(
-    plan: Recomputation, graphs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_compiled_layers_keep_the_step_is_the_same(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Recomputation(2, Kept.INPUT, Kept.NARROW)
     base = tiny("qwen2", num_hidden_layers=3)
     packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": None}
     wanted = one_step(copy.deepcopy(base), settings(**packed))
