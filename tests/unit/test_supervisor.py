@@ -20,7 +20,7 @@ import pytest
 from grpo_trainer import phases
 from grpo_trainer.errors import DiskFullError, FolderGoneError, PortBusyError, ProcessFailedError, StoppedError
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.ports import VARIABLE, claim_ports
 from grpo_trainer.launch.start import StartWatch, read_report
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
@@ -429,7 +429,29 @@ def test_a_busy_port_names_its_holder_and_free_ones_differ() -> None:
         assert str(port) in error.value.got and f"pid {os.getpid()}" in error.value.got
         assert error.value.exit_code == 2
     claimed = claim_ports({"a": 0, "b": 0, "c": 0})
-    assert len(set(claimed.values())) == 3 and all(claimed.values())
+    assert list(claimed) == ["a", "b", "c"]
+    assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5
+
+
+def test_free_ports_are_those_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    assert claim_ports({"a": 0})["a"] in range(20_000, 32_768)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port := free_port()))
+        holder.listen()
+        monkeypatch.setenv(VARIABLE, f"{port}-{port + 1}")
+        assert claim_ports({"a": 0}) == {"a": port + 1}
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"a": 0, "b": 0})
+        assert (error.value.field, error.value.wanted) == (VARIABLE, "a free port")
+
+
+@pytest.mark.parametrize("given", ["x", "1", "9-8", "65535-65536", "-1-5"])
+def test_a_range_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(VARIABLE, given)
+    with pytest.raises(PortBusyError) as error:
+        claim_ports({"a": 0})
+    assert (error.value.field, error.value.got) == (VARIABLE, given)
 
 
 def test_one_port_for_two_processes_is_refused() -> None:
