@@ -386,6 +386,17 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
     assert_gone([*recorder.pids, int(grandchild[1])])
 
 
+def test_an_orphan_of_a_process_ends_with_it(make: Callable[[], Supervisor], tmp_path: Path) -> None:
+    """Its parent, which the process started, has ended: only their process group still connects the two."""
+    orphan = "import subprocess; subprocess.run(['sh', '-c', 'sleep 120 & echo orphan $!'])"
+    code = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {orphan!r}])\nsys.exit(1)"
+    with pytest.raises(ProcessFailedError), make() as supervisor:
+        supervisor.run([[spec("env", code)]])
+    found = re.search(r"^orphan (\d+)$", (tmp_path / "logs" / "env.log").read_text(), re.MULTILINE)
+    assert found
+    assert_gone([int(found[1])])
+
+
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     script = f"""
         import sys

@@ -68,7 +68,6 @@ class AdapterSlots:
         self._device = device
         self._stream = stream_beside(device)
         self._plans: dict[tuple[int, str], CopyPlan] = {}
-        self._written: dict[int, str] = {}  # slot -> key of the layout that it was written with last
         self._activate = manager.activate_adapter
         manager.activate_adapter = self._activate_by_vllm
         manager.remove_oldest_adapter = self._refuse_to_evict
@@ -96,8 +95,8 @@ class AdapterSlots:
         free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
         if not free:
             raise RuntimeError(f"all {len(self._manager.lora_index_to_id)} adapter slots are taken")
-        # Recorded copies write only what this layout covers, so they need a slot that the same layout wrote last.
-        known = [slot for slot in free if (slot, key) in self._plans and self._written.get(slot) == key]
+        # Recorded copies write only what this layout covers. `_forget_slot` has dropped those of a slot's earlier layouts.
+        known = [slot for slot in free if (slot, key) in self._plans]
         if known:
             slot, unserved = known[0], ()
             self._plans[slot, key].run(adapter.buffer_E, lasting=adapter.lasting)
@@ -142,7 +141,6 @@ class AdapterSlots:
         plan = _plan(recorder.copies, adapter.layout, helper.vllm_lora_scaling_factor)
         if plan is not None:
             self._plans[slot, adapter.layout.key] = plan
-            self._written[slot] = adapter.layout.key
         return slot, unserved
 
     def _activate_by_vllm(self, adapter_id: int) -> bool:
@@ -172,7 +170,6 @@ class AdapterSlots:
         """Drop a slot's recorded copies; a slot has the copies of one layout, its current one."""
         for key in [key for key in self._plans if key[0] == slot]:
             del self._plans[key]
-        self._written.pop(slot, None)
 
 
 def _renames(model: Any) -> Any:
