@@ -95,7 +95,7 @@ class AdapterSlots:
         free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
         if not free:
             raise RuntimeError(f"all {len(self._manager.lora_index_to_id)} adapter slots are taken")
-        # Recorded copies write only what this layout covers. `_forget_slot` has dropped those of a slot's earlier layouts.
+        # Recorded copies write only what this layout covers; `_forget_slot` has dropped those of earlier layouts.
         known = [slot for slot in free if (slot, key) in self._plans]
         if known:
             slot, unserved = known[0], ()
