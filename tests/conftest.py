@@ -30,10 +30,11 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
-# Ports of each worker of pytest-xdist, and of all that its tests start, are its own: a port that is free when it is
+# Ports of each of a session's workers, and of all that its tests start, are its own: a port that is free when it is
 # chosen may be taken before its server listens there.
-_number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-os.environ["GRPO_PORTS"] = f"{20_000 + 3_000 * (_number % 4)}-{22_999 + 3_000 * (_number % 4)}"
+_share = 10_000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_first = 20_000 + _share * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+os.environ["GRPO_PORTS"] = f"{_first}-{_first + _share - 1}"
 
 # vLLM's own cache of model classes stays shared between test sessions: without it the first server takes 10 s longer.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))

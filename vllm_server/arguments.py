@@ -241,7 +241,8 @@ def _plan_graphs(args: Namespace) -> None:
     world_size = args.pipeline_parallel_size * args.tensor_parallel_size
     sequences = args.max_num_seqs or compat.default_max_num_seqs(world_size)
     # A batch has a token of each running sequence, and prompts: twice as many, as in vLLM.
-    args.cudagraph_capture_sizes = sorted({min(size, 2 * sequences) for size in (*GRAPH_SIZES, sequences)})
+    sizes = *GRAPH_SIZES, min(sequences, GRAPH_SIZES[-1])
+    args.cudagraph_capture_sizes = sorted({min(size, 2 * sequences) for size in sizes})
 
 
 def _cpu_defaults() -> dict[str, object]:

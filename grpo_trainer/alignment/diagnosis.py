@@ -126,14 +126,15 @@ def look_for_each_module(
     """
     deadline = time.monotonic() + SECONDS
     effects: dict[str, Tensor] = {}
-    full_N = torch.empty(0)
+    rest_N = torch.empty(0)
     for start in range(0, len(modules), at_once):
         if start and time.monotonic() > deadline:
             break
         names = modules[start : start + at_once]
         full_N, *without = logprobs_without(names)
         effects |= {name: each_N - full_N for name, each_N in zip(names, without, strict=True)}
-    rest_N = server_N - full_N
+        if not start:
+            rest_N = server_N - full_N
     least = max(SIGNIFICANCE / len(rest_N) ** 0.5, CLEARNESS**0.5) * float(rest_N.norm())
     seen = sum(float(effect_N.norm()) > least for effect_N in effects.values())
     wrong: list[tuple[str, float]] = []

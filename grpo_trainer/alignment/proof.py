@@ -61,8 +61,8 @@ MIN_MOVE = 10.0
 """The synthetic adapter is at first made large enough to move the trainer's own logprobs by this many allowed gaps."""
 
 FACTORS = (1, 4, 16)
-"""Sizes of a synthetic change that are tried in turn. A model that has learnt to answer with certainty moves little:
-the tokens that it samples stay nearly certain."""
+"""How much more a synthetic change is to move the logprobs, tried in turn. A model that has learnt to answer with
+certainty moves little: the tokens that it samples stay nearly certain."""
 
 RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
+import secrets
 import socket
 from collections.abc import Container
 
@@ -12,15 +14,15 @@ from grpo_common.errors import Problem
 from grpo_common.ports import port_holder
 from grpo_trainer.errors import PortBusyError
 
-FREE_PORTS = range(20_000, 32_768)
-"""Where free ports are chosen, unless `VARIABLE` says otherwise: below those that Linux gives to clients' connections.
-One of these could take a port after it was chosen and before its server listens there."""
+FREE_PORTS = range(20_000, 30_000)
+"""Where free ports are chosen, unless `VARIABLE` says otherwise. By default Linux gives clients' connections ports from
+32768 on: one of these could take a port after it was chosen and before its server listens there."""
 
 VARIABLE = "GRPO_PORTS"
 """Environment variable with another range, such as 20000-20999."""
 
 _STRIDE = 97  # processes that choose at the same time begin at different places
-_claims = itertools.count()
+_cursor = itertools.count(secrets.randbelow(1 << 16))  # in two containers, process ids may be the same
 
 
 def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, int]:
@@ -56,10 +58,17 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
 
 def _free_port(host: str, taken: Container[int]) -> int:
     ports = _free_ports()
-    start = os.getpid() * _STRIDE + next(_claims)
-    for step in range(len(ports)):
-        port = ports[(start + step) % len(ports)]
-        if port not in taken and is_free(host, port):
+    for _ in ports:
+        port = ports[(os.getpid() * _STRIDE + next(_cursor)) % len(ports)]
+        if port in taken:
+            continue
+        try:
+            # Without SO_REUSEADDR: a server that starts may hold its port and not listen yet.
+            _bind(host, port, reuse=False)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+        else:
             return port
     raise PortBusyError(
         field=VARIABLE, got=f"{ports[0]}-{ports[-1]}, all held", wanted="a free port", fix="set a larger range"
@@ -72,17 +81,24 @@ def _free_ports() -> range:
         return FREE_PORTS
     ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", given)
     ports = range(int(ends[1]), int(ends[2]) + 1) if ends else range(0)
-    if not ports or ports[-1] > 65535:
-        raise PortBusyError(field=VARIABLE, got=given, wanted="two ports such as 20000-20999", fix="correct it")
+    if not ports or ports[0] < 1024 or ports[-1] > 65535:
+        raise PortBusyError(
+            field=VARIABLE, got=given, wanted="two ports from 1024 to 65535, such as 20000-20999", fix="correct it"
+        )
     return ports
 
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT does not block them
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        _bind(host, port, reuse=True)  # as the servers do: TIME_WAIT does not block them
+    except OSError:
+        return False
     return True
+
+
+def _bind(host: str, port: int, *, reuse: bool) -> None:
+    """Bind a socket and close it; raise an OSError if that does not work."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        probe.bind((host, port))

@@ -206,7 +206,7 @@ class RayCluster:
                 f"{room[0].name} does not answer", field=", ".join(ports), got=str(error), fix="see `ray status`"
             ) from error
         if isinstance(found, str):
-            raise PortBusyError(found, field=f"ports of {room[0].name}", fix="use --server.port 0: any free one")
+            raise PortBusyError(found, field=f"ports of {room[0].name}")
         return found
 
     # during the run -----------------------------------------------------------------------------------------

@@ -118,9 +118,10 @@ class Replanner:
                 raise ConfigError(field="--gpus", got="none", wanted="the GPUs of the new server", fix="add --gpus 1")
             sets[0] = server.gpus or _first_visible(gpus_of_server(self._config))
         more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, sets)) or None}
+        port = {name: 0} if self._machines else claim_ports({name: 0}, HERE.address)
         before = self._config, self._ports
         self._config = self._config.model_copy(update={"server": server.model_copy(update=more)})
-        self._ports = self._ports | ({name: 0} if self._machines else claim_ports({name: 0}, HERE.address))
+        self._ports = self._ports | port
         try:
             return self._planned([name])[0]
         except ValueError:
