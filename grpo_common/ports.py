@@ -1,8 +1,25 @@
-"""Who listens on a port of this machine."""
+"""Ports of this machine: whether a server could listen on one, and who does."""
 
 from __future__ import annotations
 
+import socket
+
 import psutil
+
+
+def try_to_bind(host: str, port: int, *, reuse: bool = True) -> None:
+    """Bind a socket and close it.
+
+    Args:
+        reuse: as servers bind, so that TIME_WAIT is no obstacle. Then a port that another process has bound, but does
+            not listen on yet, is no obstacle either.
+
+    Raises:
+        OSError: no server could listen there.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        probe.bind((host, port))
 
 
 def listener(port: int) -> psutil.Process | None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from grpo_common.gate import is_loopback
 from grpo_common.models import CONFIG_FILE, missing_path
-from grpo_common.ports import port_holder
+from grpo_common.ports import port_holder, try_to_bind
 from vllm_server.errors import FatalError, IncompatibleError
 
 
@@ -41,25 +40,22 @@ def check_key(host: str | None, keys: Sequence[str]) -> None:
 
 def check_port_free(host: str, port: int) -> None:
     """Raise a FatalError that names the holder if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise FatalError(
-                    field=f"--port {port}",
-                    got=f"a port that {port_holder(port)} holds",
-                    wanted="a free one",
-                    fix="end that process or choose another port",
-                ) from error
+    try:
+        try_to_bind(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise FatalError(
-                field=f"--host {host} --port {port}",
-                got=error.strerror,
-                wanted="an address of this machine",
-                fix="correct it",
+                field=f"--port {port}",
+                got=f"a port that {port_holder(port)} holds",
+                wanted="a free one",
+                fix="end that process or choose another port",
             ) from error
+        raise FatalError(
+            field=f"--host {host} --port {port}",
+            got=error.strerror,
+            wanted="an address of this machine",
+            fix="correct it",
+        ) from error
 
 
 def check_model_path(model: str) -> None:

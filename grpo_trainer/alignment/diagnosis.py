@@ -24,7 +24,8 @@ SIGNIFICANCE = 5.0
 """Least significance of a finding, in standard deviations; it is high because hundreds of modules are tested."""
 
 SECONDS = 60.0
-"""Time limit for trying modules, looked at before each forward pass. A large model on a CPU does not reach them all."""
+"""Time limit for trying modules. It is checked before each forward pass; a large model on a CPU reaches it before its
+last module."""
 
 CLEARNESS = 2.5
 """Least ratio of a module's squared effect to the squared difference that its absence leaves unexplained.

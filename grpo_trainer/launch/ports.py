@@ -7,11 +7,10 @@ import itertools
 import os
 import re
 import secrets
-import socket
 from collections.abc import Container
 
 from grpo_common.errors import Problem
-from grpo_common.ports import port_holder
+from grpo_common.ports import port_holder, try_to_bind
 from grpo_trainer.errors import PortBusyError
 
 FREE_PORTS = range(20_000, 30_000)
@@ -63,8 +62,7 @@ def _free_port(host: str, taken: Container[int]) -> int:
         if port in taken:
             continue
         try:
-            # Without SO_REUSEADDR: a server that starts may hold its port and not listen yet.
-            _bind(host, port, reuse=False)
+            try_to_bind(host, port, reuse=False)  # a server that starts may hold its port and not listen yet
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -91,14 +89,7 @@ def _free_ports() -> range:
 def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
     try:
-        _bind(host, port, reuse=True)  # as the servers do: TIME_WAIT does not block them
+        try_to_bind(host, port)
     except OSError:
         return False
     return True
-
-
-def _bind(host: str, port: int, *, reuse: bool) -> None:
-    """Bind a socket and close it; raise an OSError if that does not work."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        probe.bind((host, port))

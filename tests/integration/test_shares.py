@@ -58,21 +58,23 @@ def test_a_list_of_prompts_is_answered_whole(server: Serving) -> None:
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(server: Serving) -> None:
-    completions, length = 1000, 40
+    completions, length = 1000, 80
     answers: list[GenerateResponse] = []
 
     def ask() -> None:
         answers.append(server.generate("1+1=", n=completions, max_tokens=length, ignore_eos=True))
 
+    before = counted(server, "generation_tokens_total")
     large = threading.Thread(target=ask)
     large.start()
     wait_for("the large request runs", lambda: counted(server, "num_requests_running") >= LEAST_PLACES, server.log)
     assert counted(server, "num_requests_waiting") == 0, "the rest of it does not stand before others"
     for _ in range(3):
         assert server.generate("2+2=", n=8, max_tokens=4).token_ids
-    assert large.is_alive()
+    made = counted(server, "generation_tokens_total") - before
     large.join(300)
     assert len(answers[0].token_ids) == completions
+    assert made < completions * length / 2
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,25 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from grpo_trainer import phases
-from grpo_trainer.errors import DiskFullError, FolderGoneError, PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.launch.start import StartWatch, read_report
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
-from tests.processes import wait_for
+from tests.processes import free_port, wait_for
 
 SERVER = """
 import http.server, sys, time
@@ -64,10 +61,6 @@ STUBBORN = f"SOURCE = {STUBBORN!r}\nexec(SOURCE)"
 
 def spec(name: str, code: str, *arguments: str, **options: object) -> ProcessSpec:
     return ProcessSpec(name=name, argv=(sys.executable, "-c", textwrap.dedent(code), *arguments), **options)  # type: ignore[arg-type]
-
-
-def free_port() -> int:
-    return claim_ports({"x": 0})["x"]
 
 
 class Recorder:
@@ -390,7 +383,7 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
 def test_an_orphan_of_a_process_ends_with_it(make: Callable[[], Supervisor], tmp_path: Path) -> None:
     """Its parent, which the process started, has ended: only their process group still connects the two."""
     orphan = "import subprocess; subprocess.run(['sh', '-c', 'sleep 120 & echo orphan $!'])"
-    code = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {orphan!r}])\nsys.exit(1)"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {orphan!r}])\nsys.exit(1)"
     with pytest.raises(ProcessFailedError), make() as supervisor:
         supervisor.run([[spec("env", code)]])
     found = re.search(r"^orphan (\d+)$", (tmp_path / "logs" / "env.log").read_text(), re.MULTILINE)
@@ -428,56 +421,3 @@ def test_a_full_disk_under_the_logs_stops_the_run(small_disk: Path, recorder: Re
         supervisor.run([[spec("env", chatty)]])
     assert error.value.field == str(small_disk / "logs" / "env.log")
     assert_gone(recorder.pids)
-
-
-def test_a_busy_port_names_its_holder_and_free_ones_differ() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(PortBusyError) as error:
-            claim_ports({"api": port, "server": 0})
-        assert error.value.field == "--api.port"
-        assert str(port) in error.value.got and f"pid {os.getpid()}" in error.value.got
-        assert error.value.exit_code == 2
-    claimed = claim_ports({"a": 0, "b": 0, "c": 0})
-    assert list(claimed) == ["a", "b", "c"]
-    assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5
-
-
-def test_free_ports_are_those_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")
-    assert claim_ports({"a": 0})["a"] in FREE_PORTS
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server that starts: it does not listen yet
-        holder.bind(("127.0.0.1", port := free_port()))
-        monkeypatch.setenv(VARIABLE, f"{port}-{port + 1}")
-        assert claim_ports({"a": 0}) == {"a": port + 1}
-        with pytest.raises(PortBusyError) as error:
-            claim_ports({"a": 0, "b": 0})
-        assert error.value.field == VARIABLE and "held" in error.value.got.split()
-
-
-def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls in a row, with held ports between."""
-    first = free_port()
-    monkeypatch.setenv(VARIABLE, f"{first}-{first + 19}")
-    with ExitStack() as held:
-        for port in range(first, first + 20, 2):
-            held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-        assert len({free_port() for _ in range(5)}) == 5
-
-
-@pytest.mark.parametrize("given", ["x", "1", "9-8", "2009-2008", "0-5000", "65535-65536", "-1-5"])
-def test_a_range_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv(VARIABLE, given)
-    with pytest.raises(PortBusyError) as error:
-        claim_ports({"a": 0})
-    assert (error.value.field, error.value.got) == (VARIABLE, given)
-
-
-def test_one_port_for_two_processes_is_refused() -> None:
-    port = free_port()
-    with pytest.raises(PortBusyError) as error:
-        claim_ports({"api": port, "server": port})
-    assert error.value.field == "ports" and error.value.got == f"api {port}, server {port}"
