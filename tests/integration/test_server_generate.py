@@ -14,8 +14,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, serving, shared_server
+from tests.integration.streaming import MANY, TWO_BLOCKS, held
 from tests.processes import wait_for
-from vllm_server.protocol import BridgeInfo, GenerateChunk, GenerateResponse, LoraStatus
+from vllm_server.protocol import BridgeInfo, GenerateResponse, LoraStatus
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
@@ -107,34 +108,18 @@ def test_each_version_answers_with_its_own_weights(server: Serving, base: torch.
 
 def test_a_running_request_stays_on_its_version_until_it_ends(server: Serving) -> None:
     model, old = server.publish()
-    lines: list[GenerateChunk] = []
-    begun = threading.Event()
+    with held([server]) as (stream,):
+        numbers = [server.publish()[1].policy_version for _ in range(KEEP_VERSIONS)]
+        status = read_status(server)
 
-    def read() -> None:
-        body = {"prompt": {"prompt_token_ids": SHORT}, "stream": True, "max_tokens": 400, "logprobs": 0}
-        body |= {"ignore_eos": True, "temperature": 1.0}
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120, trust_env=False) as stream:
-            for line in stream.iter_lines():
-                lines.append(msgspec.json.decode(line, type=GenerateChunk))
-                begun.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert begun.wait(60)
-    assert server.post("/bridge/pause", {"mode": "keep"}).status_code == 200  # so that it cannot end before
-    numbers = [server.publish()[1].policy_version for _ in range(KEEP_VERSIONS)]
-    held = next(v for v in read_status(server).versions if v.name == old.adapter_name)
-    assert server.post("/bridge/resume", b"").status_code == 200
-    reader.join(120)
-
-    assert (held.draining, held.in_flight) == (True, 1)
+    still = next(v for v in status.versions if v.name == old.adapter_name)
+    assert (still.draining, still.in_flight) == (True, 1)
     assert numbers[-1] == old.policy_version + KEEP_VERSIONS
-    assert {line.policy_version for line in lines} == {old.policy_version}
-    tokens = [token for line in lines for token in line.token_ids]
-    assert len(tokens) == 400
-    assert [line.finish_reason for line in lines].count("length") == 1
-    got = torch.tensor([next(iter(p[0].values())) for line in lines for p in line.logprobs or []])
-    torch.testing.assert_close(got, forward_logprobs(model, SHORT, tokens), atol=TOLERANCE, rtol=0)
+    assert {chunk.policy_version for chunk in stream.chunks} == {old.policy_version}
+    assert [chunk.finish_reason for chunk in stream.chunks].count("length") == 1
+    assert len(stream.tokens) == MANY
+    wanted = forward_logprobs(model, TWO_BLOCKS, stream.tokens)
+    torch.testing.assert_close(torch.tensor(stream.logprobs), wanted, atol=TOLERANCE, rtol=0)
     assert old.adapter_name not in {v.name for v in read_status(server).versions}
 
 
