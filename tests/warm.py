@@ -49,6 +49,7 @@ RUNS = (
     *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
     *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
     *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
+    "vllm.model_executor.layers.quantization.online.base",
 )
 """What a whole run imports, servers with it."""
 
@@ -144,7 +145,10 @@ def _fork(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], Non
     pid = os.fork()
     if pid:
         return pid
-    gc.freeze()  # the parent's garbage stays: to free it may need locks which its threads, such as Ray's, held
+    # The parent's objects stay: to free them may need locks which its threads, such as Ray's, held. vLLM's engine wants
+    # to visit them when it ends, which takes half a second and copies every page that is shared with the parent.
+    gc.freeze()
+    gc.unfreeze = _nothing
     status = 1
     try:
         status = _become(wanted, given, preexec_fn)
@@ -186,12 +190,12 @@ def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], N
     subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
     os.execve = _run_instead
     # An engine is forked from its server, which has its imports, too.
-    forking.start, forking.context = _nothing_to_start, _fork_context  # pyright: ignore[reportAttributeAccessIssue]
+    forking.start, forking.context = _nothing, _fork_context  # pyright: ignore[reportAttributeAccessIssue]
     return _run(wanted["words"])
 
 
-def _nothing_to_start(preload: str = "") -> None:
-    """The engine's imports are there."""
+def _nothing(*_: object) -> None:
+    """In place of what a forked process need not do."""
 
 
 def _fork_context() -> BaseContext:
@@ -249,7 +253,9 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     preload = sys.modules.get("vllm_server.worker.preload")
-    assert preload is None or not preload.unfit, preload.unfit
+    if preload is not None:
+        assert not preload.unfit, preload.unfit
+        _compile()
     asking = socket.socket(fileno=descriptor)
     while True:
         header, given, _, _ = socket.recv_fds(asking, 8, 3)
@@ -262,6 +268,19 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
         asking.send(_fork_for_another(json.loads(message), given).to_bytes(8))
         for each in given:
             os.close(each)
+
+
+def _compile() -> None:
+    """What each server imports and compiles at its first requests, for a second or two."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    from vllm_server import compat
+
+    compat.assert_seams()
+    with torch.inference_mode():  # as in an engine
+        for vocabulary in (97, 101):  # two sizes, so that a third is not compiled again
+            Sampler.gather_logprobs(torch.zeros(2, vocabulary), 1, torch.zeros(2, dtype=torch.int64))
 
 
 def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:

@@ -31,7 +31,6 @@ from tests.processes import free_port, wait_for
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, STUBBORN, assert_gone, runs, spec
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
-pytestmark = pytest.mark.complete
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp
     script = f"""
         from pathlib import Path
         from functools import partial
-        from tests.unit.test_ray_cluster import at, occupied, supervisor, PID, SLEEPER
+        from tests.integration.test_ray_cluster import at, occupied, supervisor, PID, SLEEPER
         from grpo_trainer.launch.ray_cluster import RayCluster
         cluster = RayCluster({nodes.address!r}, 2)
         here, there = occupied(cluster)

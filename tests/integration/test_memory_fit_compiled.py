@@ -28,8 +28,6 @@ from tests.unit.test_packing import gradients, one_step, settings, tiny
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_qwen
 
-pytestmark = pytest.mark.complete  # each is compiled several times
-
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
