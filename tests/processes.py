@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +64,36 @@ def wait_for(what: str, done: Callable[[], bool], log: Path, seconds: float = 18
     while not done():
         assert time.monotonic() < deadline, f"not after {seconds:.0f} s: {what}\n{tail(log)}"
         time.sleep(every)
+
+
+@contextmanager
+def once(done: Callable[[], bool], act: Callable[[], object], every: float = 0.02) -> Iterator[list[float]]:
+    """While the block runs, look in another thread whether something is so, and then act. The list gets the time of it.
+
+    Args:
+        every: seconds from one look to the next.
+    """
+    over, acted = threading.Event(), list[float]()
+
+    def look() -> None:
+        while not over.wait(every):
+            if done():
+                acted.append(time.monotonic())
+                act()
+                return
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield acted
+    finally:
+        over.set()  # nothing is done to what comes after the block, for example no signal to pytest
+        thread.join()
+
+
+def found_in(log: Path, pattern: str) -> re.Match[str] | None:
+    """Find a pattern in a log, where ^ and $ are the ends of a line. None: it is not there, or there is no log yet."""
+    return re.search(pattern, log.read_text(), re.MULTILINE) if log.exists() else None
 
 
 def answers(url: str) -> bool:

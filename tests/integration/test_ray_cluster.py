@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -27,8 +26,8 @@ from grpo_trainer.launch.places import Node, Place, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
-from tests.processes import free_port, wait_for
-from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, STUBBORN, assert_gone, runs, spec
+from tests.processes import found_in, free_port, once, wait_for
+from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, UNTIL, assert_gone, runs, spec
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 
@@ -68,12 +67,9 @@ def at(place: Place, name: str, code: str, *arguments: str, **options: Any) -> P
 
 def pid_in(log: Path, word: str) -> int:
     """The process id that a process wrote after a word."""
-
-    def found() -> re.Match[str] | None:
-        return re.search(rf"^{word} (\d+)$", log.read_text(), re.MULTILINE) if log.exists() else None
-
-    wait_for(word, lambda: found() is not None, log)
-    match = found()
+    pattern = rf"^{word} (\d+)$"
+    wait_for(word, lambda: found_in(log, pattern) is not None, log)
+    match = found_in(log, pattern)
     assert match is not None
     return int(match[1])
 
@@ -126,7 +122,10 @@ def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Pa
     _, there = occupied(cluster)
     slow = at(there, "server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
     with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
-        running.run([[slow]])
+        server = running.start(slow)
+        log = server.log_path
+        wait_for("its last words", lambda: found_in(log, "^asleep$") is not None, log)  # its time may be up by then
+        running.run([])
     assert error.value.field == "server" and str(slow.ready_url) in error.value.got and "asleep" in error.value.fix
 
 
@@ -141,12 +140,15 @@ def test_a_program_that_is_not_there_is_told(cluster: RayCluster, tmp_path: Path
 def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
     here, there = occupied(cluster)
     stubborn = [at(place, f"trainer{n}", PID + STUBBORN, stop_seconds=0.5) for n, place in enumerate((here, there))]
-    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
-    with pytest.raises(StoppedError), supervisor(cluster, tmp_path) as running:
-        running.run([stubborn])
-    assert time.monotonic() - started < 2.0 + SHUTDOWN_SECONDS + 1.0  # what is promised to users, not a benchmark
     logs = [tmp_path / f"trainer{n}.log" for n in range(2)]
+    interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+    with (
+        once(lambda: all(found_in(log, CHILD) for log in logs), interrupt) as sent,
+        pytest.raises(StoppedError),
+        supervisor(cluster, tmp_path) as running,
+    ):
+        running.run([stubborn])
+    assert time.monotonic() - sent[0] < SHUTDOWN_SECONDS + 1.0  # what is promised to users, not a benchmark
     assert_gone([pid_in(log, word) for log in logs for word in ("pid", "child")])
 
 
@@ -172,11 +174,13 @@ def test_processes_see_the_gpus_of_their_place(cluster: RayCluster, tmp_path: Pa
     head, other = cluster.nodes
     cluster.occupy({"trainer": Place(head, (0,)), "server": Place(other, (0,)), "server-2": Place(other, (1,))})
     shows = "import os; print('gpu', os.environ['CUDA_VISIBLE_DEVICES'])"
-    last = at(Place(head, (0,)), "trainer", f"import time; time.sleep(1)\n{shows}", ends_run=True)
-    others = [at(Place(other, (n,)), name, shows, may_end=True) for n, name in enumerate(("server", "server-2"))]
+    servers = ("server", "server-2")
+    shown = "\n".join(f"until({str(tmp_path / name)!r} + '.log', '\\ngpu ')" for name in servers)
+    last = at(Place(head, (0,)), "trainer", f"{UNTIL}{shown}\n{shows}", ends_run=True)
+    others = [at(Place(other, (n,)), name, shows, may_end=True) for n, name in enumerate(servers)]
     with supervisor(cluster, tmp_path) as running:
         running.run([[*others, last]])
-    assert [pid_in(tmp_path / f"{name}.log", "gpu") for name in ("trainer", "server", "server-2")] == [0, 0, 1]
+    assert [pid_in(tmp_path / f"{name}.log", "gpu") for name in ("trainer", *servers)] == [0, 0, 1]
 
 
 def test_a_busy_port_of_another_node_is_refused(cluster: RayCluster) -> None:
@@ -284,8 +288,14 @@ def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
     try:
         node = cluster.nodes[1]
         cluster.occupy({"trainer": Place(cluster.nodes[0]), "server": Place(node)})
-        threading.Timer(2.0, small.remove_node, (second,), {"allow_graceful": False}).start()
-        with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+        with (
+            once(
+                lambda: found_in(tmp_path / "server.log", "^asleep$") is not None,
+                partial(small.remove_node, second, allow_graceful=False),
+            ),
+            pytest.raises(ProcessFailedError) as error,
+            supervisor(cluster, tmp_path) as running,
+        ):
             trainer = at(Place(cluster.nodes[0]), "trainer", SLEEPER, ends_run=True)
             running.run([[at(Place(node), "server", PID + SLEEPER), trainer]])
     finally:

@@ -107,7 +107,8 @@ def test_an_environment_may_be_done_before_the_trainer_but_not_fail(
     tmp_path: Path, environment: str, code: int, said: str
 ) -> None:
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\n[ "$3" = train ] && sleep 2\nexit 0\n')
+    seconds = 30 if code else 2  # a failure ends the trainer
+    fake.write_text(f'#!/bin/bash\n[ "$3" = train ] && sleep {seconds}\nexit 0\n')
     fake.chmod(0o755)
     script = f"start environment bash -c '{environment}'\nPYTHON={fake}\nDTYPE=float32\ntrain"
     done = bash(script, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ from grpo_trainer.launch.start import StartWatch, read_report
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
-from tests.processes import free_port, wait_for
+from tests.processes import found_in, free_port, once, wait_for
 
 SERVER = """
 import http.server, sys, time
@@ -34,19 +34,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("server up", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-LATE_SERVER = f"import time\ntime.sleep(1)\n{SERVER}"
 LAST = "no such dataset"
 NOTICED = "x INFO waiting 15 s for a batch"
 """A line as the trainer's log has it: the supervisor shows those that say how long it waits."""
-ANSWERED = """
-import time, urllib.request
-def answered(port):
-    while True:
-        try:
-            return urllib.request.urlopen(f"http://127.0.0.1:{port}/")
-        except OSError:
-            time.sleep(0.01)
+UNTIL = """
+import pathlib, time
+def until(path, text=""):
+    path, end = pathlib.Path(path), time.monotonic() + 60
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < end, (path, text)
+        time.sleep(0.01)
 """
+"""Has a process wait for a file, or for what is in it: the test says there what the supervisor has seen."""
 SLEEPER = "import time; print('asleep', flush=True); time.sleep(120)"
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -57,6 +56,8 @@ if len(sys.argv) == 1:
 time.sleep(120)
 """
 STUBBORN = f"SOURCE = {STUBBORN!r}\nexec(SOURCE)"
+CHILD = r"^child (\d+)$"
+"""What STUBBORN writes once SIGTERM does not end it and it has a child."""
 
 
 def spec(name: str, code: str, *arguments: str, **options: object) -> ProcessSpec:
@@ -129,17 +130,12 @@ def test_runs_to_the_end_in_order_and_leaves_nothing(
 def test_processes_of_a_stage_start_together(
     make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
-    port, sign = free_port(), tmp_path / "sign"
-    patient = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)\n" + SERVER
-    server = spec("server", patient, str(port), str(sign), ready_url=f"http://127.0.0.1:{port}/")
-    first = f"""
-        import pathlib
-        pathlib.Path({str(sign)!r}).touch()  # the server waits for it
-        answered({port})
-        time.sleep(0.5)  # in which the supervisor sees it, too
-    """
-    with make() as supervisor:
-        supervisor.run([[server, spec("trainer", ANSWERED + textwrap.dedent(first), ends_run=True)]])
+    port, sign, ready = free_port(), tmp_path / "sign", tmp_path / "ready"
+    patient = f"{UNTIL}until({str(sign)!r})\n{SERVER}"
+    server = spec("server", patient, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    first = f"{UNTIL}pathlib.Path({str(sign)!r}).touch()\nuntil({str(ready)!r})"
+    with once(lambda: any("ready after" in line for line in recorder.said), ready.touch), make() as supervisor:
+        supervisor.run([[server, spec("trainer", first, ends_run=True)]])
     assert_gone(recorder.pids)
     named = [line.partition(":")[0] for line in recorder.said]
     assert named == ["server", "trainer", "server"], "both were started, the server became ready later"
@@ -148,26 +144,31 @@ def test_processes_of_a_stage_start_together(
 def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_path: Path) -> None:
     report, kept = tmp_path / "start.json", tmp_path / "kept.json"
     kept.write_text('{"seconds": 99, "phases": {"compile": 77, "server": 66}, "servers": {"server": {"ready": 88}}}')
+    shown, waits_for_it = tmp_path / "shown", f"\n12:00 INFO {phases.__name__}: start: server"
     trainer = f"""
-        import sys, time
-        print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
-        answered(int(sys.argv[1]))
-        time.sleep(1)
+        import sys
+        print({waits_for_it!r}, file=sys.stderr, flush=True)
+        until({str(shown)!r}, "ready after")
         print("12:00 INFO {phases.__name__}: start: compile", file=sys.stderr, flush=True)
-        time.sleep(1)
+        until({str(shown)!r}, {IN_WORDS["compile"]!r})
         open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
-        time.sleep(1)
+        until({str(shown)!r}, "over: True")
+    """
+    loads = f"""
+        print("INFO loads\\nWARNING no Triton\\n", flush=True)
+        until({str(shown)!r}, "INFO loads")
+        until({str(tmp_path / "trainer.log")!r}, {waits_for_it!r})
     """
     port, watch = free_port(), StartWatch(report, kept)
     said, seen = list[str](), list[Wait]()
-    server = spec(
-        "server",
-        'print("INFO loads\\nWARNING no Triton\\n", flush=True)\n' + LATE_SERVER,
-        str(port),
-        ready_url=f"http://127.0.0.1:{port}/",
-    )
-    train = spec("trainer", ANSWERED + textwrap.dedent(trainer), str(port), ends_run=True)
-    with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
+
+    def show() -> None:
+        seen.extend(watch.waits)
+        shown.write_text(f"{said} {seen} over: {watch.is_over}")
+
+    server = spec("server", UNTIL + textwrap.dedent(loads) + SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    train = spec("trainer", UNTIL + textwrap.dedent(trainer), ends_run=True)
+    with Supervisor(tmp_path, said.append, said.append, watch, show=show) as supervisor:
         supervisor.run([[server, train]])
     found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
     assert found.pop(("server", STARTING)) == (88, "INFO loads")
@@ -179,14 +180,20 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
 
 
 def test_a_trainer_that_starts_its_server_itself_waits_for_it(tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
     waits = f"""
-        import sys, time
+        import sys
         print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
-        time.sleep(1)
+        until({str(shown)!r}, {IN_WORDS["server"]!r})
     """
     watch, said, seen = StartWatch(tmp_path / "start.json", None), list[str](), list[Wait]()
-    with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
-        supervisor.run([[spec("trainer", waits, ends_run=True)]])
+
+    def show() -> None:
+        seen.extend(watch.waits)
+        shown.write_text(str(seen))
+
+    with Supervisor(tmp_path, said.append, said.append, watch, show=show) as supervisor:
+        supervisor.run([[spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)]])
     assert {(wait.what, wait.logged) for wait in seen} >= {(IN_WORDS["server"], True)}
 
 
@@ -213,18 +220,20 @@ def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Su
 
 
 def test_who_waits_for_a_server_is_heard_when_nobody_else_does(tmp_path: Path) -> None:
-    port, said = free_port(), list[str]()
+    port, said, ready = free_port(), list[str](), tmp_path / "ready"
     waits = f"""
         import sys
         print({NOTICED!r}, "one", file=sys.stderr, flush=True)
-        answered({port})
-        time.sleep(1)
+        until({str(ready)!r})
         print({NOTICED!r}, "two", file=sys.stderr, flush=True)
     """
-
-    server = spec("server", LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
-    with Supervisor(tmp_path, said.append, said.append) as supervisor:
-        supervisor.run([[server, spec("trainer", ANSWERED + textwrap.dedent(waits), ends_run=True)]])
+    patient = f"{UNTIL}until({str(tmp_path / 'trainer.log')!r}, {NOTICED + ' one'!r})\n{SERVER}"
+    server = spec("server", patient, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    with (
+        once(lambda: any("ready after" in line for line in said), ready.touch),
+        Supervisor(tmp_path, said.append, said.append) as supervisor,
+    ):
+        supervisor.run([[server, spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)]])
     assert [line for line in said if NOTICED in line] == [f"trainer: {NOTICED} two"]
 
 
@@ -287,14 +296,17 @@ def test_what_a_user_should_know_is_said_at_once(make: Callable[[], Supervisor],
     assert not any("idle" in line for line in recorder.said)
 
 
-def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder: Recorder) -> None:
+def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path) -> None:
     patient = spec("trainer", STUBBORN, ends_run=True, stop_seconds=60)
-    for seconds in (1.0, 1.5):
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
-    with pytest.raises(StoppedError), make() as supervisor:
+    log, interrupt = tmp_path / "logs" / "trainer.log", partial(os.kill, os.getpid(), signal.SIGINT)
+    with (
+        once(lambda: found_in(log, CHILD) is not None, interrupt),
+        once(lambda: any(line.startswith("stopping") for line in recorder.said), interrupt) as again,
+        pytest.raises(StoppedError),
+        make() as supervisor,
+    ):
         supervisor.run([[patient]])
-    assert time.monotonic() - started < SHUTDOWN_SECONDS - 2  # it did not wait for what one signal would have allowed
+    assert time.monotonic() - again[0] < SHUTDOWN_SECONDS - 2  # it did not wait for what one signal would have allowed
     assert_gone(recorder.pids)
 
 
@@ -318,25 +330,32 @@ def test_a_line_that_goes_on_is_shown_with_the_log_that_has_the_rest(
     make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
     code = "import sys; print('x WARNING its code is here:\\n  File', file=sys.stderr)"
+    log = tmp_path / "logs" / "env-slow.log"
     with make() as supervisor:
-        trainer = spec("trainer", "import time; time.sleep(1)", ends_run=True)
+        trainer = spec("trainer", f"{UNTIL}until({str(log)!r}, '\\nx WARNING')", ends_run=True)
         supervisor.run([[spec("env-slow", code, may_end=True), trainer]])
-    assert any(str(tmp_path / "logs" / "env-slow.log") in line for line in recorder.said if "WARNING" in line)
+    assert any(str(log) in line for line in recorder.said if "WARNING" in line)
 
 
 def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
-    make: Callable[[], Supervisor], recorder: Recorder
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
+    ended = tmp_path / "ended"
     waits = f"""
-        import sys, time
+        import sys
         print({NOTICED!r}, file=sys.stderr, flush=True)
-        time.sleep(1)
+        until({str(ended)!r})  # each end has the supervisor forget that it waits
         print({NOTICED!r}, file=sys.stderr, flush=True)
         time.sleep(120)
     """
     last = spec("env-b", f"print({LAST!r})", may_end=True)
-    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
-        supervisor.run([[spec("env-a", "pass", may_end=True), last, spec("trainer", waits, ends_run=True)]])
+    trainer = spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)
+    with (
+        once(lambda: sum("has ended" in line for line in recorder.said) == 2, ended.touch),
+        pytest.raises(ProcessFailedError) as error,
+        make() as supervisor,
+    ):
+        supervisor.run([[spec("env-a", "pass", may_end=True), last, trainer]])
     assert (error.value.field, error.value.got) == ("env-b", "exit code 0")
     assert LAST in error.value.fix and "logs/env-b.log" in error.value.fix
     assert_gone(recorder.pids)
@@ -358,7 +377,10 @@ def test_a_server_that_ends_with_0_is_a_failure_all_the_same(make: Callable[[], 
 def test_one_that_is_never_ready_is_told_with_what_it_said_last(make: Callable[[], Supervisor]) -> None:
     slow = spec("server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
     with pytest.raises(ProcessFailedError) as error, make() as supervisor:
-        supervisor.run([[slow]])
+        server = supervisor.start(slow)
+        log = server.log_path
+        wait_for("its last words", lambda: found_in(log, "^asleep$") is not None, log)  # its time may be up by then
+        supervisor.run([])
     assert error.value.field == "server" and str(slow.ready_url) in error.value.got
     assert "2 s" in error.value.wanted and "asleep" in error.value.fix
 
@@ -368,14 +390,17 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
     make: Callable[[], Supervisor], recorder: Recorder, number: signal.Signals, tmp_path: Path
 ) -> None:
     stubborn = spec("trainer", STUBBORN, ends_run=True, stop_seconds=0.5)
-    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
-    started = time.monotonic()
-    with pytest.raises(StoppedError) as error, make() as supervisor:
+    log, stop = tmp_path / "logs" / "trainer.log", partial(os.kill, os.getpid(), number)
+    with (
+        once(lambda: found_in(log, CHILD) is not None, stop) as sent,
+        pytest.raises(StoppedError) as error,
+        make() as supervisor,
+    ):
         supervisor.run([[spec("env", SLEEPER), stubborn]])
-    assert time.monotonic() - started < 1.5 + SHUTDOWN_SECONDS + 0.5  # what is promised to users, not a benchmark
+    assert time.monotonic() - sent[0] < SHUTDOWN_SECONDS + 0.5  # what is promised to users, not a benchmark
     assert error.value.exit_code == 128 + number
     assert [line for line in recorder.said if number.name in line] == recorder.said[-1:]
-    grandchild = re.search(r"^child (\d+)$", (tmp_path / "logs" / "trainer.log").read_text(), re.MULTILINE)
+    grandchild = found_in(log, CHILD)
     assert grandchild
     assert_gone([*recorder.pids, int(grandchild[1])])
 
@@ -386,7 +411,7 @@ def test_an_orphan_of_a_process_ends_with_it(make: Callable[[], Supervisor], tmp
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {orphan!r}])\nsys.exit(1)"
     with pytest.raises(ProcessFailedError), make() as supervisor:
         supervisor.run([[spec("env", code)]])
-    found = re.search(r"^orphan (\d+)$", (tmp_path / "logs" / "env.log").read_text(), re.MULTILINE)
+    found = found_in(tmp_path / "logs" / "env.log", r"^orphan (\d+)$")
     assert found
     wait_for("the orphan's end", lambda: not runs(int(found[1])), tmp_path / "logs" / "env.log", 10)
 
