@@ -144,17 +144,12 @@ class Contract:
         """A request that has begun ends on its version, bit for bit, while newer ones are published."""
         self.publish(self.first)
         alone = self.stream(threading.Event())
-        begun = threading.Event()
-        lines: list[GenerateChunk] = []
-        reader = threading.Thread(target=lambda: lines.extend(self.stream(begun)))
-        reader.start()
-        assert begun.wait(60)
         newer = range(self.first + 1, self.first + KEEP_VERSIONS + 2)
-        for version in newer:
-            self.publish(version)
-        held = next(v for v in self.status().versions if v.version == self.first)
-        reader.join(120)
-        assert (held.in_flight, held.draining) == (1, True), "the request ended before the publishes"
+        with self.held() as lines:
+            for version in newer:
+                self.publish(version)
+            held = next(v for v in self.status().versions if v.version == self.first)
+        assert (held.in_flight, held.draining) == (1, True)
         for got in (alone, lines):
             assert {line.policy_version for line in got} == {self.first}
             assert sum(len(line.token_ids) for line in got) == LONG_ANSWER
@@ -163,6 +158,30 @@ class Contract:
         fill_b(self.trainer.model, seed=newer[-1])
         self.assert_serves(newer[-1])
         assert self.first not in {v.version for v in self.status().versions}, "it leaves with its last request"
+
+    @contextmanager
+    def held(self) -> Iterator[list[GenerateChunk]]:
+        """A long answer that is under way while the block runs, and whole after it.
+
+        On a busy machine it may be over before the pause. Then another one is begun.
+        """
+        for _ in range(10):
+            begun, lines = threading.Event(), list[GenerateChunk]()
+            reader = threading.Thread(target=lambda begun=begun, lines=lines: lines.extend(self.stream(begun)))
+            reader.start()
+            assert begun.wait(60)
+            assert self.server.post("/bridge/pause", {"mode": "keep"}).status_code == 200
+            try:
+                reader.join(0.5)  # what was made before the pause may still be on its way here
+                held = reader.is_alive()
+                if held:
+                    yield lines
+            finally:
+                assert self.server.post("/bridge/resume", b"").status_code == 200
+                reader.join(120)
+            if held:
+                return
+        raise AssertionError("each answer was over before the pause came")
 
     def stream(self, begun: threading.Event) -> list[GenerateChunk]:
         """A long answer of the newest version; `begun` is set at its first token."""

@@ -190,7 +190,6 @@ def test_a_lease_that_runs_out_comes_again(api: httpx.Client):
     start_run(api, batch_size=2)
     api.post("/scored_data", json=group())
     assert api.get("/batch?lease=0.2").json()["batch"]
-    assert api.get("/batch?lease=30").json()["batch"] is None
     deadline = time.monotonic() + 30
     while (batch := api.get("/batch?lease=30").json()["batch"]) is None:
         assert time.monotonic() < deadline, "the lease never ran out"

@@ -5,6 +5,7 @@ Killed are the training process, ten times, and now and then the rollout API as 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -192,7 +193,8 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
                 assert time.monotonic() < deadline, f"seed {seed}: no step {moment:.0f}\n{tail(trainers.log)}"
                 time.sleep(0.001)
             time.sleep(draw.uniform(0.0, 0.02))
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it is said below
+            os.kill(pid, signal.SIGKILL)
         assert trainers.exit_code() == -signal.SIGKILL, f"seed {seed}: it had ended\n{tail(trainers.log)}"
         if number % 3 == 0:
             api.kill_and_start()

@@ -229,18 +229,20 @@ def test_no_body_that_fits_or_misses_the_schema_makes_the_server_fail(tmp_path: 
     document.write_text(json.dumps(openapi()))
     # Nothing is generated while generation is paused: the route that pauses it is tried by itself.
     which = "--include-path" if paused else "--exclude-path"
-    done = subprocess.run(
-        [
-            *(str(Path(sys.executable).with_name("schemathesis")), "run", str(document), "--url", server.url),
-            *(which, protocol.BRIDGE_PAUSE_ROUTE, "--checks", "not_a_server_error", "--max-examples", "40"),
-            *("--workers", "1", "--no-color", "--seed", "1"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    server.post(protocol.BRIDGE_RESUME_ROUTE, b"")
+    try:
+        done = subprocess.run(
+            [
+                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(document), "--url", server.url),
+                *(which, protocol.BRIDGE_PAUSE_ROUTE, "--checks", "not_a_server_error", "--max-examples", "40"),
+                *("--workers", "1", "--no-color", "--seed", "1"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        server.post(protocol.BRIDGE_RESUME_ROUTE, b"")
     assert done.returncode == 0, done.stdout[-6000:]
     assert server.get("/health_generate").status_code == 200
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import Serving, save_tiny_model, serving
-from tests.integration.streaming import MANY, TWO_BLOCKS, Stream, held
+from tests.integration.streaming import MANY, TWO_BLOCKS, held
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from vllm_server.bridge_file import FOLDER
 from vllm_server.protocol import (
@@ -94,7 +94,11 @@ class Trainer:
     @contextmanager
     def fence(self, in_flight: InFlight = "keep") -> Iterator[None]:
         token = self.begin(in_flight)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.end(token, torn=True)  # the fixture's next update heals it
+            raise
         self.end(token)
 
     def change(self) -> None:
@@ -287,7 +291,7 @@ def test_a_running_request_goes_on_with_its_cache_or_with_one_made_anew(trainer:
 
 def test_a_running_request_that_is_ended_early_has_what_the_old_weights_said(trainer: Trainer) -> None:
     reference = trainer.reference()
-    with Stream(trainer.server, TWO_BLOCKS) as stream, trainer.fence("abort"):
+    with held([trainer.server]) as (stream,), trainer.fence("abort"):
         wait_for(
             "its end",
             lambda: stream.chunks[-1:] != [] and bool(stream.chunks[-1].finish_reason),
@@ -312,13 +316,15 @@ def test_an_answer_that_two_versions_made_says_both(trainer: Trainer) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert server.post("/bridge/pause", b"").status_code == 200  # so that both still run when the update comes
-        plain = pool.submit(server.generate, TWO_BLOCKS, max_tokens=MANY, ignore_eos=True)
-        openai = pool.submit(server.post, "/v1/completions", asked)
-        wait_for("two requests", lambda: in_flight() == 2, server.log, 30)
-        with trainer.fence():
-            trainer.change()
-        assert not plain.done() and not openai.done()
-        assert server.post("/bridge/resume", b"").status_code == 200
+        try:
+            plain = pool.submit(server.generate, TWO_BLOCKS, max_tokens=MANY, ignore_eos=True)
+            openai = pool.submit(server.post, "/v1/completions", asked)
+            wait_for("two requests", lambda: in_flight() == 2, server.log, 30)
+            with trainer.fence():
+                trainer.change()
+            assert not plain.done() and not openai.done()
+        finally:
+            assert server.post("/bridge/resume", b"").status_code == 200
     answer = plain.result()
     assert (answer.policy_version, answer.policy_version_end) == (began_with, trainer.version)
     headers = openai.result().headers
@@ -400,17 +406,17 @@ def refusals(server: Serving) -> list[int]:
 def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> None:
     server = trainer.server
     first = ask(server)
-    with Stream(server, TWO_BLOCKS) as stream:
+    with held([server]) as (stream,):
         token = trainer.begin()
         trainer.change()
         trainer.end(token, torn=True)
+        assert refusals(server) == [503] * 5
+        assert "torn" in server.get("/health").json()["error"]["got"]
+        assert trainer.info.policy_version == first.policy_version
+        with trainer.fence():
+            assert server.get("/health").status_code == 503
+            trainer.restore()
     assert stream.errors and "torn" in stream.errors[0], "a running request gets the reason"
-    assert refusals(server) == [503] * 5
-    assert "torn" in server.get("/health").json()["error"]["got"]
-    assert trainer.info.policy_version == first.policy_version
-    with trainer.fence():
-        assert server.get("/health").status_code == 503
-        trainer.restore()
     restored = ask(server)
     assert (restored.token_ids, restored.logprobs) == (first.token_ids, first.logprobs)
 
@@ -465,10 +471,12 @@ def test_updates_that_cannot_be_are_refused(trainer: Trainer) -> None:
         server.get("/bridge/list_endpoints").json()["endpoints"]
     )
     assert server.post("/bridge/pause", b"").status_code == 200
-    with trainer.fence():
-        pass
-    assert server.get("/bridge/is_paused").json() == {"paused": True}, "an update leaves it as it was"
-    assert server.post("/bridge/resume", b"").status_code == 200
+    try:
+        with trainer.fence():
+            pass
+        assert server.get("/bridge/is_paused").json() == {"paused": True}, "an update leaves it as it was"
+    finally:
+        assert server.post("/bridge/resume", b"").status_code == 200
 
 
 # with adapters ---------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class Slow(BaseHTTPRequestHandler):
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
     """A client of a server that may leave."""
-    monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.05)
-    monkeypatch.setattr(server_client, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 1.0)
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()
