@@ -142,6 +142,7 @@ class Watched(ABC):
 
     def left(self) -> ProcessFailedError:
         """Return the error for the last environment, which exited with 0 while the trainer still needs rollouts."""
+        self.drain()
         return ProcessFailedError(
             "has ended, and the trainer waits for rollouts",
             field=self.name,

@@ -174,6 +174,7 @@ def test_lease_acknowledge_extend_release(api: httpx.Client):
     assert first["current_step"] == 3
     assert 29 < first["expires_in_s"] <= 30
     again = api.get("/batch?lease=30&request=one").json()
+    assert again["batch"] != first["batch"], "what is leased is not given out twice"
     assert api.get("/batch?lease=30&request=one").json()["batch_id"] == again["batch_id"]
     assert api.post(f"/batch/{first['batch_id']}/extend?lease=60").json() == {"status": "extended", "current_step": 3}
     assert api.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}

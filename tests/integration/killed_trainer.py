@@ -1,7 +1,8 @@
 """Training processes for tests that kill them: `grpo train` without a server, forked where everything is imported.
 
-Each line of standard input is a JSON object of options; the answers are the child's process id, and its exit code when
-it has ended. Nothing is computed before a fork.
+Each line of standard input is a JSON list: options, and the moment at which the child kills itself, or null. The answer
+is the child's exit code. A child that watches itself is never too late, however slow the test is. Nothing is computed
+before a fork.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +59,18 @@ def policy_of(config: TrainConfig, *_: Any) -> Policy:
     return build_policy(config)
 
 
-def child(options: dict[str, Any]) -> int:
+def kill(metrics: Path, lines: int, seconds: float) -> None:
+    """Kill this process so many seconds after its metrics have so many lines."""
+    while lines and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
+        time.sleep(0.001)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def child(options: dict[str, Any], moment: tuple[int, float] | None) -> int:
+    if moment:
+        metrics = Path(options["save_path"]) / "metrics.jsonl"
+        threading.Thread(target=kill, args=(metrics, *moment), daemon=True).start()
     torch.set_num_threads(1)
     loop.build_policy = policy_of
     loop.build_bridge = lambda *_: NoBridge()  # type: ignore[assignment, return-value]
@@ -70,13 +86,12 @@ def main() -> None:
             try:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, 1)  # the answers are the parent's
-                code = child(json.loads(line))
+                code = child(*json.loads(line))
             except BaseException:
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)
-        print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 

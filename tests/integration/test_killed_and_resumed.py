@@ -5,14 +5,11 @@ Killed are the training process, ten times, and now and then the rollout API as 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,20 +42,18 @@ class Trainers:
             start_new_session=True,
         )
 
-    def start(self, options: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(options) + "\n")
+    def run(self, options: dict[str, Any], killed: tuple[int, float] | None = None) -> int:
+        """The exit code of a run.
+
+        Args:
+            killed: it is killed so many seconds after its metrics have so many lines.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([options, killed]) + "\n")
         self._process.stdin.flush()
-        return int(self._answer())
-
-    def exit_code(self) -> int:
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, tail(self.log)
-        return line
+        return int(line)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -131,11 +126,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def line_count(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
 def left_behind(folder: Path, final: str, weights: str) -> tuple[bytes, dict[str, Any]]:
     return (folder / final / weights).read_bytes(), torch.load(folder / final / "trainer_state.pt")
 
@@ -172,34 +162,22 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
         "resume": "auto", **own,
     }  # fmt: skip
     fill(api.url)
-    trainers.start({**options, "save_path": str(tmp_path / "straight")})
-    assert trainers.exit_code() == 0, tail(trainers.log)
+    assert trainers.run({**options, "save_path": str(tmp_path / "straight")}) == 0, tail(trainers.log)
 
     fill(api.url)
     seed = random.randrange(1 << 30)
     draw = random.Random(seed)
     at_rows = sorted(draw.sample(range(1, STEPS - 10), KILLS - 2))
-    moments = [("row", float(row)) for row in at_rows]
+    moments = [(row, draw.uniform(0.0, 0.02)) for row in at_rows]
     for place in (0, draw.randrange(1, KILLS // 2)):  # two of them while the process starts
-        moments.insert(place, ("seconds", draw.uniform(0.0, 0.3)))
+        moments.insert(place, (0, draw.uniform(0.0, 0.3)))
     folder = tmp_path / "killed"
-    for number, (kind, moment) in enumerate(moments, 1):
-        pid = trainers.start({**options, "save_path": str(folder)})
-        if kind == "seconds":
-            time.sleep(moment)
-        else:
-            deadline = time.monotonic() + 60
-            while line_count(folder) < moment:
-                assert time.monotonic() < deadline, f"seed {seed}: no step {moment:.0f}\n{tail(trainers.log)}"
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0.0, 0.02))
-        with contextlib.suppress(ProcessLookupError):  # it is said below
-            os.kill(pid, signal.SIGKILL)
-        assert trainers.exit_code() == -signal.SIGKILL, f"seed {seed}: it had ended\n{tail(trainers.log)}"
+    for number, moment in enumerate(moments, 1):
+        code = trainers.run({**options, "save_path": str(folder)}, moment)
+        assert code == -signal.SIGKILL, f"seed {seed}: it had ended\n{tail(trainers.log)}"
         if number % 3 == 0:
             api.kill_and_start()
-    trainers.start({**options, "save_path": str(folder)})
-    assert trainers.exit_code() == 0, f"seed {seed}\n{tail(trainers.log)}"
+    assert trainers.run({**options, "save_path": str(folder)}) == 0, f"seed {seed}\n{tail(trainers.log)}"
 
     (straight_weights, straight), (resumed_weights, resumed) = (
         left_behind(each, final, weights) for each in (tmp_path / "straight", folder)
