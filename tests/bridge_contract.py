@@ -32,6 +32,7 @@ from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.choose import open_transport
 from grpo_trainer.weights.transports.transport import AdapterTransport
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving
+from tests.integration.streaming import paused
 from tests.unit.tiny_lora import fill_b
 from vllm_server.protocol import GenerateChunk, LoraStatus
 
@@ -145,7 +146,7 @@ class Contract:
         self.publish(self.first)
         alone = self.stream(threading.Event())
         newer = range(self.first + 1, self.first + KEEP_VERSIONS + 2)
-        with self.held() as lines:
+        with self.under_way() as lines:
             for version in newer:
                 self.publish(version)
             held = next(v for v in self.status().versions if v.version == self.first)
@@ -160,7 +161,7 @@ class Contract:
         assert self.first not in {v.version for v in self.status().versions}, "it leaves with its last request"
 
     @contextmanager
-    def held(self) -> Iterator[list[GenerateChunk]]:
+    def under_way(self) -> Iterator[list[GenerateChunk]]:
         """A long answer that is under way while the block runs, and whole after it.
 
         On a busy machine it may be over before the pause. Then another one is begun.
@@ -170,16 +171,14 @@ class Contract:
             reader = threading.Thread(target=lambda begun=begun, lines=lines: lines.extend(self.stream(begun)))
             reader.start()
             assert begun.wait(60)
-            assert self.server.post("/bridge/pause", {"mode": "keep"}).status_code == 200
-            try:
+            with paused(self.server):
                 reader.join(0.5)  # what was made before the pause may still be on its way here
-                held = reader.is_alive()
-                if held:
+                requests = sum(v.in_flight for v in self.status().versions if v.version == self.first)
+                is_held = requests == 1 and reader.is_alive()
+                if is_held:
                     yield lines
-            finally:
-                assert self.server.post("/bridge/resume", b"").status_code == 200
-                reader.join(120)
-            if held:
+            reader.join(120)
+            if is_held:
                 return
         raise AssertionError("each answer was over before the pause came")
 

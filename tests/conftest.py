@@ -40,9 +40,12 @@ os.environ["GRPO_PORTS"] = f"{_first}-{_first + _share - 1}"
 # vLLM's own cache of model classes stays shared between test sessions: without it the first server takes 10 s longer.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
 
-# A server may run on the same machine as the tests: slowness is no failure. httpx waits for 5 s unless it is told.
+# httpx gives up after 5 s unless it is told otherwise. A busy machine may stall a process for that long, and a test
+# should not have to think of it in each of its requests.
 for _phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)
+
+# A server may run on the same machine as the tests: slowness is no failure.
 settings.register_profile("few", deadline=None, max_examples=20)
 settings.register_profile("many", deadline=None, max_examples=200)  # --hypothesis-profile=many, of the complete lane
 settings.load_profile("few")

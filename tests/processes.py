@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -68,7 +69,9 @@ def wait_for(what: str, done: Callable[[], bool], log: Path, seconds: float = 18
 
 @contextmanager
 def once(done: Callable[[], bool], act: Callable[[], object], every: float = 0.02) -> Iterator[list[float]]:
-    """While the block runs, look in another thread whether something is so, and then act. The list gets the time of it.
+    """While the block runs, look in another thread whether something is so, and then act, once.
+
+    Yields a list that gets the time at which it acted.
 
     Args:
         every: seconds from one look to the next.
@@ -82,13 +85,13 @@ def once(done: Callable[[], bool], act: Callable[[], object], every: float = 0.0
                 act()
                 return
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield acted
-    finally:
-        over.set()  # nothing is done to what comes after the block, for example no signal to pytest
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            yield acted
+        finally:
+            over.set()  # nothing is done to what comes after the block, for example no signal to pytest
+        looking.result()
 
 
 def found_in(log: Path, pattern: str) -> re.Match[str] | None:
@@ -118,12 +121,18 @@ def alive(pids: list[int]) -> list[int]:
     """Those that still do something."""
     living = []
     for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.NoSuchProcess):
+            if is_alive(psutil.Process(pid)):
                 living.append(pid)
-        except psutil.NoSuchProcess:
-            continue
     return living
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still does something; another process may have got its id."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def family(pid: int) -> dict[int, str]:

@@ -49,7 +49,7 @@ RUNS = (
     *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
     *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
     *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
-    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.layers.quantization.online.base",  # imported when a model is loaded, whatever its quantization
 )
 """What a whole run imports, servers with it."""
 
@@ -255,7 +255,8 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
     preload = sys.modules.get("vllm_server.worker.preload")
     if preload is not None:
         assert not preload.unfit, preload.unfit
-        _compile()
+        _make_ready()
+        assert not forking.spoiled(), forking.spoiled()
     asking = socket.socket(fileno=descriptor)
     while True:
         header, given, _, _ = socket.recv_fds(asking, 8, 3)
@@ -270,15 +271,17 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
             os.close(each)
 
 
-def _compile() -> None:
-    """What each server imports and compiles at its first requests, for a second or two."""
+def _make_ready() -> None:
+    """Do what takes each server one or two seconds more."""
     import torch
     from vllm.v1.sample.sampler import Sampler
 
     from vllm_server import compat
 
-    compat.assert_seams()
-    with torch.inference_mode():  # as in an engine
+    compat.assert_seams()  # for its imports
+    if compat.device_type() != "cpu" or torch.get_num_threads() > 1:
+        return  # torch.compile would initialise CUDA, or start threads: a fork would have neither
+    with torch.inference_mode():  # as in an engine, which compiles this at its first request for logprobs
         for vocabulary in (97, 101):  # two sizes, so that a third is not compiled again
             Sampler.gather_logprobs(torch.zeros(2, vocabulary), 1, torch.zeros(2, dtype=torch.int64))
 

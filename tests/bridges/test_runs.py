@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_trainer.report.timeline import STAGES, intervals, lanes, last_steps
 from tests import warm
-from tests.processes import alive, family, tail, wait_for
+from tests.processes import is_alive, tail, wait_for
 from tests.runs import of_mode, rows, started
 from tests.trace_format import check_format
 
@@ -43,7 +45,7 @@ def test_a_run_learns_ends_and_is_resumed(
         with started(demo_model, run_dir, log, **options) as process:
             members = family_until_the_end(process, log)
             assert process.wait() == 0, tail(log)
-        assert members and not alive(list(members)), members
+        assert members and not [member for member in members if is_alive(member)]
         assert f"Step {steps}/{steps}" in log.read_text()
     done = rows(run_dir)
     assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
@@ -66,12 +68,13 @@ def test_a_run_learns_ends_and_is_resumed(
     check_timeline(run_dir / "trace.json", mode)
 
 
-def family_until_the_end(process: subprocess.Popen[bytes], log: Path) -> dict[int, str]:
-    """Wait until a run is over. Returns all of its processes, also those that it ended before."""
-    members = dict[int, str]()
+def family_until_the_end(process: subprocess.Popen[bytes], log: Path) -> set[psutil.Process]:
+    """Wait until a run is over. Returns its processes that were seen, also those that it ended before."""
+    members, run = set[psutil.Process](), psutil.Process(process.pid)
 
     def is_over() -> bool:
-        members.update(family(process.pid))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.update(run.children(recursive=True))
         return process.poll() is not None
 
     wait_for("the run is over", is_over, log, 400, every=0.5)

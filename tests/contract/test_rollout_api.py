@@ -190,11 +190,12 @@ def test_lease_acknowledge_extend_release(api: httpx.Client):
 def test_a_lease_that_runs_out_comes_again(api: httpx.Client):
     start_run(api, batch_size=2)
     api.post("/scored_data", json=group())
+    leased = time.monotonic()
     assert api.get("/batch?lease=0.2").json()["batch"]
-    deadline = time.monotonic() + 30
     while (batch := api.get("/batch?lease=30").json()["batch"]) is None:
-        assert time.monotonic() < deadline, "the lease never ran out"
+        assert time.monotonic() < leased + 30, "the lease never ran out"
         time.sleep(0.1)
+    assert time.monotonic() >= leased + 0.2, "it did not run out yet"
     assert batch[0]["tokens"][0][0] == 1
 
 

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _start_warm(warm_processes: None) -> None:
-    """All of them start processes."""
+    """Nearly all of them start processes."""

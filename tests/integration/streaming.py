@@ -56,6 +56,7 @@ class Stream:
         while count < len(self._lines):  # what was made before the pause may still be on its way here
             count = len(self._lines)
             time.sleep(0.5)
+            assert self.server.get("/bridge/info").status_code == 200  # its process is not stalled
         return self._thread.is_alive() and len(self.tokens) < MANY // 2
 
     @property
@@ -83,22 +84,27 @@ class Stream:
 
 
 @contextmanager
+def paused(*servers: Serving) -> Iterator[None]:
+    """Servers that generate nothing within the block."""
+    try:
+        for server in servers:
+            assert server.post("/bridge/pause", b"").status_code == 200
+        yield
+    finally:
+        for server in servers:
+            server.post("/bridge/resume", b"")
+
+
+@contextmanager
 def held(servers: Sequence[Serving]) -> Iterator[list[Stream]]:
     """Requests that are under way, one on each server, none of which generates meanwhile; then they run to their end.
 
     On a busy machine most of an answer may be there before the pause. Then other requests are begun.
     """
-
-    def resume() -> None:
-        for server in servers:
-            assert server.post("/bridge/resume", b"").status_code == 200
-
     for _ in range(10):
         with ExitStack() as stack:
             streams = [stack.enter_context(Stream(server, TWO_BLOCKS)) for server in servers]
-            stack.callback(resume)
-            for server in servers:
-                assert server.post("/bridge/pause", b"").status_code == 200
+            stack.enter_context(paused(*servers))
             if all(stream.is_held() for stream in streams):
                 yield streams
                 return

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import Serving, save_tiny_model, serving
-from tests.integration.streaming import MANY, TWO_BLOCKS, held
+from tests.integration.streaming import MANY, TWO_BLOCKS, Stream, held, paused
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from vllm_server.bridge_file import FOLDER
 from vllm_server.protocol import (
@@ -293,14 +293,19 @@ def test_a_running_request_goes_on_with_its_cache_or_with_one_made_anew(trainer:
 
 def test_a_running_request_that_is_ended_early_has_what_the_old_weights_said(trainer: Trainer) -> None:
     reference = trainer.reference()
-    with held([trainer.server]) as (stream,), trainer.fence("abort"):
-        wait_for(
-            "its end",
-            lambda: stream.chunks[-1:] != [] and bool(stream.chunks[-1].finish_reason),
-            trainer.server.log,
-            30,
-        )
-        trainer.change()
+    for _ in range(10):
+        with Stream(trainer.server, TWO_BLOCKS) as stream, trainer.fence("abort"):
+            wait_for(
+                "its end",
+                lambda: stream.chunks[-1:] != [] and bool(stream.chunks[-1].finish_reason),
+                trainer.server.log,
+                30,
+            )
+            trainer.change()
+        if stream.chunks[-1].finish_reason == "abort":
+            break
+        with trainer.fence():  # on a busy machine it was over before the update
+            trainer.restore()
     assert stream.chunks[-1].finish_reason == "abort"
     assert not stream.errors
     assert 1 <= len(stream.tokens) < MANY
@@ -316,17 +321,13 @@ def test_an_answer_that_two_versions_made_says_both(trainer: Trainer) -> None:
         debug = msgspec.json.decode(server.get("/bridge/debug").content, type=BridgeDebug)
         return debug.in_flight[debug.info.served_model_name]
 
-    with ThreadPoolExecutor(2) as pool:
-        assert server.post("/bridge/pause", b"").status_code == 200  # so that both still run when the update comes
-        try:
-            plain = pool.submit(server.generate, TWO_BLOCKS, max_tokens=MANY, ignore_eos=True)
-            openai = pool.submit(server.post, "/v1/completions", asked)
-            wait_for("two requests", lambda: in_flight() == 2, server.log, 30)
-            with trainer.fence():
-                trainer.change()
-            assert not plain.done() and not openai.done()
-        finally:
-            assert server.post("/bridge/resume", b"").status_code == 200
+    with ThreadPoolExecutor(2) as pool, paused(server):  # so that both still run when the update comes
+        plain = pool.submit(server.generate, TWO_BLOCKS, max_tokens=MANY, ignore_eos=True)
+        openai = pool.submit(server.post, "/v1/completions", asked)
+        wait_for("two requests", lambda: in_flight() == 2, server.log, 30)
+        with trainer.fence():
+            trainer.change()
+        assert not plain.done() and not openai.done()
     answer = plain.result()
     assert (answer.policy_version, answer.policy_version_end) == (began_with, trainer.version)
     headers = openai.result().headers
@@ -408,17 +409,22 @@ def refusals(server: Serving) -> list[int]:
 def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> None:
     server = trainer.server
     first = ask(server)
-    with held([server]) as (stream,):
-        token = trainer.begin()
-        trainer.change()
-        trainer.end(token, torn=True)
-        assert refusals(server) == [503] * 5
-        assert "torn" in server.get("/health").json()["error"]["got"]
-        assert trainer.info.policy_version == first.policy_version
-        with trainer.fence():
-            assert server.get("/health").status_code == 503
+    for _ in range(10):
+        with Stream(server, TWO_BLOCKS) as stream:
+            token, before = trainer.begin(), trainer.info.policy_version
+            trainer.change()
+            trainer.end(token, torn=True)
+        if stream.errors:
+            break
+        with trainer.fence():  # on a busy machine the request was over before the update
             trainer.restore()
     assert stream.errors and "torn" in stream.errors[0], "a running request gets the reason"
+    assert refusals(server) == [503] * 5
+    assert "torn" in server.get("/health").json()["error"]["got"]
+    assert trainer.info.policy_version == before
+    with trainer.fence():
+        assert server.get("/health").status_code == 503
+        trainer.restore()
     restored = ask(server)
     assert (restored.token_ids, restored.logprobs) == (first.token_ids, first.logprobs)
 
@@ -472,13 +478,10 @@ def test_updates_that_cannot_be_are_refused(trainer: Trainer) -> None:
     assert {"POST /bridge/update/begin", "POST /v1/completions", "GET /health"} <= set(
         server.get("/bridge/list_endpoints").json()["endpoints"]
     )
-    assert server.post("/bridge/pause", b"").status_code == 200
-    try:
+    with paused(server):
         with trainer.fence():
             pass
         assert server.get("/bridge/is_paused").json() == {"paused": True}, "an update leaves it as it was"
-    finally:
-        assert server.post("/bridge/resume", b"").status_code == 200
 
 
 # with adapters ---------------------------------------------------------------------------------------------

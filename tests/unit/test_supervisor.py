@@ -282,15 +282,14 @@ def test_a_reader_that_went_away_does_not_stop_the_run(tmp_path: Path) -> None:
     assert "Step 19999" in (tmp_path / "trainer.log").read_text()
 
 
-def test_what_a_user_should_know_is_said_at_once(make: Callable[[], Supervisor], recorder: Recorder) -> None:
+def test_what_a_user_should_know_is_said_at_once(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+) -> None:
+    ended = tmp_path / "ended"
     code = f"import sys; print({NOTICED!r}, file=sys.stderr); print('x INFO idle', file=sys.stderr)"
-    with make() as supervisor:
-        supervisor.run(
-            [
-                [spec("env", "pass", may_end=True)],
-                [spec("trainer", code + "; import time; time.sleep(1)", ends_run=True)],
-            ]
-        )
+    last = spec("trainer", f"{UNTIL}{code}\nuntil({str(ended)!r})", ends_run=True)
+    with once(lambda: any(line.startswith("env: ") for line in recorder.said), ended.touch), make() as supervisor:
+        supervisor.run([[spec("env", "pass", may_end=True)], [last]])
     assert f"trainer: {NOTICED}" in recorder.said
     assert any(line.startswith("env: ") and "logs/env.log" in line for line in recorder.said)
     assert not any("idle" in line for line in recorder.said)
