@@ -293,7 +293,7 @@ def test_a_running_request_goes_on_with_its_cache_or_with_one_made_anew(trainer:
 
 def test_a_running_request_that_is_ended_early_has_what_the_old_weights_said(trainer: Trainer) -> None:
     reference = trainer.reference()
-    for _ in range(10):
+    while True:
         with Stream(trainer.server, TWO_BLOCKS) as stream, trainer.fence("abort"):
             wait_for(
                 "its end",
@@ -409,7 +409,7 @@ def refusals(server: Serving) -> list[int]:
 def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> None:
     server = trainer.server
     first = ask(server)
-    for _ in range(10):
+    while True:
         with Stream(server, TWO_BLOCKS) as stream:
             token, before = trainer.begin(), trainer.info.policy_version
             trainer.change()
