@@ -59,8 +59,9 @@ def started(model: Path, run_dir: Path, log: Path, **options: object) -> Iterato
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Those of a run that may be going on: the last one may not be written as a whole yet."""
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -93,7 +92,7 @@ def test_a_trainer_that_was_killed_attaches_anew_to_the_server_that_lived_on(dem
             trainer.wait()
         assert server.poll() is None and answers(f"http://127.0.0.1:{port}/health")
         saved = max(int(path.name.split("_")[1]) for path in run_dir.glob("step_*"))
-        last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+        last = rows(run_dir)[-1]
         steps = str(saved + 3)
         with running(*words, "--training-steps", steps, "--resume", "auto", log=logs["train"]) as trainer:
             assert finished(trainer, logs["train"]) == 0, tail(logs["train"])
