@@ -274,10 +274,12 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
 def _make_ready() -> None:
     """Do what takes each server one or two seconds more."""
     import torch
+    from tqdm import tqdm
     from vllm.v1.sample.sampler import Sampler
 
     from vllm_server import compat
 
+    tqdm.monitor_interval = 0  # a progress bar of the compiler would start a thread
     compat.assert_seams()  # for its imports
     if compat.device_type() != "cpu" or torch.get_num_threads() > 1:
         return  # torch.compile would initialise CUDA, or start threads: a fork would have neither
