@@ -40,8 +40,7 @@ os.environ["GRPO_PORTS"] = f"{_first}-{_first + _share - 1}"
 # vLLM's own cache of model classes stays shared between test sessions: without it the first server takes 10 s longer.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
 
-# httpx gives up after 5 s unless it is told otherwise. A busy machine may stall a process for that long, and a test
-# should not have to think of it in each of its requests.
+# By default httpx waits for an answer for 5 s. A busy machine stalls a process for that long, so tests wait longer.
 for _phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)
 

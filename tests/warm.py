@@ -254,9 +254,9 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     preload = sys.modules.get("vllm_server.worker.preload")
     if preload is not None:
-        assert not preload.unfit, preload.unfit
         _make_ready()
-        assert not forking.spoiled(), forking.spoiled()
+        unfit = preload.unfit or forking.spoiled()
+        assert not unfit, unfit
     asking = socket.socket(fileno=descriptor)
     while True:
         header, given, _, _ = socket.recv_fds(asking, 8, 3)

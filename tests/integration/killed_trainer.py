@@ -60,7 +60,7 @@ def policy_of(config: TrainConfig, *_: Any) -> Policy:
 
 
 def kill(metrics: Path, lines: int, seconds: float) -> None:
-    """Kill this process so many seconds after its metrics have so many lines."""
+    """Wait until the file of metrics has `lines` lines, then for `seconds`, and kill this process."""
     while lines and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
         time.sleep(0.001)
     time.sleep(seconds)

@@ -91,8 +91,8 @@ def paused(*servers: Serving) -> Iterator[None]:
             assert server.post("/bridge/pause", b"").status_code == 200
         yield
     finally:
-        for server in servers:
-            server.post("/bridge/resume", b"")
+        answers = [server.post("/bridge/resume", b"") for server in servers]
+    assert all(answer.status_code == 200 for answer in answers)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tests.processes import answers, free_port, running, tail, wait_for
+from tests.runs import rows
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,10 +66,10 @@ def test_nothing_is_lost_and_no_step_is_trained_twice(demo_model: Path, tmp_path
         assert trainer.returncode == 0, tail(logs["trainer"])
         assert environment.returncode == 0, tail(logs["env"])
 
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    done = rows(run)
+    assert [row["step"] for row in done] == list(range(1, STEPS + 1))
     assert status["current_step"] == STEPS
-    trained = sum(int(row["batch/sequences"]) for row in rows)
+    trained = sum(int(row["batch/sequences"]) for row in done)
     assert trained == STEPS * GROUPS_PER_STEP * GROUP_SIZE
     sent = len(groups.read_text().splitlines())
     assert sent * GROUP_SIZE == trained + status["queued_sequences"]  # nothing lost, nothing twice

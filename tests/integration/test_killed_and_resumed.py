@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.processes import ROOT, answers, end, free_port, running, tail, wait_for
+from tests.runs import rows
 from tests.unit.tiny_lora import VOCAB, save_tiny
 
 STEPS = 60
@@ -46,7 +47,7 @@ class Trainers:
         """The exit code of a run.
 
         Args:
-            killed: it is killed so many seconds after its metrics have so many lines.
+            killed: lines and seconds. Once its metrics have this many lines, it waits this long and kills itself.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([options, killed]) + "\n")
@@ -119,11 +120,6 @@ def fill(url: str) -> None:
         )
         sequences += size
     httpx.post(url + "/scored_data_list", json=groups, trust_env=False).raise_for_status()
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def left_behind(folder: Path, final: str, weights: str) -> tuple[bytes, dict[str, Any]]:

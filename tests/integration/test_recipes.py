@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, free_port
+from tests.runs import rows
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,8 +24,7 @@ def test_a_recipe_trains(demo_model: Path, tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "train_single_copy.sh"), "--log-samples", "2"]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
     assert "bridge proved" in done.stdout
     report = (tmp_path / "run" / "report.html").read_text()
     assert '"title":"Reward"' in report and '"ratios":"' in report

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, serving, shared_server
-from tests.integration.streaming import MANY, TWO_BLOCKS, held
+from tests.integration.streaming import MANY, TWO_BLOCKS, held, paused
 from tests.processes import wait_for
 from vllm_server.protocol import BridgeInfo, GenerateResponse, LoraStatus
 
@@ -294,13 +294,10 @@ def test_pause_holds_generation_and_resume_lets_it_go_on(server: Serving) -> Non
 def test_a_client_that_leaves_frees_its_version(server: Serving, stream: bool) -> None:
     server.publish()
     body = {"prompt": {"prompt_token_ids": SHORT}, "max_tokens": 400, "stream": stream}
-    assert server.post("/bridge/pause", b"").status_code == 200  # so that it is the client who ends it
-    try:
+    with paused(server):  # so that it is the client who ends it
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/generate", json=body, timeout=1.0, trust_env=False)
         wait_for("no request", lambda: all(v.in_flight == 0 for v in read_status(server).versions), server.log, 30)
-    finally:
-        assert server.post("/bridge/resume", b"").status_code == 200
     assert server.generate(SHORT, max_tokens=1).policy_version == read_status(server).policy_version
 
 

@@ -410,8 +410,9 @@ def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> 
     server = trainer.server
     first = ask(server)
     while True:
+        before = trainer.info.policy_version
         with Stream(server, TWO_BLOCKS) as stream:
-            token, before = trainer.begin(), trainer.info.policy_version
+            token = trainer.begin()
             trainer.change()
             trainer.end(token, torn=True)
         if stream.errors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
+from tests.runs import rows
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,6 +43,6 @@ def test_four_commands_of_the_readme_train_together(demo_model: Path, tmp_path: 
         trainer = stack.enter_context(running("-m", "grpo_trainer", *train, log=logs["train"]))
         wait_for("the trainer is done", lambda: trainer.poll() is not None, logs["train"], 400)
         assert trainer.returncode == 0, tail(logs["train"])
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 5
+    steps = [row["step"] for row in rows(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 5
     assert "bridge proved" in logs["train"].read_text()

@@ -14,7 +14,6 @@ from environments.config import BaseEnvConfig
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.threads import Threads
-from environments.trajectory import Message
 
 
 def test_the_loop_goes_on_while_a_function_waits_for_it() -> None:
@@ -142,21 +141,18 @@ class Tools(MultiTurnEnv[int]):
 
 
 def test_the_policy_hears_that_a_tool_took_too_long(caplog: pytest.LogCaptureFixture) -> None:
-    hurried, patient = (MultiTurnConfig(tokenizer_name="m", tool_timeout=seconds) for seconds in (0.05, 30.0))
-    env = Tools(hurried, None, None)  # type: ignore[arg-type]
-
-    async def turns() -> list[Message]:
-        heard = await env.call_tools('<tool_call>{"name": "hang"}</tool_call>')
-        env.config = patient  # the next tool answers at once, which may take a while on a slow machine
-        good = '<tool_call>{"name": "wait", "arguments": {"timeout": 3, "function": "f"}}</tool_call>'
-        return heard + await env.call_tools(good)
-
+    config = MultiTurnConfig(tokenizer_name="m", tool_timeout=5.0)  # enough for the second tool on a slow machine
+    env = Tools(config, None, None)  # type: ignore[arg-type]
+    text = (
+        '<tool_call>{"name": "hang"}</tool_call>'
+        '<tool_call>{"name": "wait", "arguments": {"timeout": 3, "function": "f"}}</tool_call>'
+    )
     try:
         with caplog.at_level(logging.WARNING):
-            heard = asyncio.run(turns())
+            heard = asyncio.run(env.call_tools(text))
     finally:
         env.over.set()
     hung, answered = [each["content"] for each in heard]
-    assert hung.startswith("TimeoutError: ") and "0.05 s" in hung
+    assert hung.startswith("TimeoutError: ") and "5 s" in hung
     assert answered == '{"timeout": 3, "function": "f"}'
     assert [record.args for record in caplog.records] == [("hang", 1)]
