@@ -47,7 +47,8 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 [ -f "$out/$model/config.json" ] || "$PYTHON" -m grpo_trainer demo-model "$out/$model" "${make[@]}"
 run_dir=$out/$(date +%Y%m%d-%H%M%S)
-"$PYTHON" -m grpo_trainer run --config "$config" --model "$out/$model" --run-dir "$run_dir" "${flags[@]}"
+# free ports: the machine may have other runs
+"$PYTHON" -m grpo_trainer run --config "$config" --model "$out/$model" --run-dir "$run_dir" --api.port 0 --server.port 0 "${flags[@]}"
 "$PYTHON" scripts/reward_rise.py "$run_dir" "${rise[@]}"
 {
     echo "the model, for runs of your own: $out/$model"

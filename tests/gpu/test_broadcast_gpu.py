@@ -14,16 +14,13 @@ from grpo_trainer.doctor.trials import check_nccl
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.weights.buckets import Buckets
+from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 FLAGS = ["--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
-
-
-SECOND = {"CUDA_VISIBLE_DEVICES": "1"}
-"""A server that sees the second GPU alone; the trainer is on the first."""
 
 
 def assert_versions_arrive(server: Serving, made: Sending, transport: str) -> None:
@@ -68,7 +65,7 @@ def test_nccl_on_one_gpu_is_refused_with_the_reason(tmp_path: Path) -> None:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
-    with receiving(tmp_path_factory.mktemp("apart"), *FLAGS, env=SECOND) as server:
+    with receiving(tmp_path_factory.mktemp("apart"), *FLAGS, env=only_gpus(1)) as server:
         yield server
 
 

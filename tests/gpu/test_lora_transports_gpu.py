@@ -9,6 +9,7 @@ import torch
 
 from grpo_trainer.errors import BridgeError
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
+from tests.gpu.devices import only_gpus
 from tests.integration.serving import KEEP_VERSIONS, Serving, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -29,7 +30,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server on the second GPU, the only one that it sees."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
-    with serving(tmp_path_factory.mktemp("apart"), *FLAGS, env={"CUDA_VISIBLE_DEVICES": "1"}) as server:
+    with serving(tmp_path_factory.mktemp("apart"), *FLAGS, env=only_gpus(1)) as server:
         yield server
 
 

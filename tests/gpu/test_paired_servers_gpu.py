@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.devices import only_gpus
 from tests.integration.paired import STEPS
 from tests.integration.serving import START_LIMIT_S, Serving, serving
 from tests.integration.test_paired_servers import trained
@@ -19,7 +20,7 @@ from tests.shared_contract import PROMISES, SharedContract
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 TOLERANCE = 0.02  # bfloat16 on both sides
-VISIBLE = {"pairs on one GPU": ["0", "0"], "pairs on two GPUs": ["0", "1"], "shards on two GPUs": ["0,1"]}
+VISIBLE = {"pairs on one GPU": [(0,), (0,)], "pairs on two GPUs": [(0,), (1,)], "shards on two GPUs": [(0, 1)]}
 """Layout -> the GPUs of each server."""
 
 
@@ -38,7 +39,7 @@ class Layout:
 @pytest.fixture(scope="module", params=VISIBLE)
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
     visible = VISIBLE[request.param]
-    gpus = len(set(",".join(visible).split(",")))
+    gpus = len({index for own in visible for index in own})
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     made = Layout([], gpus)
@@ -48,8 +49,7 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--max-num-seqs", "16"]
             flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
             flags += ["--tensor-parallel-size", str(2 // len(visible))]
-            env = {"CUDA_VISIBLE_DEVICES": own}
-            server = stack.enter_context(serving(folder, *flags, env=env, key_value_heads=2))
+            server = stack.enter_context(serving(folder, *flags, env=only_gpus(*own), key_value_heads=2))
             wait_for("a healthy server", lambda at=server.url: answers(f"{at}/health"), server.log, START_LIMIT_S)
             made.servers.append(server)
         yield made

@@ -99,7 +99,9 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dic
     torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5)
     assert got[1].keys() == wanted[1].keys()
     for name in wanted[1]:
-        torch.testing.assert_close(got[1][name], wanted[1][name], atol=1e-4, rtol=1e-3, msg=name)
+        # float32 rounds a sum by its largest terms, and each CPU adds in another order.
+        atol = max(1e-4, 4e-6 * float(wanted[1][name].abs().max()))
+        torch.testing.assert_close(got[1][name], wanted[1][name], atol=atol, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
