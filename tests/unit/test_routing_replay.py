@@ -99,9 +99,7 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dic
     torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5)
     assert got[1].keys() == wanted[1].keys()
     for name in wanted[1]:
-        # float32 rounds a sum by its largest terms, and each CPU adds in another order.
-        atol = max(1e-4, 4e-6 * float(wanted[1][name].abs().max()))
-        torch.testing.assert_close(got[1][name], wanted[1][name], atol=atol, rtol=1e-3, msg=name)
+        torch.testing.assert_close(got[1][name], wanted[1][name], atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,8 +130,12 @@ def shape_of(model: nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_given_choice_is_that_of_a_plain_pass_that_chose_it(kind: str, recomputes: bool) -> None:
-    """The plain pass: the other experts' logits are -inf in the routers, which then choose by themselves."""
-    model = model_of(kind)
+    """The plain pass: the other experts' logits are -inf in the routers, which then choose by themselves.
+
+    In float64: the embedding's gradients reach 160, and float32 rounds them by more than 1e-4 on some CPUs.
+    """
+    model = model_of(kind).double()
+    model.set_experts_implementation("eager")  # pyright: ignore[reportCallIssue] # the default one has no float64
     top_k, experts = shape_of(model)
     for router in (module for module in model.modules() if isinstance(module, ROUTERS)):
         setattr(router, "norm_topk_prob", True)  # noqa: B010
