@@ -46,6 +46,8 @@ _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
 _LAST_WORDS_S = 2  # time limit for in-flight requests after the server was asked to stop
 
+_log = logging.getLogger("vllm.grpo.compat")
+
 
 class Engine(Protocol):
     """The part of vLLM's AsyncLLM that this server uses; `assert_seams` looks for these methods and parameters."""
@@ -259,9 +261,10 @@ def _told_to_stop() -> Iterator[None]:
     """Raise a FatalError if the HTTP server ends without a signal: after the engine died, vLLM exits with status 0.
 
     A signal makes vLLM end the engine and then cancel the HTTP server. In between, vLLM's watchdog may find the engine
-    ended and end the HTTP server as if the engine had died.
+    ended and end the HTTP server as if the engine had died. If vLLM fails after a signal, only the log shows it: the
+    server ends, as the signal asked, and lifeline ends the engine.
     """
-    told = ended_by_itself = False
+    told = ended_by_itself = ended_as_told = False
 
     def shutdown(self: Engine, *positional: Any, **named: Any) -> None:
         nonlocal told
@@ -269,13 +272,20 @@ def _told_to_stop() -> Iterator[None]:
         vllms_shutdown(self, *positional, **named)
 
     async def serve(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
-        nonlocal ended_by_itself
-        await vllms_serve(self, sockets)  # a signal cancels it
-        ended_by_itself = not told
+        nonlocal ended_by_itself, ended_as_told
+        try:
+            await vllms_serve(self, sockets)  # a signal cancels it
+        finally:
+            ended_by_itself, ended_as_told = not told, told
 
     vllms_shutdown = _replace(found("vllm.v1.engine.async_llm", "AsyncLLM"), "shutdown", shutdown)
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
-    yield
+    try:
+        yield
+    except (Exception, asyncio.CancelledError):
+        if not ended_as_told:
+            raise
+        _log.warning("vLLM's shutdown failed after a signal", exc_info=True)
     if ended_by_itself:
         raise EngineEndedError("the engine has ended", fix="see its last lines above")
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests import warm
 from tests.integration.serving import Serving, save_tiny_model, serving
-from tests.processes import ROOT, alive, family, wait_for
+from tests.processes import ROOT, alive, family, tail, wait_for
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -58,7 +58,7 @@ def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_run
         (engine,) = [pid for pid in everyone if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
         assert "Forkserver" in " ".join(psutil.Process(psutil.Process(engine).ppid()).cmdline()), "forked, not spawned"
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(30) == 0, tail(server.log)
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 15)
         for thread in waiting:
             thread.join(10)

@@ -539,7 +539,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
         memory = next(handle.path for handle in config.ipc_handles.values() if isinstance(handle, FileHandle))
         assert Path(memory).exists()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(30) == 0, tail(log)
     wait_for("the end of the memory", lambda: not Path(memory).exists(), log, 15)
     assert not (temporary / FOLDER).exists()
     left = [path.name for path in temporary.rglob("*") if not path.is_socket()]
