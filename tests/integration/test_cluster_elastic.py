@@ -30,7 +30,7 @@ from tests.runs import finished, of_mode, rows, started, wait_for_step
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(3000)
 
-STEPS, GROUPS, WINDOW = 140, 8, 10
+STEPS, GROUPS, WINDOW = 140, 16, 10
 ENVIRONMENTS = '[[environments]]\nname = "tests.integration.paced_environment"\nenv = { group_size = 8 }\n'
 
 
@@ -83,7 +83,8 @@ def test_a_run_learns_and_survives_the_loss_of_a_servers_node_and_of_the_trainer
     config.write_text(2 * ENVIRONMENTS)
     options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})
     options |= {"training-steps": STEPS, "server.replicas": 2, "trainer-gpus": 2, "checkpoint-interval": 5}
-    options |= {"batch-size": 16, "gradient-accumulation-steps": 4}
+    # With 1e-3 or 64 samples a step, the reward falls by 0.3 within ten steps also where nothing is lost.
+    options |= {"batch-size": 16, "gradient-accumulation-steps": 8, "lr": 3e-4}
     with started(demo_model, run_dir, log, **options) as process:
         wait_for_step(run_dir, WINDOW, process, log)
         run = ElasticRun(process, run_dir, log)
