@@ -6,6 +6,7 @@ by hand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,9 +113,9 @@ def plan_run(
     trainer = _trainer_table(config, ports, on_gpu, places)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
-    for name, environment in _named(config.environments):
+    for name, earlier, environment in _named(config.environments):
         file = folder / f"{name}.toml"
-        files[file] = _environment_tables(config, name, environment, ports, places)
+        files[file] = _environment_tables(config, name, earlier, environment, ports, places)
         argv = (python, "-m", environment_module(environment.name), "serve", "--config", str(file))
         environments.append(ProcessSpec(name, argv, may_end=True, restarts=name, after_errors=True))
     servers = [_api_process(config, ports, python)]
@@ -328,19 +329,17 @@ def _trainer_processes(
     )
 
 
-def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, EnvironmentProcess]]:
-    """Return names for processes and files: env-arithmetic, and env-arithmetic-2 for the second of a kind."""
-    counts: dict[str, int] = {}
-    named = []
+def _named(environments: tuple[EnvironmentProcess, ...]) -> Iterator[tuple[str, int, EnvironmentProcess]]:
+    """Yield a name for process and files, and how many earlier environments are of the same kind.
+
+    The names are env-arithmetic, and env-arithmetic-2 for the second of a kind.
+    """
+    counts: Counter[str] = Counter()
     for environment in environments:
-        base = _base_name(environment)
-        counts[base] = counts.get(base, 0) + 1
-        named.append((base if counts[base] == 1 else f"{base}-{counts[base]}", environment))
-    return named
-
-
-def _base_name(environment: EnvironmentProcess) -> str:
-    return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+        kind = f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+        earlier = counts[kind]
+        counts[kind] += 1
+        yield f"{kind}-{earlier + 1}" if earlier else kind, earlier, environment
 
 
 SET_FOR_ENVIRONMENTS = frozenset(
@@ -349,11 +348,16 @@ SET_FOR_ENVIRONMENTS = frozenset(
         *("use_wandb", "retry_timeout"),
     }
 )
-"""Options of environments that a run derives, unless the user sets them."""
+"""Options of environments that a run derives, unless the user sets them, and that say nothing about what it learns."""
 
 
 def _environment_tables(
-    config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int], places: Places
+    config: RunConfig,
+    name: str,
+    earlier: int,
+    environment: EnvironmentProcess,
+    ports: Mapping[str, int],
+    places: Places,
 ) -> dict[str, Any]:
     trainer, model = config.trainer, config.trainer.model.name
     away = trainer.vllm.startup_timeout + 60.0  # the longest that a server may be while it restarts
@@ -361,8 +365,8 @@ def _environment_tables(
         "tokenizer_name": model,
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
-        # The second of a kind needs separate metrics and a separate state.
-        **({} if name == _base_name(environment) else {"wandb_name": name.removeprefix("env-")}),
+        # The second of a kind needs separate metrics, a separate state, and items in another order.
+        **({"wandb_name": name.removeprefix("env-"), "seed": earlier} if earlier else {}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
         "use_wandb": False,

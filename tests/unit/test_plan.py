@@ -269,7 +269,7 @@ def test_the_options_that_a_run_derives_for_environments_are_known() -> None:
     flags = {"weight_bridge_mode": "none", "rollout_api_key": "k"}
     made = plan(flags, file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]})
     tables = [table["env"] for path, table in made.config_files.items() if path.name.startswith("env-")]
-    assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS
+    assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS | {"seed"}
 
 
 def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
@@ -278,6 +278,14 @@ def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
     )
     assert [process.name for process in made.processes[3:]] == ["env-arithmetic", "env-arithmetic-2", "env-maze"]
     assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
+
+
+def test_environments_of_a_kind_have_their_items_in_different_orders() -> None:
+    own = {"name": "arithmetic", "env": {"seed": 7}}
+    made = plan(file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}, own, {"name": "gsm8k"}]})
+    tables = {path.stem: table["env"] for path, table in made.config_files.items() if path.stem.startswith("env-")}
+    expected = {"env-arithmetic": None, "env-arithmetic-2": 1, "env-arithmetic-3": 7, "env-gsm8k": None}
+    assert {name: table.get("seed") for name, table in tables.items()} == expected
 
 
 def test_an_unknown_environment_is_named_with_those_that_are_known(
