@@ -138,7 +138,7 @@ class Slow(BaseHTTPRequestHandler):
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
     """A client of a server that may leave."""
     monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
-    monkeypatch.setattr(server_client, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 2.0)  # longer than this process may be stalled
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()
@@ -156,7 +156,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClie
 
 def test_a_server_that_works_for_long_is_waited_for(slow: ServerClient) -> None:
     Slow.awake.set()
-    threading.Timer(4 * server_client.SILENT_SECONDS, Slow.take.set).start()
+    threading.Timer(2 * server_client.SILENT_SECONDS, Slow.take.set).start()
     by_name(slow)
 
 
