@@ -46,8 +46,6 @@ _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
 _LAST_WORDS_S = 2  # time limit for in-flight requests after the server was asked to stop
 
-_log = logging.getLogger("vllm.grpo.compat")
-
 
 class Engine(Protocol):
     """The part of vLLM's AsyncLLM that this server uses; `assert_seams` looks for these methods and parameters."""
@@ -147,7 +145,7 @@ def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]
 
 
 def _launcher() -> ModuleType:
-    module = seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker")
+    module = seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker", "serve_http")
     # We replace module attributes, which has an effect only if the launcher looks them up when it runs.
     for caller, called in _REPLACED:
         if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
@@ -240,6 +238,9 @@ def _end_promptly(launcher: ModuleType) -> None:
     # vLLM's handlers are on the event loop. With vLLM 0.25 uvicorn's handlers would replace them, and these wait for
     # in-flight requests before the engine stops. Later vLLMs disable uvicorn's handlers in the same way.
     _replace(uvicorn.Server, "capture_signals", _leave_signals)
+    # After a signal vLLM looks up the command line of the process that holds the server's port. That is an engine which
+    # was forked from this server, or its zombie, for which the look-up fails.
+    vars(importlib.import_module(launcher.serve_http.__module__))["find_process_using_port"] = lambda port: None
     # An engine process, forked or spawned, sees vLLM's original function, and lifeline's stand-in calls that.
     stand_in = staticmethod(lifeline.run_engine_core)
     lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
@@ -261,10 +262,9 @@ def _told_to_stop() -> Iterator[None]:
     """Raise a FatalError if the HTTP server ends without a signal: after the engine died, vLLM exits with status 0.
 
     A signal makes vLLM end the engine and then cancel the HTTP server. In between, vLLM's watchdog may find the engine
-    ended and end the HTTP server as if the engine had died. If vLLM fails after a signal, only the log shows it: the
-    server ends, as the signal asked, and lifeline ends the engine.
+    ended and end the HTTP server as if the engine had died.
     """
-    told = ended_by_itself = ended_as_told = False
+    told = ended_by_itself = False
 
     def shutdown(self: Engine, *positional: Any, **named: Any) -> None:
         nonlocal told
@@ -272,20 +272,13 @@ def _told_to_stop() -> Iterator[None]:
         vllms_shutdown(self, *positional, **named)
 
     async def serve(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
-        nonlocal ended_by_itself, ended_as_told
-        try:
-            await vllms_serve(self, sockets)  # a signal cancels it
-        finally:
-            ended_by_itself, ended_as_told = not told, told
+        nonlocal ended_by_itself
+        await vllms_serve(self, sockets)  # a signal cancels it
+        ended_by_itself = not told
 
     vllms_shutdown = _replace(found("vllm.v1.engine.async_llm", "AsyncLLM"), "shutdown", shutdown)
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
-    try:
-        yield
-    except (Exception, asyncio.CancelledError):
-        if not ended_as_told:
-            raise
-        _log.warning("vLLM's shutdown failed after a signal", exc_info=True)
+    yield
     if ended_by_itself:
         raise EngineEndedError("the engine has ended", fix="see its last lines above")
 

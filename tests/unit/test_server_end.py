@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 
 import pytest
 import uvicorn
@@ -17,43 +16,25 @@ class Engine:
         pass
 
 
-class ShutdownError(Exception):
-    """An error of vLLM's own shutdown."""
+@pytest.mark.parametrize("told", [False, True], ids=["by itself", "after a signal"])
+def test_only_an_end_that_nobody_asked_for_is_a_failure(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """vLLM's watchdog ends the HTTP server when it finds the engine ended, also when a signal ended the engine."""
 
-
-@pytest.fixture(params=[False, True], ids=["by itself", "after a signal"])
-def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the engine was asked to end before the HTTP server ended."""
-
-    async def serve(self: uvicorn.Server, sockets: object = None) -> None:
-        if request.param:
+    async def serve_until_the_watchdog_ends_it(self: uvicorn.Server, sockets: object = None) -> None:
+        if told:
             Engine().shutdown(timeout=0)
 
     # Both are set so that what is replaced here comes back.
-    monkeypatch.setattr(uvicorn.Server, "serve", serve)
+    monkeypatch.setattr(uvicorn.Server, "serve", serve_until_the_watchdog_ends_it)
     monkeypatch.setattr(Engine, "shutdown", Engine.shutdown)
     monkeypatch.setattr(compat, "found", lambda module, owner: Engine)
-    return request.param
 
+    def serve() -> None:
+        with compat._told_to_stop():
+            asyncio.run(uvicorn.Server(uvicorn.Config("app")).serve())
 
-def serve(*, fails: bool) -> None:
-    async def serving() -> None:
-        await uvicorn.Server(uvicorn.Config("app")).serve()
-        Engine().shutdown()  # vLLM does so once more
-        if fails:
-            raise ShutdownError
-
-    with compat._told_to_stop():
-        asyncio.run(serving())
-
-
-def test_only_an_end_that_nobody_asked_for_is_a_failure(told: bool) -> None:
-    """vLLM's watchdog ends the HTTP server when it finds the engine ended, also when a signal ended the engine."""
-    with nullcontext() if told else pytest.raises(EngineEndedError):
-        serve(fails=False)
-
-
-def test_a_failure_after_a_signal_is_only_logged(told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with nullcontext() if told else pytest.raises(ShutdownError):
-        serve(fails=True)
-    assert ["ShutdownError" in caplog.text, len(caplog.records)] == [told, int(told)]
+    if told:
+        serve()
+    else:
+        with pytest.raises(EngineEndedError):
+            serve()
