@@ -238,8 +238,8 @@ def _end_promptly(launcher: ModuleType) -> None:
     # vLLM's handlers are on the event loop. With vLLM 0.25 uvicorn's handlers would replace them, and these wait for
     # in-flight requests before the engine stops. Later vLLMs disable uvicorn's handlers in the same way.
     _replace(uvicorn.Server, "capture_signals", _leave_signals)
-    # After a signal vLLM looks up the command line of the process that holds the server's port. That is an engine which
-    # was forked from this server, or its zombie, for which the look-up fails.
+    # After a signal vLLM looks up the command line of another process that holds the server's port. An engine that vLLM
+    # itself forks holds it; it is a zombie by then, for which the look-up fails.
     vars(importlib.import_module(launcher.serve_http.__module__))["find_process_using_port"] = lambda port: None
     # An engine process, forked or spawned, sees vLLM's original function, and lifeline's stand-in calls that.
     stand_in = staticmethod(lifeline.run_engine_core)

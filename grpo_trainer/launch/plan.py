@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -113,9 +114,9 @@ def plan_run(
     trainer = _trainer_table(config, ports, on_gpu, places)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
-    for name, earlier, environment in _named(config.environments):
+    for name, seed, environment in _named(config.environments):
         file = folder / f"{name}.toml"
-        files[file] = _environment_tables(config, name, earlier, environment, ports, places)
+        files[file] = _environment_tables(config, name, seed, environment, ports, places)
         argv = (python, "-m", environment_module(environment.name), "serve", "--config", str(file))
         environments.append(ProcessSpec(name, argv, may_end=True, restarts=name, after_errors=True))
     servers = [_api_process(config, ports, python)]
@@ -330,16 +331,23 @@ def _trainer_processes(
 
 
 def _named(environments: tuple[EnvironmentProcess, ...]) -> Iterator[tuple[str, int, EnvironmentProcess]]:
-    """Yield a name for process and files, and how many earlier environments are of the same kind.
+    """Yield a name for process and files, and the lowest seed that no other environment of the kind has.
 
     The names are env-arithmetic, and env-arithmetic-2 for the second of a kind.
     """
     counts: Counter[str] = Counter()
+    taken = {(_kind(each), each.env["seed"]) for each in environments if "seed" in each.env}
     for environment in environments:
-        kind = f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
-        earlier = counts[kind]
+        kind = _kind(environment)
         counts[kind] += 1
-        yield f"{kind}-{earlier + 1}" if earlier else kind, earlier, environment
+        seed = next(seed for seed in count() if (kind, seed) not in taken)
+        if "seed" not in environment.env:
+            taken.add((kind, seed))
+        yield f"{kind}-{counts[kind]}" if counts[kind] > 1 else kind, seed, environment
+
+
+def _kind(environment: EnvironmentProcess) -> str:
+    return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
 
 
 SET_FOR_ENVIRONMENTS = frozenset(
@@ -348,13 +356,13 @@ SET_FOR_ENVIRONMENTS = frozenset(
         *("use_wandb", "retry_timeout"),
     }
 )
-"""Options of environments that a run derives, unless the user sets them, and that say nothing about what it learns."""
+"""Options of environments that a run derives, unless the user sets them, and that reports leave out."""
 
 
 def _environment_tables(
     config: RunConfig,
     name: str,
-    earlier: int,
+    seed: int,
     environment: EnvironmentProcess,
     ports: Mapping[str, int],
     places: Places,
@@ -366,7 +374,8 @@ def _environment_tables(
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
         # The second of a kind needs separate metrics, a separate state, and items in another order.
-        **({"wandb_name": name.removeprefix("env-"), "seed": earlier} if earlier else {}),
+        **({} if name == _kind(environment) else {"wandb_name": name.removeprefix("env-")}),
+        **({"seed": seed} if seed else {}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
         "use_wandb": False,

@@ -280,12 +280,16 @@ def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
     assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
 
 
-def test_environments_of_a_kind_have_their_items_in_different_orders() -> None:
-    own = {"name": "arithmetic", "env": {"seed": 7}}
-    made = plan(file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}, own, {"name": "gsm8k"}]})
-    tables = {path.stem: table["env"] for path, table in made.config_files.items() if path.stem.startswith("env-")}
-    expected = {"env-arithmetic": None, "env-arithmetic-2": 1, "env-arithmetic-3": 7, "env-gsm8k": None}
-    assert {name: table.get("seed") for name, table in tables.items()} == expected
+@pytest.mark.parametrize(
+    ("own", "expected"), [([None, None, None], [0, 1, 2]), ([1, None, None], [1, 0, 2]), ([None, 7, 7], [0, 7, 7])]
+)
+def test_environments_of_a_kind_have_their_items_in_different_orders(
+    own: list[int | None], expected: list[int]
+) -> None:
+    sums = [{"name": "arithmetic", "env": {} if seed is None else {"seed": seed}} for seed in own]
+    made = plan(file={"environments": [*sums, {"name": "gsm8k"}]})
+    tables = [table["env"] for path, table in made.config_files.items() if path.stem.startswith("env-")]
+    assert [table.get("seed", 0) for table in tables] == [*expected, 0]
 
 
 def test_an_unknown_environment_is_named_with_those_that_are_known(

@@ -138,7 +138,7 @@ class Slow(BaseHTTPRequestHandler):
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
     """A client of a server that may leave."""
     monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
-    monkeypatch.setattr(server_client, "SILENT_SECONDS", 2.0)  # longer than this process may be stalled
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 2.0)  # longer than a busy machine stalls this process
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()
