@@ -56,8 +56,7 @@ def test_ctrl_c_during_a_relaunch_ends_all_and_keeps_the_run(demo_model: Path, t
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130
     assert not alive(list(members)), members
-    (saved,) = (run_dir / "checkpoints").glob("step_*/state.json")
-    assert int(saved.parent.name.removeprefix("step_")) >= 2
+    assert (run_dir / "checkpoints" / "step_2" / "state.json").exists()
 
 
 def test_a_server_that_does_not_start_ends_the_run_with_its_own_words(demo_model: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClie
 
 def test_a_server_that_works_for_long_is_waited_for(slow: ServerClient) -> None:
     Slow.awake.set()
-    threading.Timer(2 * server_client.SILENT_SECONDS, Slow.take.set).start()
+    threading.Timer(4 * server_client.SILENT_SECONDS, Slow.take.set).start()
     by_name(slow)
 
 

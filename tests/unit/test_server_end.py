@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import uvicorn
 
@@ -43,15 +45,21 @@ def test_only_an_end_that_nobody_asked_for_is_a_failure(monkeypatch: pytest.Monk
             serve()
 
 
+def find_process_using_port(port: int) -> object:
+    """vLLM's look-up, as it fails for an engine that has just ended."""
+    raise psutil.ZombieProcess(port)
+
+
+def serve_http() -> object:
+    return find_process_using_port(1)
+
+
 def test_vllm_does_not_look_up_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look-up fails if the holder is an engine that has just ended."""
-    http = ModuleType("tests.launcher_of_vllm")
-    monkeypatch.setitem(sys.modules, http.__name__, http)
-    exec("def serve_http(): return find_process_using_port(1)\ndef find_process_using_port(port): 1 / 0", vars(http))
-    launcher = ModuleType("tests.entry_of_vllm")
-    vars(launcher).update(serve_http=vars(http)["serve_http"], run_server_worker=None)
-    monkeypatch.setattr(uvicorn.Server, "capture_signals", uvicorn.Server.capture_signals)  # so that it comes back
+    # All are set so that what is replaced here comes back.
+    monkeypatch.setattr(sys.modules[__name__], "find_process_using_port", find_process_using_port)
+    monkeypatch.setattr(uvicorn.Server, "capture_signals", uvicorn.Server.capture_signals)
     monkeypatch.setattr(lifeline, "replaced", None)
-    monkeypatch.setattr(compat, "_engine_process", lambda: type("EngineCoreProc", (), {"run_engine_core": None}))
+    monkeypatch.setattr(compat, "_engine_process", lambda: SimpleNamespace(run_engine_core=None))
+    launcher: Any = SimpleNamespace(serve_http=serve_http, run_server_worker=None)
     compat._end_promptly(launcher)
-    assert vars(http)["serve_http"]() is None
+    assert serve_http() is None
