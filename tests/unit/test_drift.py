@@ -180,6 +180,7 @@ def test_a_gap_of_a_server_in_8_bits_without_another_cause_is_its_rounding() -> 
         (0.009, "bfloat16", False, 0.1),
         (0.04, "bfloat16", False, 0.2),
         (0.17, "float32", True, 0.34),  # twice
+        (0.64, "bfloat16", True, 0.5),  # the ceiling
         (None, "float32", False, 0.15),  # not measured: what the proof would let pass
         (None, "bfloat16", True, 0.5),
     ],

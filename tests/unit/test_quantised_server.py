@@ -121,6 +121,22 @@ def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None
     assert alarm is not None and alarm.limit == pytest.approx(max(0.01, MARGIN_QUANTISED * noise))
 
 
+def test_a_model_that_rounding_moves_far_has_a_larger_limit(
+    trainer: PeftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own logprobs in fp8 say how far its server may be off."""
+    monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
+    info = msgspec.structs.replace(INFO, quantization="fp8")
+    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
+    assert prove_lora(trainer, server, server.load, info).noise > 0.01  # pyright: ignore[reportArgumentType]
+    for wrong, kind in ((True, "fp8"), (False, "awq")):
+        server = FakeServer(trainer, model=in_fp8(trainer, fault=wrong))  # pyright: ignore[reportArgumentType]
+        with pytest.raises(BridgeError) as caught:
+            info = msgspec.structs.replace(INFO, quantization=kind)
+            prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+        assert caught.value.field.startswith(FAILED)
+
+
 def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
     server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BridgeError):
