@@ -151,16 +151,18 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         allowed = max(proof.tolerance, NOISE_MARGIN * noise)
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
+        # A server without the adapter is as far from the base model as the noise, which is half of `larger` there.
+        least = larger if proof.quantised else 2 * larger
         synthetic = Gaps(0.0, 0.0)
         for factor in FACTORS:
             with _synthetic_adapter(model, proof.prompts, factor * MIN_MOVE / 2 * larger):
-                synthetic = proof.probe("synthetic", larger, least=2 * larger)
-                if synthetic.base >= 2 * larger:
+                synthetic = proof.probe("synthetic", larger, least=least)
+                if synthetic.base >= least:
                     presence = proof.look_for_each_module()
                     break
         else:
             fix = "nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof"
-            raise inconclusive("a synthetic adapter", synthetic.base, larger, fix)
+            raise inconclusive("a synthetic adapter", synthetic.base, least, fix)
         restored = proof.probe("restored", allowed)
     finally:
         proof.leave()
@@ -299,13 +301,13 @@ def disagreement(what: str, stage: str, own: float, allowed: float, other: str, 
     return BridgeError(f"the server {what}", field=field, got=distances, wanted=wanted, fix=fix)
 
 
-def inconclusive(what: str, moved: float, allowed: float, fix: str) -> BridgeError:
+def inconclusive(what: str, moved: float, least: float, fix: str) -> BridgeError:
     """Return the error of a synthetic change that moves the logprobs too little to prove anything."""
     return BridgeError(
         f"{what} moves this model too little: a server that does not use it would go unseen",
         field="bridge proof impossible",
         got=f"{moved:.3g} nats a token",
-        wanted=f"twice the gap that must be allowed between the two sides, {allowed:.2g}",
+        wanted=f"at least {least:.2g}, beyond what the two sides differ by anyway",
         fix=fix,
     )
 
