@@ -21,6 +21,7 @@ from grpo_trainer import background
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
+from grpo_trainer.quick_post import Answer, QuickPost
 from vllm_server import protocol
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class ServerClient:
             limits=httpx.Limits(keepalive_expiry=CLIENT_IDLE_S),
             trust_env=False,
         )
+        self._quick = QuickPost(config.url, headers, ANSWER_SECONDS)
         self._config = config
         self._check_stop = check_stop
         self._is_silent = False
@@ -120,11 +122,11 @@ class ServerClient:
 
     def begin_update(self, request: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
         """Pause generation while the shared weights are written."""
-        return self._ask("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
+        return self._ask_quickly(protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
 
     def end_update(self, request: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
         """Resume generation on the new weights."""
-        return self._ask("POST", protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
+        return self._ask_quickly(protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
 
     def open_weights(self, request: protocol.WeightsOpenRequest) -> protocol.WeightsOpenResponse:
         """Make the server ready to receive all weights."""
@@ -194,6 +196,17 @@ class ServerClient:
         headers = {"Content-Type": "application/json"} if content else {}
         return self._send(method, route, answer_type, content, headers, repeatable=repeatable or method == "GET")
 
+    def _ask_quickly(self, route: str, answer_type: type[T], body: Any) -> T:
+        """One POST while generation is held; never sent again. See `_ask`."""
+        content = msgspec.json.encode(body)
+
+        def ask() -> Answer:
+            if not self._quick.is_open:
+                _attempts(NEVER_SENT)(self._quick.open)
+            return self._quick.post(route, content)
+
+        return self._answer("POST", route, answer_type, ask)
+
     def _send(
         self,
         method: str,
@@ -205,14 +218,13 @@ class ServerClient:
         *,
         repeatable: bool,
     ) -> T:
-        attempts = Retrying(
-            stop=stop_after_attempt(ATTEMPTS),
-            wait=wait_exponential(FIRST_WAIT_SECONDS),
-            retry=retry_if_exception_type(UNANSWERED if repeatable else NEVER_SENT),
-            reraise=True,
-        )
+        attempts = _attempts(UNANSWERED if repeatable else NEVER_SENT)
+        ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
+        return self._answer(method, route, answer_type, ask)
+
+    def _answer(self, method: str, route: str, answer_type: type[T], ask: Callable[[], httpx.Response | Answer]) -> T:
+        """Return the answer that `ask` gets; see `_ask`."""
         try:
-            ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
             answer = ask() if self._config.roster is None else self._unless_silent(ask)
         except httpx.TransportError as error:
             raise ServerError(
@@ -230,7 +242,7 @@ class ServerClient:
                 f"not the answer of `grpo serve`: {error}", field=f"{method} {self._config.url}{route}"
             ) from error
 
-    def _unless_silent(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+    def _unless_silent(self, ask: Callable[[], T]) -> T:
         """Return the answer to a request; a server that is stopped, or behind a broken network, never gives one.
 
         A server may take minutes to receive a large model, and answers other requests meanwhile.
@@ -259,6 +271,7 @@ class ServerClient:
 
     def close(self) -> None:
         self._http.close()
+        self._quick.close()
 
 
 def at_url(config: VllmConfig, url: str) -> VllmConfig:
@@ -318,7 +331,17 @@ class _Pieces:
         return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
 
 
-def _refusal(request: str, answer: httpx.Response) -> ServerError:
+def _attempts(errors: tuple[type[Exception], ...]) -> Retrying:
+    """Return what calls a function again, a few times, after these errors."""
+    return Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_exponential(FIRST_WAIT_SECONDS),
+        retry=retry_if_exception_type(errors),
+        reraise=True,
+    )
+
+
+def _refusal(request: str, answer: httpx.Response | Answer) -> ServerError:
     """Return the server's error, with field, got, wanted and fix if the answer has them."""
     said = complaint(answer.content, answer.headers.get("content-type"))
     return ServerError(

@@ -103,7 +103,7 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 ROOMS = {
     "grpo_trainer": (
         *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "main_memory", "background"),
-        *("config", "metrics", "losses", "rollouts", "batch", "server_client", "optim"),
+        *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
         *("model", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "follower", "feed", "logs"),

@@ -7,16 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from grpo_common.http import CLIENT_IDLE_S
-from grpo_trainer import server_client
+from grpo_trainer import quick_post, server_client
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START
@@ -102,6 +103,117 @@ def test_what_can_not_be_done_twice_is_not_sent_twice() -> None:
         client.begin_update(begin)
     assert len(heard) == 1
     assert unanswered.value.field.startswith("POST http://") and "ProtocolError" in unanswered.value.got
+
+
+class Fenced(BaseHTTPRequestHandler):
+    """Answers the begin and the end of an update; closes a connection without a word after `most` requests on it."""
+
+    protocol_version = "HTTP/1.1"
+    most = 99
+    answered = 0
+    heard: ClassVar[list[tuple[str, str, str | None]]] = []
+
+    def do_POST(self) -> None:
+        self.heard.append((str(self.client_address), self.path, self.headers["Authorization"]))
+        self.rfile.read(int(self.headers["Content-Length"]))
+        begins = self.path == protocol.BRIDGE_UPDATE_BEGIN_ROUTE
+        self._say(200, BEGUN if begins else ENDED)
+
+    def _say(self, status: int, said: object) -> None:
+        body = msgspec.json.encode(said)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.answered += 1
+        self.close_connection = self.answered == self.most
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+BEGUN = protocol.UpdateBeginResponse(token="t", pause_seconds=0.0)
+ENDED = protocol.UpdateEndResponse(policy_version=1, stall_seconds=0.0)
+
+
+class Refusing(Fenced):
+    """Refuses the first request, and answers the next on the same connection."""
+
+    def _say(self, status: int, said: object) -> None:
+        if self.answered:
+            super()._say(status, said)
+        else:
+            super()._say(409, ServeError(409, "update", got="one", wanted="none", fix="wait").response())
+
+
+@contextmanager
+def fenced(kind: type[Fenced], **settings: Any) -> Iterator[ServerClient]:
+    kind.heard.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        client = ServerClient(VllmConfig(port=listening.server_port, **settings))
+        yield client
+        client.close()
+        listening.shutdown()
+
+
+def update(client: ServerClient) -> None:
+    assert client.begin_update(protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)) == BEGUN
+    assert client.end_update(protocol.UpdateEndRequest(token="t", version=1)) == ENDED
+
+
+def test_an_update_is_one_connection_and_carries_the_key() -> None:
+    with fenced(Fenced, api_key="secret") as client:
+        update(client)
+        update(client)
+    assert len({address for address, _, _ in Fenced.heard}) == 1
+    routes = [protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.BRIDGE_UPDATE_END_ROUTE] * 2
+    assert [heard[1:] for heard in Fenced.heard] == [(route, "Bearer secret") for route in routes]
+
+
+def test_a_connection_that_the_server_closed_is_not_used_for_what_can_not_be_sent_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fenced, "most", 1)
+    monkeypatch.setattr(quick_post, "CLIENT_IDLE_S", 999.0)
+    with fenced(Fenced) as client:
+        client.begin_update(protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0))
+        while client._quick.is_open:
+            time.sleep(0.01)
+        client.end_update(protocol.UpdateEndRequest(token="t", version=1))
+    assert len({address for address, _, _ in Fenced.heard}) == len(Fenced.heard) == 2
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_post, "CLIENT_IDLE_S", -1.0)
+    with fenced(Fenced) as client:
+        update(client)
+    assert len({address for address, _, _ in Fenced.heard}) == len(Fenced.heard) == 2
+
+
+def test_a_refused_update_carries_the_servers_reason_and_leaves_the_connection_usable() -> None:
+    with fenced(Refusing) as client:
+        with pytest.raises(ServerError) as refused:
+            update(client)
+        update(client)
+    assert (refused.value.field, refused.value.got, refused.value.fix) == ("update", "one", "wait")
+    assert len({address for address, _, _ in Fenced.heard}) == 1
+
+
+def test_an_update_of_a_server_that_does_not_listen_or_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
+    with closing(ServerClient(VllmConfig(port=free_port()))) as client, pytest.raises(ServerError) as missing:
+        client.begin_update(begin)
+    assert missing.value.got.startswith("ConnectError") and missing.value.field.endswith("/bridge/update/begin")
+    monkeypatch.setattr(server_client, "ANSWER_SECONDS", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        closing(ServerClient(VllmConfig(port=mute.getsockname()[1]))) as client,
+        pytest.raises(ServerError) as unanswered,
+    ):
+        client.begin_update(begin)
+    assert unanswered.value.got.startswith("ReadTimeout")
 
 
 def test_a_question_is_asked_again_but_not_for_ever() -> None:
