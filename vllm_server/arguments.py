@@ -8,7 +8,15 @@ from grpo_common.connections import SERVER_IDLE_S
 from vllm_server import compat, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
-from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, HIGHEST_VERSION
+from vllm_server.protocol import (
+    BRIDGE_UPDATE_BEGIN_ROUTE,
+    BRIDGE_UPDATE_END_ROUTE,
+    DEFAULT_KEEP_VERSIONS,
+    DEFAULT_LORA_NAME,
+    DEFAULT_PORT,
+    HEALTH_ROUTE,
+    HIGHEST_VERSION,
+)
 from vllm_server.worker import EXPERTS_VARIABLE, LOGITS_VARIABLE
 
 PROGRAM = "grpo serve"
@@ -20,6 +28,10 @@ SPARE_ADAPTERS = 4  # for the adapter being loaded, and for old versions that st
 
 WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
 SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
+
+UNLOGGED = (HEALTH_ROUTE, BRIDGE_UPDATE_BEGIN_ROUTE, BRIDGE_UPDATE_END_ROUTE)
+"""Routes without a line in the access log. Clients poll the first every second. Generation waits for the others, and
+the fence logs each update."""
 
 CPU_CACHE_BYTES = 512 << 20  # vLLM's default is a share of all memory, and vLLM allocates it at start
 
@@ -101,7 +113,7 @@ def parse(argv: list[str]) -> Namespace:
         port=DEFAULT_PORT,
         logprobs_mode="processed_logprobs",  # logprobs of the distribution that tokens are sampled from
         generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
-        disable_access_log_for_endpoints="/health",  # clients poll it every second
+        disable_access_log_for_endpoints=",".join(UNLOGGED),
         **unset,
         **(_cpu_defaults() if compat.device_type() == "cpu" else {}),
     )
