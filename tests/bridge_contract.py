@@ -19,7 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig

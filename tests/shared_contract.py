@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, CommonWeightsError, PeerGoneError

@@ -11,6 +11,15 @@ from typing import Any
 
 from peft import PeftModel
 
+from grpo_trainer.alignment.probes import (
+    Probe,
+    ask,
+    completion_tokens,
+    gap,
+    gap_of_base,
+    offset_of_fp8,
+    probe_prompts,
+)
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
     FP8_MARGIN,
@@ -20,14 +29,7 @@ from grpo_trainer.alignment.proof import (
     OTHER_WEIGHTS,
     SAME_MODEL,
     TOLERANCE,
-    Probe,
-    ask,
-    completion_tokens,
     disagreement,
-    gap,
-    gap_of_base,
-    offset_of_fp8,
-    probe_prompts,
 )
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient

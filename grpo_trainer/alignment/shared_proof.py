@@ -19,18 +19,20 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.probes import (
+    FAILED,
+    Probe,
+    gap,
+    logprobs_of,
+    probe_prompts,
+)
 from grpo_trainer.alignment.proof import (
     FACTORS,
-    FAILED,
     MIN_MOVE,
-    Probe,
     Proved,
     disagreement,
     enlarge,
-    gap,
     inconclusive,
-    logprobs_of,
-    probe_prompts,
 )
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, ask, gap, probe_prompts
+from grpo_trainer.alignment.probes import ask, gap, probe_prompts
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
 from grpo_trainer.config.server import VllmConfig
 from grpo_trainer.server_client import ServerClient
 from tests.integration.serving import Serving, serving

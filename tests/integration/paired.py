@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from grpo_trainer.alignment.proof import probe_of, trainer_logprobs
+from grpo_trainer.alignment.probes import probe_of, trainer_logprobs
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.follower import run_worker

@@ -14,7 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_trainer.alignment import proof
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_trainer.alignment.proof import FAILED
+from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.errors import BridgeError, CommonBridgeError
 from grpo_trainer.policy import build_policy
 from tests.integration.paired import EXCHANGED, STEPS, exchanged_shards

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_trainer.alignment.proof import logprobs_of
+from grpo_trainer.alignment.probes import logprobs_of
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig

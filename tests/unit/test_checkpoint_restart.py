@@ -13,7 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.proof import BASE_MODEL, FAILED, OTHER_WEIGHTS
+from grpo_trainer.alignment.probes import FAILED
+from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError

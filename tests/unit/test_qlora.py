@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.alignment.probes import FAILED
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError

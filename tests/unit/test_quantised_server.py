@@ -13,7 +13,8 @@ from peft import PeftModel
 from torch import nn
 
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
-from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.alignment.probes import FAILED
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
 from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.loop.processes import run_process
 from grpo_trainer.config.options import build

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_trainer.alignment import shared_proof
-from grpo_trainer.alignment.proof import Probe
+from grpo_trainer.alignment.probes import Probe
 from grpo_trainer.alignment.shared_proof import SyntheticChange, prove_shared
 from grpo_trainer.errors import ServerError
 from tests.golden.models import random_model

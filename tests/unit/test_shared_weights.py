@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from grpo_trainer.alignment.proof import FAILED, OTHER_WEIGHTS
+from grpo_trainer.alignment.probes import FAILED
+from grpo_trainer.alignment.proof import OTHER_WEIGHTS
 from grpo_trainer.alignment.shared_proof import UNSEEN
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.alignment.proof import Probe, trainer_logprobs
+from grpo_trainer.alignment.probes import Probe, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.follower import follow
