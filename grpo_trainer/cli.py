@@ -27,7 +27,7 @@ from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
     name="grpo",
-    help="Train a language model with GRPO. A vLLM server generates the answers and gets the new weights of each step.",
+    help="Train a language model with GRPO. A vLLM server generates the answers, and gets new weights during training.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,7 +54,7 @@ Environment = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Built-in environment ({', '.join(BUILT_IN)}; default: arithmetic) or the name of your Python module. "
+        help=f"Environment: {', '.join(BUILT_IN)}, or a Python module of yours (default: arithmetic). "
         "--env.KEY and --openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
@@ -125,8 +125,8 @@ def run(
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Start only the trainer: it takes rollouts from a rollout API and publishes its weights to a vLLM server.
 
-    Start the rollout API and the environments yourself. Start the server yourself, too, unless the mode is none or
-    lora_restart. `grpo run` starts all of them.
+    Start the rollout API and the environments yourself. Start the server yourself, too, except with
+    --weight-bridge-mode none or lora_restart: there the trainer starts it. `grpo run` starts all of them.
     """
     known = ["--config", *(name for leaf in unique_leaves(TrainConfig) for name in leaf.flags)]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
@@ -167,7 +167,7 @@ def doctor(
     env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check whether `grpo run` would work (without options: only the machine). Exit with 1 if not."""
+    """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine
@@ -207,7 +207,10 @@ def env(ctx: typer.Context) -> None:
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN)
         typer.echo(
-            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n"
+            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n\n"
+            "  serve     send scored groups to the rollout API, as in a run\n"
+            "  process   write scored groups to a file and an HTML page, without a trainer\n"
+            "  evaluate  score the server's answers to held-out items\n\n"
             "Each command lists its options: grpo env NAME serve --help.\n"
             "Before the first use of verifiers: grpo env verifiers install."
         )
@@ -284,7 +287,7 @@ def list_runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs, two levels down at most.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
-    """List the runs in a folder: mode, model, steps, reward and whether each is running, done or stopped."""
+    """List the runs in a folder: weight bridge, model, steps, reward and whether each is running, done or stopped."""
     from rich.console import Console
 
     from grpo_trainer.report import runs

@@ -185,8 +185,8 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--return-routed-experts",
         action="store_true",
-        help="return the experts that a mixture-of-experts model chose for each token; the trainer's "
-        "option --routing-replay server needs them",
+        help="return the experts that a mixture-of-experts model chose for each token; a trainer with "
+        "--routing-replay=server needs them",
     )
     group.add_argument(
         "--policy-version",

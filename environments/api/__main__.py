@@ -17,7 +17,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(prog="grpo api", description="Serve the rollout API.")
     add = parser.add_argument
     add("--host", default=default.host, help="address to listen on; any other than loopback needs --api-key")
-    add("--port", type=int, default=default.port, help="0 takes a free one")
+    add("--port", type=int, default=default.port, help=f"port to listen on; 0: a free one (default: {default.port})")
     add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
     add("--run-dir", type=Path, help="folder of the run, whose name and report the status page shows")
     add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
@@ -25,31 +25,34 @@ def parse(arguments: list[str] | None = None) -> Settings:
         "--env-timeout",
         type=float,
         default=default.env_timeout,
-        help="seconds without a request after which an environment loses its share of the batches",
+        help="seconds without a request after which no places in a batch are reserved for an environment any more "
+        f"(default: {default.env_timeout:g})",
     )
     add(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}; a process list shows "
-        "flags)",
+        help=f"required of every client as `Authorization: Bearer KEY` (default: the variable {KEY_VARIABLE}, which "
+        "a process list does not show)",
     )
     add(
         "--max-body-mb",
         type=int,
         default=default.max_body_mb,
-        help="largest body of a request, in MiB, before and after decompression",
+        help=f"largest body of a request, in MiB, before and after decompression (default: {default.max_body_mb})",
     )
     add(
         "--memory-mb",
         type=int,
         default=default.memory_mb,
-        help="MiB of queued groups kept in memory; further groups stay on disk",
+        help="MiB of queued groups kept in memory; further groups go to the store, or without one to a temporary file "
+        f"(default: {default.memory_mb})",
     )
     add(
         "--max-queued-mb",
         type=int,
         default=default.max_queued_mb,
-        help="refuse posts (429) while this many MiB of groups are queued, in memory and on disk together",
+        help="refuse posts (429) while this many MiB of groups are queued, in memory and on disk together "
+        f"(default: {default.max_queued_mb})",
     )
     add(
         "--cors-origin",

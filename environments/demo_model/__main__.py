@@ -13,7 +13,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     defaults = Recipe()
     parser = argparse.ArgumentParser(
         prog="grpo demo-model",
-        description="Make a model to try GRPO on: a small Qwen2 that solves about 30 % of a+b, or a released one.",
+        description="Make a model to try GRPO on: a small Qwen2 that solves about a third of the sums a+b, or "
+        "a released one.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
     parser.add_argument(

@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
         "never",
-        help="never: start new; auto: continue from the newest checkpoint; or the path of a checkpoint.",
+        help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint.",
     )
     checkpoint_url: str | None = option(
         None,

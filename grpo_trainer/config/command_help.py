@@ -110,7 +110,7 @@ def _in_brief(text: str) -> str:
         more, _, rest = rest.partition(". ")
         sentence = f"{sentence}. {more}"
     default = text[text.rindex(" (") :] if text.endswith(")") and rest else ""
-    return f"{sentence.split(';')[0].rstrip('.')}.{default}"
+    return f"{sentence.rstrip('.')}.{default}"
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

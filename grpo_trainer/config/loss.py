@@ -56,9 +56,9 @@ class LossConfig(Section):
 
     loss: str = option(
         "dapo",
-        help=f"Loss. Token losses are averaged by sequence ({_named('sequences')}) or over all tokens "
-        f"({_named('tokens')}), or their sum is divided by a constant ({_named('constant')}). MODULE:NAME is a "
-        "LossSpec of your own.",
+        help=f"{', '.join(LOSSES)}, or MODULE:NAME. Token losses are averaged by sequence "
+        f"({_named('sequences')}) or over all tokens ({_named('tokens')}), or their sum is divided by a constant "
+        f"({_named('constant')}). MODULE:NAME is a LossSpec of your own.",
     )
     clip_eps: float = option(0.2, help="Lower clip of the importance ratio: the bound is 1 - VALUE.", gt=0, lt=1)
     clip_eps_high: float | None = option(

@@ -92,7 +92,7 @@ class LoopOptions(Section):
     """Run."""
 
     steps: int = option(
-        20, help="Optimisation steps; a run with fewer than the default does not compile its layers.", ge=2
+        20, help="Optimisation steps; with fewer than 20 the layers are not compiled, and the figures are lower.", ge=2
     )
     warmup_steps: int = option(3, help="First steps that are not measured.", ge=1)
     dummy_weights: bool = option(

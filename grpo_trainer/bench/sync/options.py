@@ -27,7 +27,10 @@ class BridgeChoice(Section):
     transport: Literal["auto", Transport, WeightTransport] = option(
         "auto", help="How weights go to the server, as --lora-transport or --broadcast-transport."
     )
-    staging: Staging = option("auto", help="broadcast: whether versions are staged, as --broadcast-staging.")
+    staging: Staging = option(
+        "auto",
+        help="broadcast: whether the server receives weights into a buffer while it generates, as --broadcast-staging.",
+    )
     lora_r: int = option(16, help="Rank of the adapter, on all linear modules.")
     lora_root: Path | None = option(
         None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."
@@ -92,7 +95,10 @@ class SyncOptions(Section):
 
     repeat: int = option(20, help="Measured publishes; use 1000 with --skip-load to look for leaks.", ge=1)
     baseline_repeat: int = option(
-        10, help="Measured loads by vLLM's /v1/load_lora_adapter; fewer than the server's adapter slots; 0: none.", ge=0
+        10,
+        help="Measured loads by vLLM's /v1/load_lora_adapter; fewer than the adapters that the server "
+        "can hold (--keep-versions + 4); 0: none.",
+        ge=0,
     )
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     choice: BridgeChoice = BridgeChoice()
