@@ -33,25 +33,27 @@ class QuickPost:
     Args:
         url: http://HOST:PORT.
         headers: sent with every request.
-        seconds: longest wait for an answer.
+        seconds: longest wait for the next bytes of an answer.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], seconds: float) -> None:
         place = urlsplit(url)
         self._address = (place.hostname or "", place.port or 80)
-        lines = {"Host": place.netloc, "Content-Type": "application/json", **headers}
+        lines = {"Host": place.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._seconds = seconds
         self._kept: socket.socket | None = None
         self._used = 0.0
+        self._is_closed = False
 
     @property
     def is_open(self) -> bool:
         """Return whether a request can be posted without opening a connection."""
-        if self._kept is None or time.monotonic() - self._used > CLIENT_IDLE_S:
+        kept = self._kept
+        if kept is None or time.monotonic() - self._used > CLIENT_IDLE_S:
             return False
         waiting = select.poll()
-        waiting.register(self._kept, select.POLLIN)
+        waiting.register(kept, select.POLLIN)
         return not waiting.poll(0)  # between two requests a server sends nothing except that it closes
 
     def open(self) -> None:
@@ -61,7 +63,7 @@ class QuickPost:
             httpx.ConnectError: no server listens.
             httpx.ConnectTimeout: no answer within `CONNECT_S`.
         """
-        self.close()
+        self._drop()
         try:
             kept = socket.create_connection(self._address, CONNECT_S)
         except TimeoutError as error:
@@ -96,14 +98,19 @@ class QuickPost:
             if isinstance(error, OSError):
                 raise httpx.ReadError(str(error)) from error
             raise
-        if response.will_close:
+        if response.will_close or self._is_closed:
             connection.close()
         else:
+            self._drop()  # another one, if a request was given up meanwhile
             self._kept, self._used = connection, time.monotonic()
         return answer
 
     def close(self) -> None:
-        """Close the kept connection."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        """Close the kept connection, and that of a request in progress once it is answered."""
+        self._is_closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()

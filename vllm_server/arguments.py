@@ -30,8 +30,8 @@ WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
 SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
 
 UNLOGGED = (HEALTH_ROUTE, BRIDGE_UPDATE_BEGIN_ROUTE, BRIDGE_UPDATE_END_ROUTE)
-"""Routes without a line in the access log. Clients poll the first every second. Generation waits for the others, and
-the fence logs each update."""
+"""Routes without a line in the access log. Clients poll the first every second. Generation waits for the others; the
+fence logs each update that ends, and the trainer each one that is refused."""
 
 CPU_CACHE_BYTES = 512 << 20  # vLLM's default is a share of all memory, and vLLM allocates it at start
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -179,17 +179,20 @@ def _absent_share(rest_N: Tensor, effect_N: Tensor) -> float | None:
     return absent if sure else None
 
 
-def explain(modules: Modules, gap: Callable[[], float], allowed: float, scalings: Mapping[str, float]) -> str | None:
+Suspicions = Iterable[tuple[str, Mapping[str, float]]]
+"""What a server may do wrong, and the factor by which it then serves each named module."""
+
+
+def explain(modules: Modules, gap: Callable[[], float], allowed: float, suspicions: Suspicions) -> str | None:
     """Describe the change of the adapter that makes the trainer's logprobs equal the server's; None: no change does.
 
     Args:
         gap: returns mean |server - trainer| with the present adapter.
         allowed: the gap that rounding explains.
-        scalings: reason -> factor by which the served scale may be wrong.
     """
     deadline = time.monotonic() + SECONDS
     best, smallest = None, allowed
-    for what, factors in _suspicions(modules, scalings):
+    for what, factors in suspicions:
         if time.monotonic() > deadline:
             break
         with multiplied(modules, factors):
@@ -199,9 +202,14 @@ def explain(modules: Modules, gap: Callable[[], float], allowed: float, scalings
     return best
 
 
-def _suspicions(modules: Modules, scalings: Mapping[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
+def wrong_scales(modules: Modules, scalings: Mapping[str, float]) -> Suspicions:
+    """Yield the suspicion of each wrong scale; `scalings`: reason -> factor by which the served scale may be wrong."""
     for reason, factor in scalings.items():
         yield f"serves the adapter at {factor:.4g} times its scale ({reason})", dict.fromkeys(modules, factor)
+
+
+def missing_modules(modules: Modules) -> Suspicions:
+    """Yield the suspicion that a kind of modules, a layer or a module is missing."""
     kinds: dict[str, list[str]] = {}
     layers: dict[str, list[str]] = {}
     for name in modules:

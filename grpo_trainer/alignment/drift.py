@@ -318,7 +318,8 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
 def default_limit(noise: float | None, dtype: str, *, quantised: bool) -> float:
     """Return the limit that follows from the measured noise, in nats a token.
 
-    Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16.
+    Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16, or the
+    ceiling of quantised sides.
     """
     if noise is None:
         return CEILING_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]

@@ -13,16 +13,16 @@ from peft import PeftModel
 
 from grpo_trainer.alignment.probes import (
     Probe,
+    allowed_in_fp8,
     ask,
     completion_tokens,
     gap,
     gap_of_base,
-    offset_of_fp8,
     probe_prompts,
 )
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
-    FP8_MARGIN,
+    GREATEST,
     NOISE_LIMIT,
     NOISE_LIMIT_QUANTISED,
     NOISE_MARGIN,
@@ -77,8 +77,8 @@ class ModelProof:
         probes = self.ask(info, version)
         own = gap(self._model, probes)
         allowed = self.allowed(info)
-        if self._noise is None and info.quantization == "fp8" and own > allowed:
-            allowed = max(allowed, FP8_MARGIN * offset_of_fp8(self._model, probes))
+        if self._noise is None and info.quantization == "fp8":
+            allowed = allowed_in_fp8(allowed, own, self._model, probes)
         if not own <= allowed:  # `not <=` also catches NaN
             raise self._verdict(version, own, allowed, probes)
         if self._noise is None:
@@ -94,7 +94,7 @@ class ModelProof:
         precision = self._precision(info)
         if self._noise is None:
             return NOISE_LIMIT_QUANTISED if info.in_8_bits else NOISE_LIMIT[precision]
-        return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
+        return max(TOLERANCE[precision], min(NOISE_MARGIN * self._noise, GREATEST))
 
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
         """Return the server's samples for the probe prompts.

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 from uuid import uuid4
 
@@ -27,18 +28,20 @@ from grpo_trainer.alignment.diagnosis import (
     explain,
     left_out,
     look_for_each_module,
+    missing_modules,
     replaced,
+    wrong_scales,
 )
 from grpo_trainer.alignment.probes import (
     FAILED,
     Probe,
+    allowed_in_fp8,
     ask,
     completion_tokens,
     gap,
     gap_of_base,
     logprobs_of,
     logprobs_of_copies,
-    offset_of_fp8,
     probe_prompts,
 )
 from grpo_trainer.errors import BridgeError
@@ -58,12 +61,7 @@ H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so the
 NOISE_LIMIT_QUANTISED = 0.5
 """The same if only one side is quantised, the trainer's base model to 4 bits, or the server's weights or KV cache to 8:
 these are two different functions. Measured on a CPU, 4 bits against float32: 0.15 for the quickstart's model of 0.75M
-parameters, 0.20 for a random one. Beyond this limit the samples are too far off-policy to learn from."""
-
-FP8_MARGIN = 2.0
-"""A server with fp8 weights may also be this many times as far off as the trainer is from itself when it computes in
-fp8. The probes are random tokens, on which a model that has learnt may be sensitive: 0.64 nats on one H200 for a 7B
-model that had learnt sums."""
+parameters, 0.20 for a random one. With fp8 weights more may be allowed (`probes.allowed_in_fp8`)."""
 
 SYNTHETIC_MARGIN_QUANTISED = 2.0
 """Under the synthetic adapter the gap of quantised sides may be this many times the measured noise: the effect of
@@ -71,6 +69,14 @@ quantisation does not grow with the adapter (measured: 0.4 to 1.2 times)."""
 
 NOISE_MARGIN = 3.0
 """A later gap may be this many times the measured noise."""
+
+GREATEST = NOISE_MARGIN * NOISE_LIMIT_QUANTISED
+"""However large the noise was, a later gap may not exceed this, in nats."""
+
+NEARER = 0.75
+"""Under the synthetic adapter a quantised server is refused if another scale of the adapter explains its logprobs with
+less than this share of the gap. (Tried on a small model with noise of 0.2 to 0.7 nats: at least 1.56 for a server that
+is right, at most 0.58 for one with 0.25 to 4 times the scale.)"""
 
 MIN_MOVE = 10.0
 """The synthetic adapter is at first made large enough to move the trainer's own logprobs by this many allowed gaps."""
@@ -138,7 +144,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
     noise_limit = NOISE_LIMIT_QUANTISED if proof.quantised else NOISE_LIMIT[proof.precision]
     try:
         noise = proof.probe("present", noise_limit, in_fp8=info.quantization == "fp8").trainer
-        allowed = max(proof.tolerance, NOISE_MARGIN * noise)
+        allowed = max(proof.tolerance, min(NOISE_MARGIN * noise, GREATEST))
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
         # A server without the adapter is as far from the base model as the noise, which is half of `larger` there.
@@ -169,7 +175,6 @@ class _Proof:
 
     def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
         self.quantised = info.in_8_bits or bool(getattr(model, "is_loaded_in_4bit", False))
-        self._quantization = info.quantization
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
         self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
         self.tolerance = TOLERANCE[self.precision]
@@ -188,7 +193,7 @@ class _Proof:
         Args:
             stage: if it was probed before, its earlier adapter is unloaded.
             least: an adapter that moves the server less than this from the base model shows nothing else.
-            in_fp8: allow as much as follows from fp8 weights (`FP8_MARGIN`).
+            in_fp8: allow as much as follows from fp8 weights (`allowed_in_fp8`).
         """
         if stage in self._tried:
             self._server.unload_adapter(self._tried.pop(stage)[0])
@@ -200,15 +205,25 @@ class _Proof:
         gaps = Gaps(trainer=gap(self._model, probes), base=gap_of_base(self._model, probes))
         if gaps.trainer <= allowed and gaps.base < least:
             return gaps
-        if in_fp8 and gaps.trainer > allowed:
-            allowed = max(allowed, FP8_MARGIN * offset_of_fp8(self._model, probes))
+        if in_fp8:
+            allowed = allowed_in_fp8(allowed, gaps.trainer, self._model, probes)
         # `not <=` also catches NaN
         if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
             what, base = self._what_is_wrong(probes, gaps, allowed, earlier), f"|server - base model| {gaps.base:.3g}"
             raise disagreement(
                 what, f"{stage} adapter", gaps.trainer, allowed, base, f"nothing was trained; {SAME_MODEL}"
             )
+        if self.quantised and least and (what := self._wrong_scale(probes, NEARER * gaps.trainer)):
+            nearer = f"with that scale less than {NEARER:g} times as much"
+            raise disagreement(
+                what, f"{stage} adapter", gaps.trainer, allowed, nearer, f"nothing was trained; {SAME_MODEL}"
+            )
         return gaps
+
+    def _wrong_scale(self, probes: list[Probe], least: float) -> str | None:
+        """Return the wrong scale of the adapter that leaves a gap below `least`, or None."""
+        scales = wrong_scales(self._modules, _scalings(self._model))
+        return explain(self._modules, lambda: gap(self._model, probes), least, scales)
 
     def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
         """Return the earlier stage whose weights leave a gap below `least`, or None."""
@@ -259,7 +274,8 @@ class _Proof:
             return f"{EARLIER} ({stage})"
         if len(probes) > 1 and gap(self._model, probes[:1]) <= allowed:
             return STALE_CACHE
-        known = explain(self._modules, lambda: gap(self._model, probes), allowed, _scalings(self._model))
+        suspicions = chain(wrong_scales(self._modules, _scalings(self._model)), missing_modules(self._modules))
+        known = explain(self._modules, lambda: gap(self._model, probes), allowed, suspicions)
         return known or OTHER_WEIGHTS
 
     def leave(self) -> None:

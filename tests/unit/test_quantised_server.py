@@ -13,8 +13,9 @@ from peft import PeftModel
 from torch import nn
 
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
+from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, NOISE_MARGIN, prove_lora
 from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.loop.processes import run_process
 from grpo_trainer.config.options import build
@@ -24,6 +25,7 @@ from grpo_trainer.errors import BridgeError, ConfigError
 from grpo_trainer.launch.plan import server_process
 from tests.unit.test_proof import INFO, FakeServer
 from tests.unit.tiny_lora import fill_b, tiny_lora
+from vllm_server.protocol import GenerateResponse
 
 FP8 = {"model_name": "m", "weight_bridge_mode": "lora_only", "quantization": "fp8"}
 
@@ -136,6 +138,67 @@ def test_a_model_that_rounding_moves_far_has_a_larger_limit(
             info = msgspec.structs.replace(INFO, quantization=kind)
             prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
         assert caught.value.field.startswith(FAILED)
+
+
+class ScaledServer(FakeServer):
+    """Serves adapters at a multiple of their scale, from a base model with noise on its weights."""
+
+    def __init__(self, trainer: PeftModel, scale: float) -> None:
+        noisy, random = copy.deepcopy(trainer), torch.Generator().manual_seed(100)
+        with torch.no_grad():
+            for layer in matrices(noisy):
+                layer.weight.add_(0.3 * layer.weight.std() * torch.randn(layer.weight.shape, generator=random))
+        super().__init__(trainer, model=noisy)
+        self.scale = scale
+
+    def load(self, name: str) -> None:
+        super().load(name)
+        self.adapters[name] = {
+            key: value * self.scale if "lora_B" in key else value for key, value in self.adapters[name].items()
+        }
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 2.0, 4.0])
+def test_a_wrong_scale_shows_through_noise_of_a_quarter_of_a_nat(scale: float) -> None:
+    """Planted fault: without the comparison of scales each of the three passes."""
+    info = msgspec.structs.replace(INFO, quantization="awq")
+    trainer = tiny_lora()
+    server = ScaledServer(trainer, scale)
+    torch.manual_seed(0)
+    if scale == 1.0:
+        assert prove_lora(trainer, server, server.load, info).noise > 0.2  # pyright: ignore[reportArgumentType]
+        return
+    with pytest.raises(BridgeError) as caught:
+        prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+    assert caught.value.field.startswith(FAILED)
+
+
+class WholeServer(FakeServer):
+    """Serves a whole model: what is asked for without an adapter's name."""
+
+    def generate(self, prompt: list[int], *, model: str | None, **more: Any) -> GenerateResponse:
+        answer = super().generate(prompt, model=model or "whole", **more)
+        return msgspec.structs.replace(answer, policy_version=1)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fault", "passes"), [("fp8", False, True), ("fp8", True, False), ("awq", False, False)]
+)
+def test_a_relaunched_server_in_fp8_may_be_off_by_as_much(
+    trainer: PeftModel, monkeypatch: pytest.MonkeyPatch, quantization: str, fault: bool, passes: bool
+) -> None:
+    monkeypatch.setattr("grpo_trainer.alignment.model_proof.NOISE_LIMIT_QUANTISED", 0.01)
+    info = msgspec.structs.replace(INFO, quantization=quantization)
+    server = WholeServer(trainer, model=in_fp8(trainer, fault=fault))  # pyright: ignore[reportArgumentType]
+    server.load("whole")
+    proof = ModelProof(trainer, server, "float32")  # pyright: ignore[reportArgumentType]
+    if not passes:
+        with pytest.raises(BridgeError):
+            proof.prove(info, 1)
+        return
+    noise = proof.prove(info, 1)
+    assert noise > 0.01
+    assert proof.prove(info, 1) <= NOISE_MARGIN * noise  # the second launch
 
 
 def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
