@@ -57,7 +57,7 @@ class QuickPost:
         return not waiting.poll(0)  # between two requests a server sends nothing except that it closes
 
     def open(self) -> None:
-        """Connect anew.
+        """Open a connection, and close the one that was kept.
 
         Raises:
             httpx.ConnectError: no server listens.

@@ -323,9 +323,8 @@ def default_limit(noise: float | None, dtype: str, *, quantised: bool) -> float:
     """
     if noise is None:
         return CEILING_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
-    if quantised:
-        return min(max(FLOOR[dtype], MARGIN_QUANTISED * noise), CEILING_QUANTISED)
-    return max(FLOOR[dtype], MARGIN * noise)
+    limit = max(FLOOR[dtype], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
+    return min(limit, CEILING_QUANTISED) if quantised else limit
 
 
 UNKNOWN = Recheck(math.inf, None, None)

@@ -11,24 +11,15 @@ from typing import Any
 
 from peft import PeftModel
 
-from grpo_trainer.alignment.probes import (
-    Probe,
-    allowed_in_fp8,
-    ask,
-    completion_tokens,
-    gap,
-    gap_of_base,
-    probe_prompts,
-)
+from grpo_trainer.alignment.probes import Probe, allowed_in_fp8, ask, completion_tokens, gap, gap_of_base, probe_prompts
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
-    GREATEST,
     NOISE_LIMIT,
     NOISE_LIMIT_QUANTISED,
-    NOISE_MARGIN,
     OTHER_WEIGHTS,
     SAME_MODEL,
     TOLERANCE,
+    allowed_later,
     disagreement,
 )
 from grpo_trainer.errors import BridgeError
@@ -94,7 +85,7 @@ class ModelProof:
         precision = self._precision(info)
         if self._noise is None:
             return NOISE_LIMIT_QUANTISED if info.in_8_bits else NOISE_LIMIT[precision]
-        return max(TOLERANCE[precision], min(NOISE_MARGIN * self._noise, GREATEST))
+        return allowed_later(self._noise, precision)
 
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
         """Return the server's samples for the probe prompts.

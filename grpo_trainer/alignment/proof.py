@@ -89,7 +89,6 @@ RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the
 logprobs enough is used."""
 
-
 LOGITS_AT_ONCE = 1 << 30
 TOKENS_AT_ONCE = 4096
 """Bytes of fp32 logits, and tokens, of a forward pass that leaves out several modules, each in its own row."""
@@ -99,7 +98,6 @@ EARLIER: Final = "still serves the adapter that was published before"
 STALE_CACHE: Final = "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
 OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
 """Faults of a server, to follow "the server …"; `diagnosis.explain` finds further ones."""
-
 
 SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
 
@@ -144,7 +142,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
     noise_limit = NOISE_LIMIT_QUANTISED if proof.quantised else NOISE_LIMIT[proof.precision]
     try:
         noise = proof.probe("present", noise_limit, in_fp8=info.quantization == "fp8").trainer
-        allowed = max(proof.tolerance, min(NOISE_MARGIN * noise, GREATEST))
+        allowed = allowed_later(noise, proof.precision)
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
         # A server without the adapter is as far from the base model as the noise, which is half of `larger` there.
@@ -292,6 +290,11 @@ def _scalings(model: PeftModel) -> dict[str, float]:
     found = {"applied twice": scaling, "not applied": 1 / scaling}
     found |= {"rank-stabilised": rank**0.5, "not rank-stabilised": rank**-0.5, "lora_alpha?": 2.0, "alpha?": 0.5}
     return {reason: factor for reason, factor in found.items() if factor != 1.0}
+
+
+def allowed_later(noise: float, precision: str) -> float:
+    """Return the largest gap after the first, in nats a token, for the noise that the first one showed."""
+    return max(TOLERANCE[precision], min(NOISE_MARGIN * noise, GREATEST))
 
 
 def disagreement(what: str, stage: str, own: float, allowed: float, other: str, fix: str) -> BridgeError:

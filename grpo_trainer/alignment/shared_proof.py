@@ -19,21 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.probes import (
-    FAILED,
-    Probe,
-    gap,
-    logprobs_of,
-    probe_prompts,
-)
-from grpo_trainer.alignment.proof import (
-    FACTORS,
-    MIN_MOVE,
-    Proved,
-    disagreement,
-    enlarge,
-    inconclusive,
-)
+from grpo_trainer.alignment.probes import FAILED, Probe, gap, logprobs_of, probe_prompts
+from grpo_trainer.alignment.proof import FACTORS, MIN_MOVE, Proved, disagreement, enlarge, inconclusive
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
@@ -88,7 +75,7 @@ def prove_shared(
         if moved >= 2 * larger:
             break
     else:
-        raise inconclusive("a synthetic change", moved, larger, "--no-proof trains all the same")
+        raise inconclusive("a synthetic change", moved, 2 * larger, "--no-proof trains all the same")
     after = proof.ask(info, version)
     back = _difference(before, after, gap(model, after))
     if not back <= allowed:

@@ -15,12 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.alignment.probes import (
-    FAILED,
-    Probe,
-    probe_of,
-    trainer_logprobs,
-)
+from grpo_trainer.alignment.probes import FAILED, Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig

@@ -12,13 +12,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
 from grpo_trainer.alignment import proof
-from grpo_trainer.alignment.proof import (
-    BASE_MODEL,
-    EARLIER,
-    OTHER_WEIGHTS,
-    STALE_CACHE,
-    prove_lora,
-)
+from grpo_trainer.alignment.proof import BASE_MODEL, EARLIER, OTHER_WEIGHTS, STALE_CACHE, prove_lora
 from grpo_trainer.errors import BridgeError
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import BridgeInfo, GenerateResponse

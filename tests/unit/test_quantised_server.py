@@ -141,7 +141,7 @@ def test_a_model_that_rounding_moves_far_has_a_larger_limit(
 
 
 class ScaledServer(FakeServer):
-    """Serves adapters at a multiple of their scale, from a base model with noise on its weights."""
+    """Serves adapters at a multiple of their scale, from a base model with noise. Each request is seeded."""
 
     def __init__(self, trainer: PeftModel, scale: float) -> None:
         noisy, random = copy.deepcopy(trainer), torch.Generator().manual_seed(100)
@@ -157,6 +157,11 @@ class ScaledServer(FakeServer):
             key: value * self.scale if "lora_B" in key else value for key, value in self.adapters[name].items()
         }
 
+    def generate(self, prompt: list[int], **more: Any) -> GenerateResponse:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return super().generate(prompt, **more)
+
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, 2.0, 4.0])
 def test_a_wrong_scale_shows_through_noise_of_a_quarter_of_a_nat(scale: float) -> None:
@@ -164,7 +169,6 @@ def test_a_wrong_scale_shows_through_noise_of_a_quarter_of_a_nat(scale: float) -
     info = msgspec.structs.replace(INFO, quantization="awq")
     trainer = tiny_lora()
     server = ScaledServer(trainer, scale)
-    torch.manual_seed(0)
     if scale == 1.0:
         assert prove_lora(trainer, server, server.load, info).noise > 0.2  # pyright: ignore[reportArgumentType]
         return

@@ -8,7 +8,7 @@ from torch import nn
 
 from grpo_trainer.alignment.rounding import computed_in_fp8, rounded
 
-CPU_ROWS = torch.tensor([[448.0, 17.0], [0.0, -896.0]])
+ROWS = torch.tensor([[448.0, 17.0], [0.0, -896.0]])
 
 
 def test_a_number_is_rounded_to_three_bits_after_the_leading_one() -> None:
@@ -18,8 +18,8 @@ def test_a_number_is_rounded_to_three_bits_after_the_leading_one() -> None:
 
 def test_the_scale_makes_the_largest_number_the_greatest_of_fp8() -> None:
     assert rounded(torch.tensor([896.0, 34.0]), torch.tensor(896.0)).tolist() == [896.0, 32.0]
-    each_row = CPU_ROWS.abs().amax(-1, keepdim=True)
-    assert rounded(CPU_ROWS, each_row).tolist() == [[448.0, 16.0], [0.0, -896.0]]
+    each_row = ROWS.abs().amax(-1, keepdim=True)
+    assert rounded(ROWS, each_row).tolist() == [[448.0, 16.0], [0.0, -896.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

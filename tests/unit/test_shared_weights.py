@@ -1,5 +1,4 @@
-"""The bridge over shared memory, against a server that computes with the trainer's own tensors: fences, versions, what
-the proof sees, what becomes of a write that does not end."""
+"""The bridge over shared memory, against a server that has the trainer's own tensors: fences, versions, proof."""
 
 from __future__ import annotations
 
