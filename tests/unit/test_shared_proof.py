@@ -12,7 +12,7 @@ import torch
 from grpo_trainer.alignment import shared_proof
 from grpo_trainer.alignment.probes import Probe
 from grpo_trainer.alignment.shared_proof import SyntheticChange, prove_shared
-from grpo_trainer.errors import ServerError
+from grpo_trainer.errors import BridgeError, ServerError
 from tests.golden.models import random_model
 from tests.unit.factories import bridge_info
 from vllm_server.protocol import PROOF_VERSION
@@ -66,3 +66,14 @@ def test_a_change_that_shows_too_little_in_certain_answers_is_made_larger(monkey
     proved = prove_shared(random_model("qwen2").float(), proof, bridge_info(), 3, lambda _: nullcontext())
     # allowed are 0.1, with the change 0.2: texts are moved by five times that, samples must be by twice that, 0.4
     assert moves == pytest.approx([1.0, 4.0]) and proved.synthetic_moved == 0.9
+
+
+def test_a_change_that_never_shows_is_an_error_with_the_move_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyntheticChange, "enlarge", lambda *_: None)
+    gaps = iter([0.0, 0.3] * 3)
+    monkeypatch.setattr(shared_proof, "gap", lambda *_: next(gaps))
+    proof: Any = Asked(ends=False)
+    with pytest.raises(BridgeError) as failed:
+        prove_shared(random_model("qwen2").float(), proof, bridge_info(), 3, lambda _: nullcontext())
+    assert "impossible" in failed.value.field.split()
+    assert "0.3" in failed.value.got.split() and "0.4," in failed.value.wanted.split()
