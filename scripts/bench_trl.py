@@ -5,7 +5,8 @@ same model with random weights, the same rollouts in place of generation; everyt
 advantages, scoring, its head that makes no whole logits, checkpointing, fused AdamW in the weights' dtype. It takes the
 options of `grpo bench step`, of which the trainer's own (microbatch budget, packing, …) mean nothing to it.
 
-`--loop` races the whole loop instead (`trl_loop.py`), `--learn` a released model's held-out accuracy (`trl_learn.py`).
+`--loop` races the whole loop instead (`trl_loop.py`), `--learn` a released model's held-out accuracy
+(`trl_learn.py`), and `--publish` sends all weights to a server on another GPU (`trl_publish.py`).
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def main(
 
 
 if __name__ == "__main__":
-    if races := {"--loop", "--learn"} & set(sys.argv):
+    if races := {"--loop", "--learn", "--publish"} & set(sys.argv):
         race = importlib.import_module(f"trl_{races.pop().removeprefix('--')}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command()(race.main)
