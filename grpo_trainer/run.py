@@ -23,8 +23,9 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import Machine, look
-from grpo_trainer.doctor.planned_cache import planned_cache
+from grpo_trainer.doctor.model import shape_of
 from grpo_trainer.doctor.run_checks import warn_of_lr
+from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
@@ -78,6 +79,8 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         soft_wrap=True,
     )
     gpus = look() if on_gpu else None
+    if gpus:
+        config = _with_room(config, gpus, console)
     places, execute = NO_PLACES, Child
     if cluster:
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
@@ -99,6 +102,17 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
                 supervise(config, plan, console, folder, watch, execute, replanner)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
+
+
+def _with_room(config: RunConfig, machine: Machine, console: Console) -> RunConfig:
+    """Return the run with room for its trainer on the GPUs; say what was changed for that, or that it may not fit."""
+    shape = shape_of(config.trainer.model.name)
+    roomy = with_room(config, machine, shape)
+    before, share = (each.server.gpu_memory_utilization for each in (config, roomy))
+    if share != before:
+        console.print(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
+    warn_of_memory(roomy, machine, shape)
+    return roomy
 
 
 def wanted_ports(config: RunConfig) -> dict[str, int]:

@@ -193,7 +193,10 @@ class ServerProcess(ServedOptions):
     dtype: ServedDtype = option("auto", help="Dtype of weights and activations; auto: the trainer's --dtype.")
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
     gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM; the trainer may need the rest.", gt=0, le=1
+        DEFAULT_GPU_SHARE,
+        help="Share of each GPU's memory for vLLM (default: 0.45, or less where the trainer needs the room).",
+        gt=0,
+        le=1,
     )
     enforce_eager: bool = option(False, help="Disable CUDA graphs; generation is several times slower.")
     tensor_parallel_size: int = option(1, help="Tensor parallel size: GPUs that share each layer.", ge=1)

@@ -18,6 +18,7 @@ from grpo_trainer.doctor.hub import check_name
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
+from grpo_trainer.doctor.server_memory import with_room
 from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
@@ -94,7 +95,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
             findings.append(
                 of_run.check_spread(of_run.server_spread(run), shape, machine, shares=run.trainer.shares_weights)
             )
-            memory, plan = of_run.check_memory(run, shape, machine)
+            memory, plan = of_run.check_memory(with_room(run, machine, shape), shape, machine)
             findings.append(memory)
         else:
             findings.append(skip("memory", "this machine is one of a cluster; see grpo run --dry-run"))

@@ -17,7 +17,9 @@ from grpo_trainer.doctor.model import ModelShape
 
 GB = 1e9
 CONTEXT = int(0.6 * GB)
-"""Of a GPU's memory, what each process takes before it allocates anything: context, kernels, libraries' workspaces."""
+"""Of a GPU's memory, what a trainer takes before it allocates anything: context, kernels, libraries' workspaces."""
+SERVER_CONTEXT = int(1.4 * GB)
+"""What CUDA takes for a server beyond its share: 1.4 to 2.1 GB on an H200, less on smaller GPUs."""
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
@@ -102,7 +104,7 @@ class MemoryPlan:
     Attributes:
         kv_tokens: tokens of the server's key-value cache, in all replicas.
         recomputed: layers whose activations are recomputed in the backward pass, of how many.
-        adapts: the trainer chooses how many, and so leaves little room whatever there is.
+        saved: bytes that a trainer which chooses this number would save by recomputing all layers.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -110,7 +112,7 @@ class MemoryPlan:
     kv_tokens: int
     max_model_len: int
     recomputed: tuple[int, int]
-    adapts: bool
+    saved: int
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -122,9 +124,9 @@ class MemoryPlan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether a wrong estimate of the activations could be too much."""
-        count, layers = self.recomputed
-        return self.used(self.fullest) > NEARLY_FULL * self.devices.total and not (self.adapts and count < layers)
+        """Whether a wrong estimate of the activations could be too much, even with all layers recomputed."""
+        trainers = {row.device for row in self.rows if row.owner == "trainer"}
+        return max(map(self.used, trainers)) - self.saved > NEARLY_FULL * self.devices.total
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -183,13 +185,14 @@ class Setup:
             recomputed = max(recomputed, count)
             parts["activations"] = self._activations(count)
             rows += [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
+        least = min(self._activations(recomputed), self._activations(self.model.layers))
         return MemoryPlan(
             rows=tuple(rows),
             devices=self.devices,
             kv_tokens=kv_tokens,
             max_model_len=self.server.max_model_len,
             recomputed=(recomputed, self.model.layers),
-            adapts=self._chooses,
+            saved=int(self._activations(recomputed) - least) if self.chooses else 0,
         )
 
     def _server_rows(self) -> tuple[list[MemoryRow], int]:
@@ -218,7 +221,7 @@ class Setup:
             "weights": weights,
             "adapter slots": slots,
             "workspace": SERVER_WORKSPACE,
-            "context": CONTEXT,
+            "context": SERVER_CONTEXT,
             CACHE: max(cache, 0),
         }
         on_each = [(what, size) for what, size in rows.items() if size]
@@ -277,7 +280,7 @@ class Setup:
         return NF4_BYTES * layers + self.item * (self.model.parameters - layers)
 
     @property
-    def _chooses(self) -> bool:
+    def chooses(self) -> bool:
         """Whether it is the trainer that decides how many layers are recomputed."""
         config = self.config
         return config.model.gradient_checkpointing is None and self.on_gpu and not config.compute.activation_offload
@@ -285,7 +288,7 @@ class Setup:
     def _recomputed(self, free: float) -> int:
         """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
         layers = self.model.layers
-        if self._chooses:
+        if self.chooses:
             return next((count for count in range(layers) if self._activations(count) <= free), layers)
         return layers if self.config.model.gradient_checkpointing or self.config.compute.activation_offload else 0
 

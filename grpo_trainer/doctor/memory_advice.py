@@ -68,6 +68,16 @@ def _all(changes: Sequence[Change], planned: Planned) -> Planned:
     return planned
 
 
+def other_shares(now: Planned) -> list[Planned]:
+    """Return the setup with smaller and larger shares of a GPU for the server, from the smallest on."""
+    low, high = SHARES
+    shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
+    return [
+        now.saying(f"--server.gpu-memory-utilization {share}", server=replace(now.server, gpu_share=share))
+        for share in shares
+    ]
+
+
 def _own_gpu(now: Planned) -> Planned | None:
     last = now.devices.count - 1
     if not last or now.trainers > 1 or now.config.shares_weights:
@@ -79,12 +89,7 @@ def _server_share(now: Planned) -> Planned | None:
     """The share nearest to the present one with which it fits, or else the least that leaves room for a sequence."""
     if not now.on_gpu:
         return None
-    low, high = SHARES
-    shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
-    tried = [
-        now.saying(f"--server.gpu-memory-utilization {share}", server=replace(now.server, gpu_share=share))
-        for share in shares
-    ]
+    tried = other_shares(now)
     nearest = sorted(tried, key=lambda each: abs(each.server.gpu_share - now.server.gpu_share))
     serving = (each for each in tried if each.plan().kv_tokens >= now.server.max_model_len)
     return next((each for each in nearest if each.fits), None) or next(serving, None)
@@ -134,7 +139,7 @@ CHANGES: tuple[Change, ...] = (
     *(_own_gpu, _server_share, _shorter_server, _smaller_passes),
     _set(
         "--gradient-checkpointing",
-        lambda now: not now.config.model.gradient_checkpointing and not now.plan().adapts,
+        lambda now: not now.config.model.gradient_checkpointing and not now.chooses,
         "model",
         gradient_checkpointing=True,
     ),

@@ -118,7 +118,7 @@ class _Saved:
         if storage.data_ptr() not in self._seen and not (self._moves and storage.data_ptr() in self._weights()):
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node kept would never be freed
 
 
 MEASURED = (128, 384)

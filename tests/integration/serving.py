@@ -132,6 +132,16 @@ class Serving:
         return adapter, msgspec.json.decode(response.content, type=LoraLoadResponse)
 
 
+def assert_ends_at_one_of_many_stop_ids(server: Serving) -> None:
+    """More ids than vLLM searches quickly, of which one is sampled."""
+    sampling = {"max_tokens": 8, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    (tokens,) = server.generate([5, 6, 7], **sampling).token_ids
+    place = next(place for place, token in enumerate(tokens) if place > 0 and token not in tokens[:place])
+    unused = [token for token in range(40, 60) if token not in tokens]
+    answer = server.generate([5, 6, 7], **sampling, stop_token_ids=[*unused, tokens[place]])
+    assert answer.token_ids == [tokens[: place + 1]] and answer.finish_reasons == ["stop"]
+
+
 @contextmanager
 def serving(
     folder: Path,

@@ -13,7 +13,15 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, serving, shared_server
+from tests.integration.serving import (
+    KEEP_VERSIONS,
+    RANK,
+    Serving,
+    assert_ends_at_one_of_many_stop_ids,
+    make_adapter,
+    serving,
+    shared_server,
+)
 from tests.integration.streaming import MANY, TWO_BLOCKS, held, paused
 from tests.processes import wait_for
 from vllm_server.protocol import BridgeInfo, GenerateResponse, LoraStatus
@@ -77,12 +85,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 
 def test_a_completion_ends_at_any_of_many_stop_ids(server: Serving) -> None:
-    sampling = {"policy_version": 0, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    (tokens,) = server.generate(SHORT, **sampling).token_ids
-    other = next(place for place, token in enumerate(tokens) if token not in tokens[:place] and place > 0)
-    unused = [token for token in range(40, 60) if token not in tokens]
-    answer = server.generate(SHORT, **sampling, stop_token_ids=[*unused, tokens[other]])
-    assert answer.token_ids == [tokens[: other + 1]] and answer.finish_reasons == ["stop"]
+    assert_ends_at_one_of_many_stop_ids(server)
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "longer than two blocks"])

@@ -14,7 +14,7 @@ from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.errors import BridgeError, CommonBridgeError
 from grpo_trainer.policy import build_policy
 from tests.integration.paired import EXCHANGED, STEPS, exchanged_shards
-from tests.integration.serving import Serving, serving
+from tests.integration.serving import Serving, assert_ends_at_one_of_many_stop_ids, serving
 from tests.integration.test_paired_servers import WIDE, alone, assert_fresh, assert_one_copy, trained
 from tests.processes import running, tail
 from tests.runs import arguments, finished, of_mode, rows
@@ -36,6 +36,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def shards(server: Serving, folder: Path) -> SharedContract:
     return SharedContract([server], folder, workers=2)
+
+
+def test_a_completion_ends_at_any_of_many_stop_ids(server: Serving) -> None:
+    """The workers are processes of their own, to which requests are sent."""
+    assert_ends_at_one_of_many_stop_ids(server)
 
 
 def test_two_shards_train_as_one_process_on_one_copy(server: Serving, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from grpo_trainer import dry_run
 from grpo_trainer.cli import app
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.doctor.machine import Gpu, Machine
+from grpo_trainer.doctor.memory import SERVER_CONTEXT
 from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
@@ -68,8 +69,8 @@ def test_memory_is_that_of_each_process() -> None:
     assert one["server"].memory == two["server"].memory == two["server-2"].memory
     assert one["server"].memory is not None and one["server"].memory > SHAPE.parameters * 4
     on_gpu = rows(a_run(server__gpu_memory_utilization="0.5"), FOUR_GPUS)["server"].memory
-    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is extra.
-    assert on_gpu == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
+    # Its share, half of 140 GB, holds weights and cache; what CUDA takes is extra.
+    assert on_gpu == pytest.approx(0.5 * 140 * GB + SERVER_CONTEXT, rel=1e-6)
     assert dry_run.memory_by_process(a_run(), None, CPU) == {}
 
 
@@ -93,7 +94,9 @@ def test_on_a_cluster_every_process_has_its_node_and_gpus_of_its_own() -> None:
         "server-2": ("n1", (0,)),
     }  # fmt: skip
     # A server has its share of a GPU to itself, and the trainer nothing of a server's.
-    assert found["server"].memory == found["server-2"].memory == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
+    assert (
+        found["server"].memory == found["server-2"].memory == pytest.approx(0.5 * 140 * GB + SERVER_CONTEXT, rel=1e-6)
+    )
     assert found["trainer"].memory == dry_run.memory_by_process(a_run(device="cuda:1"), SHAPE, FOUR_GPUS)["trainer"]
 
 

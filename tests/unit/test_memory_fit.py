@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -101,6 +102,20 @@ def fitting_of(forward: Forward) -> memory.Fitting:
 def test_what_is_kept_is_measured() -> None:
     keeper = Keeper()
     assert measure(keeper, keeper.run) == (48, 400)
+
+
+def test_a_measured_pass_is_freed() -> None:
+    """`exp` keeps its own output: a hook that returned it would make a circle that nothing frees."""
+    model = nn.Linear(4, 4)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def run(tokens: int) -> torch.Tensor:
+        output = model(torch.ones(tokens, 4)).exp()
+        made.append(weakref.ref(output))
+        return output * 2
+
+    measure(model, run)
+    assert len(made) == 2 and not any(each() is not None for each in made)
 
 
 def test_a_models_layers_keep_what_their_shapes_say() -> None:

@@ -15,9 +15,9 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.memory import (
     BUCKET,
-    CONTEXT,
     CPU_CACHE,
     CPU_STANDBY,
+    SERVER_CONTEXT,
     SERVER_WORKSPACE,
     Devices,
     Server,
@@ -188,7 +188,7 @@ def test_the_servers_share() -> None:
     cache = 70_500_000_000 - 2 * SMALL.parameters - SERVER_WORKSPACE
     assert plan.kv_tokens == cache // token
     server = sum(row.nbytes for row in plan.rows if row.owner == "server")
-    assert server == 70_500_000_000 + CONTEXT  # its share, and what comes before it
+    assert server == 70_500_000_000 + SERVER_CONTEXT  # its share, and what CUDA takes beyond it
     assert not plan.problems
     shards = Setup(trainer(), HALF_B, Server(0.5, 10, tensor_parallel=2), replace(H200, count=2)).plan()
     assert {row.device for row in shards.rows if row.owner == "server"} == {0, 1}

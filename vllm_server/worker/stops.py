@@ -5,7 +5,7 @@ With 256 sequences and 434 stop ids, the list took 12 % of the engine's time (1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_server import seams
@@ -14,8 +14,25 @@ FEW = 8
 """Up to this many ids, a list is as fast."""
 
 
+class StopIds(list[int]):
+    """Ids that are searched as a set. They are a list because vLLM asserts that in each tensor-parallel worker."""
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        """Keep the ids as a list and as a set."""
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token: object) -> bool:
+        """Return whether a token is one of the ids."""
+        return token in self._set
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
+        """Pickle a plain list: workers do not search it."""
+        return list, ([*self],)
+
+
 def look_up_in_sets() -> None:
-    """Let requests keep many stop ids as a set. Call this in the engine's process, before it takes requests.
+    """Let requests search many stop ids as a set. Call this in the engine's process, before it takes requests.
 
     Raises:
         FatalError: this vLLM takes requests elsewhere.
@@ -26,7 +43,7 @@ def look_up_in_sets() -> None:
     def preprocess_add_request(self: Any, request: Any) -> tuple[Any, int]:
         params = request.sampling_params
         if params is not None and len(params.stop_token_ids or ()) > FEW:
-            params.stop_token_ids = frozenset(params.stop_token_ids)
+            params.stop_token_ids = StopIds(params.stop_token_ids)
         return vllms(self, request)
 
     core.preprocess_add_request = preprocess_add_request

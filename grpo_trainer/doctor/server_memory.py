@@ -1,4 +1,7 @@
-"""How large the server's key-value cache is to be, by the memory plan.
+"""How much of a GPU's memory the server gets, and how large its key-value cache is to be, by the memory plan.
+
+The default share leaves a trainer of all weights too little room on some GPUs. So it is lowered where that helps, and
+kept where the user has chosen it.
 
 Left to itself, vLLM measures how much of a GPU is free while it starts. Nobody else may use that GPU then: memory that
 is taken would be counted as the server's, and memory that is given back ends the server.
@@ -6,6 +9,7 @@ is taken would be counted as the server's, and memory that is given back ends th
 
 from __future__ import annotations
 
+import logging
 import math
 
 from grpo_common.models import find_folder
@@ -13,15 +17,50 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import CACHE, Setup
+from grpo_trainer.doctor.memory_advice import Planned, other_shares
 from grpo_trainer.doctor.model import ModelShape, read_model
-from grpo_trainer.doctor.run_checks import devices_of, server_spread
+from grpo_trainer.doctor.run_checks import check_memory, devices_of, server_spread
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import says_cache_size
+
+log = logging.getLogger(__name__)
 
 PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
 UNPLANNED = ("--enable-sleep-mode",)
 """Arguments of a server that uses other memory than the plan counts."""
+
+
+def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
+    """Return the run with a share of the GPU's memory for its server that leaves the trainer enough.
+
+    It is the default, or the largest smaller share with which the memory plan fits. A share that the user has chosen
+    stays; so does the default where no share is enough, where there is no GPU, and on a cluster, whose GPUs may differ.
+    """
+    said = "gpu_memory_utilization" in config.server.model_fields_set
+    if said or shape is None or not machine.on_gpu or config.options.cluster:
+        return config
+    spread = server_spread(config)
+    now = Planned(config.trainer, shape, spread, devices_of(machine), config.options.trainer_gpus)
+    if now.fits:
+        return config
+    smaller = (each for each in reversed(other_shares(now)) if each.server.gpu_share < spread.gpu_share)
+    fitting = next((each for each in smaller if each.fits), None)
+    if fitting is None:
+        return config
+    update = {"gpu_memory_utilization": fitting.server.gpu_share}
+    vllm = config.trainer.vllm.model_copy(update=update)
+    trainer = config.trainer.model_copy(update={"vllm": vllm})
+    return config.model_copy(update={"trainer": trainer, "server": config.server.model_copy(update=update)})
+
+
+def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
+    """Warn before the start of a run that needs more of a GPU's memory than there is."""
+    if shape is None or not machine.on_gpu or config.options.cluster:
+        return
+    found, _ = check_memory(config, shape, machine)
+    if found.status == "fail":
+        log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
 
 
 def planned_cache(config: RunConfig, machine: Machine) -> int | None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.doctor.machine import Gpu
 from grpo_trainer.doctor.memory import SERVER_WORKSPACE, SPARE_ADAPTERS
-from grpo_trainer.doctor.planned_cache import planned_cache
+from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
 from tests.unit.test_doctor import CONFIG, GIB, MACHINE, MODULES, run_of, write_model
 
 
@@ -63,3 +66,44 @@ def test_vllm_measures_for_models_that_the_plan_does_not_know(tmp_path: Path) ->
 
 def test_without_a_gpu_the_server_has_a_size_of_its_own(model: Path) -> None:
     assert planned_cache(run_of(model), replace(MACHINE, gpus=())) is None
+
+
+H200 = Gpu("H200", "GPU-a", 150_750_000_000, 150_000_000_000)
+
+
+def shared_run(**flags: Any) -> RunConfig:
+    """All weights of a 7B or 32B shape, in passes of 8,192 tokens."""
+    given = {"max_tokens_per_microbatch": "8192", "seq_len": "1280", **flags}
+    return run_of("a/model", weight_bridge_mode="shared_vllm", **given)
+
+
+def share_of(config: RunConfig, shape: str = "7b", gpus: int = 1) -> float:
+    found = with_room(config, replace(MACHINE, gpus=(H200,) * gpus), SHAPES[shape])
+    assert found.server.gpu_memory_utilization == found.trainer.vllm.gpu_memory_utilization
+    return found.server.gpu_memory_utilization
+
+
+def test_the_servers_share_leaves_a_trainer_of_all_weights_room() -> None:
+    # 7.6e9 parameters: gradients 15.2 GB, states in fp32 60.9, and activations of 5.5: with 0.45 of 150.75 GB for the
+    # server that is 151 GB. With 8-bit states, 15.5 GB, it fits.
+    assert share_of(shared_run()) == 0.35
+    assert share_of(shared_run(optimizer="adamw_8bit")) == share_of(shared_run(), "1.5b") == 0.45
+    halves: dict[str, Any] = {"trainer_gpus": "2", "server.tensor_parallel_size": "2"}
+    assert share_of(shared_run(**halves), gpus=2) == 0.45
+    assert share_of(shared_run(**halves, optimizer="adamw_8bit"), "32b", gpus=2) == 0.4
+
+
+def test_a_share_that_was_chosen_or_does_not_help_stays(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = shared_run(**{"server.gpu_memory_utilization": "0.45"})
+    assert share_of(chosen) == share_of(shared_run(), "32b") == 0.45
+    for config in (chosen, shared_run()):  # an elastic run's machines may differ, and a CPU has no share
+        assert with_room(config, replace(MACHINE, gpus=()), SHAPES["7b"]) is config
+        assert with_room(config, MACHINE, None) is config
+    on_cluster = shared_run(cluster="auto")
+    assert with_room(on_cluster, MACHINE, SHAPES["7b"]) is on_cluster
+
+    machine = replace(MACHINE, gpus=(H200,))
+    warn_of_memory(with_room(shared_run(), machine, SHAPES["7b"]), machine, SHAPES["7b"])
+    assert not caplog.records
+    warn_of_memory(shared_run(), machine, SHAPES["32b"])
+    assert "--optimizer adamw_8bit" in caplog.text or "--weight-bridge-mode lora_only" in caplog.text
