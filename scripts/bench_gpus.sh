@@ -119,11 +119,11 @@ for part in "${parts[@]}"; do
         done
         ;;
     shards) # one copy of a model over two GPUs; a 32B shape does not fit on one
-        shards=(-- --trainer-gpus 2 --server.tensor-parallel-size 2)
+        shards=(--trainer-gpus 2 --server.tensor-parallel-size 2)
         for shape in ${SHAPES:-7b 32b}; do
-            size=()
-            [ "$shape" != 32b ] || size=(--dummy-weights --sequences 64)
-            layout "shards-$shape" "$shape" shared_vllm "${size[@]}" "${shards[@]}"
+            size=() states=()
+            [ "$shape" != 32b ] || size=(--dummy-weights --sequences 64) states=(--optimizer adamw_8bit)
+            layout "shards-$shape" "$shape" shared_vllm "${size[@]}" -- "${shards[@]}" "${states[@]}"
         done
         ;;
     layouts) # which layout for which size
