@@ -11,9 +11,9 @@ from statistics import fmean
 from environments.api import wire
 from environments.config import BaseEnvConfig
 
-OVERTAKEN = 4
+OVERTAKEN = 5
 """Default limit of a group's staleness, in versions, if newer groups can overtake it."""
-MOST_BATCHES = 2
+MOST_BATCHES = 3
 """Most batches of groups in flight by default, however few of their completions run at a time."""
 RECENT_GROUPS = 32
 """Groups over which `RunningShare` averages."""

@@ -92,11 +92,11 @@ def test_within_so_many_batches(
         (status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
         (status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are no batch
         (status(leased=4), InFlight(1, 0, running_share=0.8), 4),  # 5 groups, so that 4 groups' completions run
-        (status(leased=4), InFlight(1, 0, running_share=0.1), 7),  # never more than two batches
+        (status(leased=4), InFlight(1, 0, running_share=0.1), 11),  # never more than three batches
         (status(leased=4, queue=4), InFlight(0, running_share=0.5), 0),  # the next batch is complete
-        (status(step=4, leased=4, queue=3), InFlight(1, 1), 0),  # three steps old: (4 + 1 - 3) * 4 - 4 - 3 - 1
-        (status(step=5, leased=0, queue=0), InFlight(1, 1), 3),  # four: 1 * 4 - 1
-        (status(step=6, leased=0, queue=0), InFlight(1, 1), 0),  # it goes first
+        (status(step=5, leased=4, queue=3), InFlight(1, 1), 0),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
+        (status(step=6, leased=0, queue=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
+        (status(step=7, leased=0, queue=0), InFlight(1, 1), 0),  # it goes first
         (status(step=8, leased=4, queue=2), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
     ],
 )
