@@ -48,6 +48,15 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         ) from error
 
 
+def passing_on(kind: type[T], method: Callable[[Request], Callable[[T], Awaitable[object]]]) -> Handler:
+    """Return a handler that passes the body, a `kind`, on to a method of the server, and answers what that returns."""
+
+    async def handle(request: Request) -> Response:
+        return json_response(await method(request)(await read_body(request, kind)))
+
+    return handle
+
+
 def guarded(handler: Handler) -> Handler:
     """Return `handler` with its refusals answered here: vLLM's app does not accept further exception handlers."""
 

@@ -12,6 +12,7 @@ import msgspec
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
+    BridgeStatus,
     WeightsApplyRequest,
     WeightsCloseRequest,
     WeightsDone,
@@ -83,11 +84,12 @@ class WeightChannels:
                 raise
         return WeightsOpenResponse(channel=name, staged=min(sizes) > 0, staging_bytes=max(sizes))
 
-    async def close(self, asked: WeightsCloseRequest) -> None:
+    async def close(self, asked: WeightsCloseRequest) -> BridgeStatus:
         """Close the channel. A channel that is not open needs no closing."""
         async with self._changing:
             if asked.channel == self._open:
                 await self._drop()
+        return BridgeStatus("closed")
 
     async def stage(self, asked: WeightsStageRequest) -> WeightsDone:
         """Receive a version while generation continues.

@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from vllm_server import shared_engine
 from vllm_server.compat import engine_dead_error
 from vllm_server.errors import ServeError, engine_is_dead
-from vllm_server.http import json_response, read_body
+from vllm_server.http import json_response, passing_on, read_body
 from vllm_server.protocol import (
     BridgeStatus,
     Checksums,
@@ -87,28 +87,11 @@ async def end_update(request: Request) -> Response:
         raise engine_is_dead() from error
 
 
-async def open_weights(request: Request) -> Response:
-    """Open a channel for a `WeightsOpenRequest`: a trainer is going to send all weights."""
-    asked = await read_body(request, WeightsOpenRequest)
-    return json_response(await PolicyServer.of(request).weights.open(asked))
-
-
-async def stage_weights(request: Request) -> Response:
-    """Receive a version while generation continues, as the `WeightsStageRequest` says."""
-    asked = await read_body(request, WeightsStageRequest)
-    return json_response(await PolicyServer.of(request).weights.stage(asked))
-
-
-async def apply_weights(request: Request) -> Response:
-    """Write a version within an update, as the `WeightsApplyRequest` says."""
-    asked = await read_body(request, WeightsApplyRequest)
-    return json_response(await PolicyServer.of(request).weights.apply(asked))
-
-
-async def close_weights(request: Request) -> Response:
-    """Close the channel of a `WeightsCloseRequest`."""
-    await PolicyServer.of(request).weights.close(await read_body(request, WeightsCloseRequest))
-    return json_response(BridgeStatus("closed"))
+# These do what the messages' docstrings say.
+open_weights = passing_on(WeightsOpenRequest, lambda request: PolicyServer.of(request).weights.open)
+stage_weights = passing_on(WeightsStageRequest, lambda request: PolicyServer.of(request).weights.stage)
+apply_weights = passing_on(WeightsApplyRequest, lambda request: PolicyServer.of(request).weights.apply)
+close_weights = passing_on(WeightsCloseRequest, lambda request: PolicyServer.of(request).weights.close)
 
 
 async def sleep(request: Request) -> Response:

@@ -7,11 +7,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_server.errors import ServeError
-from vllm_server.http import json_response, read_body
+from vllm_server.http import json_response, passing_on, read_body
 from vllm_server.protocol import (
     SAFETENSORS_MEDIA_TYPE,
     ChannelCloseRequest,
-    ChannelCloseResponse,
     ChannelRequest,
     LoraLoadRequest,
     LoraUnloadRequest,
@@ -62,23 +61,13 @@ def _from_query(request: Request) -> LoraLoadRequest:
         ) from error
 
 
-async def open_channel(request: Request) -> Response:
-    """Open the channel of a `ChannelRequest`: the trainer's GPU memory, or an NCCL communicator."""
-    asked = await read_body(request, ChannelRequest)  # pyright: ignore[reportArgumentType]  # a union
-    return json_response(await PolicyServer.of(request).publisher.open_channel(asked))
-
-
-async def close_channel(request: Request) -> Response:
-    """Close the channel of a `ChannelCloseRequest`."""
-    asked = await read_body(request, ChannelCloseRequest)
-    await PolicyServer.of(request).publisher.close_channel(asked.channel)
-    return json_response(ChannelCloseResponse())
-
-
-async def unload(request: Request) -> Response:
-    """Withdraw the version of a `LoraUnloadRequest`."""
-    asked = await read_body(request, LoraUnloadRequest)
-    return json_response(await PolicyServer.of(request).publisher.unload(asked))
+# These do what the messages' docstrings say.
+open_channel = passing_on(
+    ChannelRequest,  # pyright: ignore[reportArgumentType]  # a union
+    lambda request: PolicyServer.of(request).publisher.open_channel,
+)
+close_channel = passing_on(ChannelCloseRequest, lambda request: PolicyServer.of(request).publisher.close_channel)
+unload = passing_on(LoraUnloadRequest, lambda request: PolicyServer.of(request).publisher.unload)
 
 
 async def status(request: Request) -> Response:
