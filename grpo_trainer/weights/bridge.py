@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from grpo_trainer.metrics.types import Metrics
+from grpo_trainer.metrics.types import Metric, Metrics, Sum
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class Published:
     version: int
     name: str
     metrics: Metrics
+
+
+def quiet(version: int) -> dict[str, Metric]:
+    """Return the metrics of a publish that had nothing to do."""
+    return {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
 
 
 class WeightBridge(Protocol):

@@ -32,10 +32,10 @@ from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.alignment.shared_proof import Tell, prove_shared
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.metrics.types import Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.senders.choose import senders
@@ -144,7 +144,6 @@ class BroadcastBridge(WeightBridge):
         self._channel = ""
         self._staged = False
         self._version = 0
-        self._metrics: dict[str, Metric] = {}
         self.proved: Proved | None = None
 
     def close(self) -> None:
@@ -259,9 +258,8 @@ class BroadcastBridge(WeightBridge):
         assert self._info is not None, "connect comes first"
         if version != self._version:
             self._send(version)
-        metrics, self._metrics = self._metrics, {}
-        quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
-        return Published(version, self._info.served_model_name, quiet | metrics)
+        metrics, self._fence.metrics = self._fence.metrics, {}
+        return Published(version, self._info.served_model_name, quiet(version) | metrics)
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
@@ -283,8 +281,7 @@ class BroadcastBridge(WeightBridge):
             else:
                 self._delivered(version, stored, lambda: self._server.apply_weights(apply))
         self._version = version
-        whole = {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
-        self._metrics = {**self._fence.metrics, **whole}
+        self._fence.metrics |= {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
 
     def _delivered(self, version: int, stored: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
         """Ask the server to take a version, and send it meanwhile if it is not there already."""

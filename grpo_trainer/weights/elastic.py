@@ -22,9 +22,9 @@ from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_s
 from grpo_trainer.config.server import VllmConfig
 from grpo_trainer.errors import BridgeError, GrpoError, ServerError
 from grpo_trainer.files import replace_file
-from grpo_trainer.metrics.types import Metrics, Sum
+from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import at_url
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
 from grpo_trainer.weights.multi_server import SeveralServers, as_one, at_once, named
 
 log = logging.getLogger(__name__)
@@ -110,11 +110,6 @@ class ElasticServers(SeveralServers):
         self._boots |= {url: boots[url] for url in self._boots if url in boots}
         return version
 
-    def prove(self) -> float | None:
-        """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
-        gaps = self._answers({url: bridge.prove for url, bridge in self._bridges.items()})
-        return None if None in gaps else max(gap for gap in gaps if gap is not None)
-
     def _answers(self, asked: Mapping[str, Callable[[], T]]) -> list[T]:
         """Return the answers of servers. If a trainer starts again, those that fail leave as long as another answers.
 
@@ -155,9 +150,7 @@ class ElasticServers(SeveralServers):
             if not published and not isinstance(error, ServerError):
                 raise error  # no server that is gone: what is published is at fault
             self._part(url, str(error))
-        quiet: Metrics = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
-        one = as_one(published, version) if published else Published(version, "", quiet)
-        self._published = Published(one.version, one.name, one.metrics)
+        one = self._published = as_one(published, version) if published else Published(version, "", quiet(version))
         self._join()
         self._note()
         return Published(one.version, one.name, {**one.metrics, "publish/servers": Sum(len(self._bridges))})

@@ -23,7 +23,7 @@ class ServerFence:
         settle: called when the weights have been written, before the server resumes: waits for the trainer's device.
 
     Attributes:
-        metrics: of the last update.
+        metrics: of the last update; empty once it was published.
     """
 
     def __init__(self, server: ServerClient, in_flight: InFlight, settle: Callable[[], None] = lambda: None) -> None:

@@ -20,7 +20,7 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.choose import open_transport
 from grpo_trainer.weights.transports.transport import AdapterTransport, Sent
@@ -110,7 +110,7 @@ class LoraSwap(WeightBridge):
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
         if version == self._published:
-            return Published(version, name, {"train/sync_time": Sum(0.0), "publish/version": Sum(version)})
+            return Published(version, name, quiet(version))
         started = time.perf_counter()
         sent = self.send(name, version, activate=True)
         metrics = {

@@ -54,8 +54,12 @@ class SeveralServers(WeightBridge):
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
-        gaps = [named(url, bridge.prove) for url, bridge in self._bridges.items()]
+        gaps = self._answers({url: bridge.prove for url, bridge in self._bridges.items()})
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
+
+    def _answers(self, asked: Mapping[str, Callable[[], T]]) -> list[T]:
+        """Return the answers of servers, one after the other."""
+        return [named(url, ask) for url, ask in asked.items()]
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -20,10 +20,10 @@ from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.alignment.shared_proof import prove_shared
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.metrics.types import Metric
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
 from grpo_trainer.weights.fence import ServerFence
 from vllm_server.protocol import BridgeInfo
 
@@ -155,8 +155,7 @@ class SharedBridge(WeightBridge):
                 "the shared weights are of another version", field="version", got=version, wanted=str(self._version)
             )
         metrics, self._server_fence.metrics = self.last_metrics, {}
-        quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
-        return Published(version, self._info.served_model_name, quiet | metrics)
+        return Published(version, self._info.served_model_name, quiet(version) | metrics)
 
     @property
     def last_metrics(self) -> dict[str, Metric]:
