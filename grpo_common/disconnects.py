@@ -1,10 +1,11 @@
-"""Cancel work for an HTTP client when the client disconnects. Both servers use it."""
+"""What both servers do with an HTTP client's messages: cancel work when it disconnects, and read a message again."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 T = TypeVar("T")
 
@@ -27,3 +28,13 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def replayed(message: Message, receive: Receive) -> Receive:
+    """Return a `receive` that yields the message once and then the client's further ones, usually its disconnect."""
+    first = [message]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay

@@ -5,11 +5,12 @@ route, which gives the same answers and says what is wrong.
 """
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.api import wire
 from environments.api.metrics import Metrics
 from environments.api.service import Service
+from grpo_common.disconnects import replayed
 
 _PATH = "/status-env"
 
@@ -33,7 +34,7 @@ class StatusEnvShortcut:
                 raise LookupError
             answer = self.service.status_env(self.decode(message["body"]).env_id)
         except (LookupError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return await self.app(scope, _again(message, receive), send)  # which says what is wrong
+            return await self.app(scope, replayed(message, receive), send)  # which says what is wrong
         body = self.encode(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -45,13 +46,3 @@ def _usual(scope: Scope) -> bool:
     """Whether the request may have the usual form; a body of another form cannot be decoded and goes to the route."""
     accepted = [value for name, value in scope["headers"] if name == b"accept"]
     return scope["method"] == "GET" and not scope["query_string"] and accepted in ([], [b"*/*"])
-
-
-def _again(message: Message, receive: Receive) -> Receive:
-    """`receive`, with a message before it that was taken already."""
-    first: list[Message] = [message]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay

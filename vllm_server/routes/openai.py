@@ -8,6 +8,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_common.disconnects import replayed
 from vllm_server.errors import ServeError
 from vllm_server.http import UNREADABLE, error_response
 from vllm_server.policy import Lease
@@ -73,17 +74,7 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body once and then the client's real messages, usually its disconnect."""
-    sent = False
-
-    async def replay() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
+    return replayed({"type": "http.request", "body": body, "more_body": False}, receive)
 
 
 def _telling(lease: Lease, send: Send) -> Send:
