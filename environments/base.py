@@ -20,9 +20,13 @@ The smallest environment has items, a prompt for each item and a score for each 
 An environment that needs more than one question and one answer overrides `collect_trajectories`.
 """
 
+import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 
 from typing_extensions import TypeVar
@@ -30,7 +34,6 @@ from typing_extensions import TypeVar
 from environments.api import wire
 from environments.config import BaseEnvConfig, PromptTooLong
 from environments.items import Shuffled
-from environments.measures import Measures
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
 from environments.scoring import Scoring
@@ -43,6 +46,26 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
+
+
+@dataclass(slots=True)
+class Measures:
+    """Figures that an environment measures while it works: values by name until `take`. Several threads may use it."""
+
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, value: float) -> None:
+        """Add a value; True counts as 1."""
+        with self._lock:
+            self.values[name].append(float(value))
+
+    def take(self) -> dict[str, float]:
+        """Return each name's mean since the last call."""
+        with self._lock:
+            means = {name: fmean(values) for name, values in self.values.items()}
+            self.values.clear()
+        return means
 
 
 class BaseEnv(ABC, Generic[Item, Config]):

@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from environments.api import gzipping, intake, wire
+from environments.api import intake, wire
 from environments.api.answers import json_group
-from environments.api.http import TURN_S
+from environments.api.http import TURN_S, gzip_deflater
 from environments.api.settings import Settings
 
 SHAPES = ((16, 32_768), (32, 32_768), (64, 32_768))
@@ -73,7 +73,7 @@ def calls(read: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 def compressed(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
     """As `http.stream` sends them to a client that takes gzip."""
-    deflater = gzipping.deflater()
+    deflater = gzip_deflater()
     for piece in pieces:
         yield deflater.compress(piece)
     yield deflater.flush()

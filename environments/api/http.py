@@ -6,10 +6,11 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
+from isal import isal_zlib
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from environments.api import gzipping, wire
+from environments.api import wire
 from environments.api.records import ApiError
 from grpo_common.errors import Problem
 
@@ -22,6 +23,8 @@ TURN_S = 0.005
 """How long one request may work before others have their turn."""
 _PIECE = 256 << 10
 _ENCODING = "Content-Encoding"
+_GZIP = 31  # zlib's way to say: gzip, with its header and trailer
+GZIP_ERROR: Any = isal_zlib.error
 
 
 class BodyReader:
@@ -68,7 +71,7 @@ class BodyReader:
         raise ApiError(415, Problem(_ENCODING, repr(encoding), "gzip or none"), _ENCODING)
 
     async def _inflate(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        inflater = gzipping.inflater()
+        inflater = gzip_inflater()
         received = 0
         async for data in stream:
             received += len(data)
@@ -76,10 +79,10 @@ class BodyReader:
                 raise self._too_large()
             while data:
                 if inflater.eof:  # gzip allows several members, one after another
-                    inflater = gzipping.inflater()
+                    inflater = gzip_inflater()
                 try:
                     piece = inflater.decompress(data, _PIECE)
-                except gzipping.ERROR as error:
+                except GZIP_ERROR as error:
                     raise ApiError(400, Problem("body", str(error), "gzip"), _ENCODING) from None
                 data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
                 if piece:
@@ -105,7 +108,7 @@ def respond_bytes(request: Request, body: bytes, content_type: str, status: int 
     """Bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if len(body) >= GZIP_MINIMUM and accepts_gzip(request):
-        body = gzipping.compress(body)
+        body = gzipped(body)
         headers["Content-Encoding"] = "gzip"
     return Response(body, status, headers)
 
@@ -115,7 +118,7 @@ def stream(request: Request, pieces: Iterable[bytes], content_type: str, compres
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if compress and accepts_gzip(request):
         headers["Content-Encoding"] = "gzip"
-        return StreamingResponse(_joined(pieces, gzipping.deflater()), headers=headers)
+        return StreamingResponse(_joined(pieces, gzip_deflater()), headers=headers)
     return StreamingResponse(_joined(pieces), headers=headers)
 
 
@@ -156,3 +159,19 @@ def accepts_gzip(request: Request) -> bool:
         if coding.strip() in ("gzip", "*"):
             return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
     return False
+
+
+def gzip_inflater() -> Any:
+    """A `zlib.decompressobj` for one gzip member. ISA-L is three to five times as fast as zlib."""
+    return isal_zlib.decompressobj(wbits=_GZIP)
+
+
+def gzip_deflater() -> Any:
+    """A `zlib.compressobj` that is quick rather than thorough: numbers in text gain little by more searching."""
+    return isal_zlib.compressobj(1, wbits=_GZIP)
+
+
+def gzipped(body: bytes) -> bytes:
+    """`body` as gzip."""
+    deflater = gzip_deflater()
+    return deflater.compress(body) + deflater.flush()

@@ -7,12 +7,13 @@ implementation `NAME`, which reads the boundaries from the arguments of flash at
 
 A prompt that several completions share stands in the row once. Attention of the completions to the prompt is then a
 second part: all queries of its completions over all of its keys, without a causal mask. Each part returns its result
-and the log of its softmax normaliser, by which the parts are merged into one softmax. The backward pass of each part
-needs only the merged result and the merged normaliser.
+and the log of its softmax normaliser, by which the parts are merged into one softmax (`merge`). The backward pass of
+each part needs only the merged result and the merged normaliser.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +26,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from grpo_trainer.batch.microbatches import Packed
-from grpo_trainer.engine.attention_parts import merge
 
 NAME = "grpo_packed"
 NONE_SHARED = (None, None, 0, 0, 0, 0)
 LARGEST_HEAD = 256
 """Largest head size of FlashAttention-2; head sizes are multiples of 8."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Torch builds for GPUs bring Triton."""
 
 
 @torch.library.custom_op("grpo::packed_attention", mutates_args=())
@@ -134,6 +136,28 @@ packed_attention.register_autograd(_backward, setup_context=_keep)
 
 OPERATION = torch.ops.grpo.packed_attention.default
 """The operation as torch's compiler sees it."""
+
+
+def merge(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Tensor) -> None:
+    """Merge the second part into the first, in place; the log of a part's normaliser is its weight in the softmax.
+
+    On a GPU it is one pass over both results (`attention_kernel`). torch's own operations need twelve, with copies in
+    fp32.
+
+    Args:
+        out_RHD, seen_RHD: results of the parts, contiguous within each head.
+        normalisers_HR, seen_HR: fp32, the logs of their normalisers, contiguous over tokens.
+    """
+    if out_RHD.is_cuda and HAS_TRITON:
+        from grpo_trainer.engine import attention_kernel
+
+        with torch.cuda.device(out_RHD.device):  # Triton launches on the current device, not on the tensors'
+            attention_kernel.launch(out_RHD, normalisers_HR, seen_RHD, seen_HR)
+        return
+    whole_HR = torch.logaddexp(normalisers_HR, seen_HR)
+    of_own_RH1, of_seen_RH1 = ((each - whole_HR).exp().mT[:, :, None] for each in (normalisers_HR, seen_HR))
+    out_RHD.copy_(out_RHD * of_own_RH1 + seen_RHD * of_seen_RH1)
+    normalisers_HR.copy_(whole_HR)
 
 
 # ---------------------------------------------------------------- one part: rows of queries, each over its own keys

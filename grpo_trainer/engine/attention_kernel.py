@@ -1,4 +1,4 @@
-"""A Triton kernel that merges two parts of a softmax in one pass over both: see `attention_parts`."""
+"""A Triton kernel that merges two parts of a softmax in one pass over both: see `attention`."""
 
 # Triton compiles this function, so pyright's view of its types is wrong:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -51,7 +51,7 @@ _MERGE: Any = merge  # launched as `kernel[grid](…)`, with Triton's own option
 
 
 def launch(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Tensor) -> None:
-    """Launch the kernel; see `attention_parts.merge`."""
+    """Launch the kernel; see `attention.merge`."""
     rows, heads, size = out_RHD.shape
     strides = (*out_RHD.stride()[:2], normalisers_HR.stride(0), *seen_RHD.stride()[:2], seen_HR.stride(0))
     _MERGE[(-(-rows // ROWS), heads)](

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_trainer.engine import attention_kernel
-from grpo_trainer.engine.attention_parts import merge
+from grpo_trainer.engine.attention import merge
 from tests.triton_kernels import compiled_for_hopper, interpreting
 
 ROWS, HEADS = 37, 3

@@ -110,7 +110,7 @@ ROOMS = {
         *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
+        *("config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
         *("api", "peers", "trajectory", "conversation", "tokenizers", "running"),
         *("base", "multi_turn", "maths", "word_problems"),
         *("from_verifiers", "released_model", "demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),

@@ -6,19 +6,19 @@ import gzip
 
 import pytest
 
-from environments.api import gzipping
+from environments.api.http import GZIP_ERROR, gzip_inflater, gzipped
 
 BODY = b'{"tokens": [[1, 2, 3]]}' * 10_000
 
 
 def test_what_is_compressed_is_read_by_anyone():
-    packed = gzipping.compress(BODY)
+    packed = gzipped(BODY)
     assert gzip.decompress(packed) == BODY
     assert len(packed) < len(BODY) / 2
 
 
 def test_inflating_stops_at_the_limit_and_goes_on():
-    inflater = gzipping.inflater()
+    inflater = gzip_inflater()
     data = gzip.compress(BODY) + b"rest"
     pieces = []
     while not inflater.eof:
@@ -32,5 +32,5 @@ def test_inflating_stops_at_the_limit_and_goes_on():
 def test_a_damaged_body_is_an_error_of_the_list():
     data = bytearray(gzip.compress(BODY))
     data[-6] ^= 0xFF  # in the checksum
-    with pytest.raises(gzipping.ERROR):
-        gzipping.inflater().decompress(bytes(data))
+    with pytest.raises(GZIP_ERROR):
+        gzip_inflater().decompress(bytes(data))
