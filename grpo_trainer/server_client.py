@@ -142,7 +142,7 @@ class ServerClient:
 
     def close_weights(self, name: str) -> None:
         """Have the server free a channel for weights."""
-        request = protocol.WeightsCloseRequest(channel=name)
+        request = protocol.ChannelCloseRequest(name)
         self._ask("POST", protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
 
     def load_adapter(
@@ -166,7 +166,7 @@ class ServerClient:
     def close_channel(self, name: str) -> None:
         """Make the server free a channel."""
         request = protocol.ChannelCloseRequest(name)
-        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.ChannelCloseResponse, request, repeatable=True)
+        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
 
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
         """Withdraw a version."""

@@ -20,8 +20,8 @@ from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
 from vllm_server.protocol import (
+    BridgeStatus,
     ChannelCloseRequest,
-    ChannelCloseResponse,
     ChannelRequest,
     ChannelResponse,
     LoraLoadRequest,
@@ -187,11 +187,11 @@ class Publisher:
         async with self._publishing:
             return ChannelResponse(await self._channels.open(request, max_rank))
 
-    async def close_channel(self, request: ChannelCloseRequest) -> ChannelCloseResponse:
+    async def close_channel(self, request: ChannelCloseRequest) -> BridgeStatus:
         """Close a channel. A channel that is not open needs no closing."""
         async with self._publishing:
             await self._channels.close(request.channel)
-        return ChannelCloseResponse()
+        return BridgeStatus("closed")
 
     def _require_lora(self) -> int:
         if self.max_rank is None:

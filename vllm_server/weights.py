@@ -13,8 +13,8 @@ from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
     BridgeStatus,
+    ChannelCloseRequest,
     WeightsApplyRequest,
-    WeightsCloseRequest,
     WeightsDone,
     WeightsOpenRequest,
     WeightsOpenResponse,
@@ -84,7 +84,7 @@ class WeightChannels:
                 raise
         return WeightsOpenResponse(channel=name, staged=min(sizes) > 0, staging_bytes=max(sizes))
 
-    async def close(self, asked: WeightsCloseRequest) -> BridgeStatus:
+    async def close(self, asked: ChannelCloseRequest) -> BridgeStatus:
         """Close the channel. A channel that is not open needs no closing."""
         async with self._changing:
             if asked.channel == self._open:

@@ -187,7 +187,7 @@ KINDS: dict[str, Any] = {
     protocol.BRIDGE_WEIGHTS_OPEN_ROUTE: protocol.WeightsOpenRequest,
     protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: protocol.WeightsStageRequest,
     protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: protocol.WeightsApplyRequest,
-    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: protocol.WeightsCloseRequest,
+    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: protocol.ChannelCloseRequest,
 }
 SAMPLING = {
     "n": {"type": "integer", "minimum": 1, "maximum": 8},

@@ -14,10 +14,10 @@ from tests.unit.test_fence import BOOT, Engine, begin, fence_on
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
+    ChannelCloseRequest,
     DiskSource,
     UpdateEndRequest,
     WeightsApplyRequest,
-    WeightsCloseRequest,
     WeightsOpenRequest,
     WeightsStageRequest,
 )
@@ -136,9 +136,9 @@ def test_a_newer_channel_replaces_the_older() -> None:
         with pytest.raises(ServeError) as gone:
             await made.stage(WeightsStageRequest(channel=first, version=1, timeout_s=1.0))
         assert (gone.value.status, gone.value.field) == (404, "channel")
-        await made.close(WeightsCloseRequest(channel=first))
+        await made.close(ChannelCloseRequest(channel=first))
         assert workers.calls[-1] == "open", "that one is closed already"
-        await made.close(WeightsCloseRequest(channel=second))
+        await made.close(ChannelCloseRequest(channel=second))
         assert workers.calls[-1] == "close"
 
     asyncio.run(life())

@@ -35,7 +35,6 @@ from vllm_server.protocol.generate import (
 from vllm_server.protocol.lora import (
     SAFETENSORS_MEDIA_TYPE,
     ChannelCloseRequest,
-    ChannelCloseResponse,
     ChannelRequest,
     ChannelResponse,
     CudaIpcChannel,
@@ -104,7 +103,6 @@ from vllm_server.protocol.weights import (
     GlooSource,
     Staging,
     WeightsApplyRequest,
-    WeightsCloseRequest,
     WeightsDone,
     WeightsOpenRequest,
     WeightsOpenResponse,

@@ -99,15 +99,10 @@ class ChannelResponse(msgspec.Struct, frozen=True):
 
 
 class ChannelCloseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /lora/channel/close`: release the trainer's memory or communicator. An unknown channel counts as closed."""
+    """`POST /lora/channel/close`: release the trainer's memory or communicator; `POST /bridge/weights/close`: free the
+    channel's memory. A channel that is not open counts as closed."""
 
     channel: str
-
-
-class ChannelCloseResponse(msgspec.Struct, frozen=True):
-    """Answer of `/lora/channel/close`."""
-
-    status: Literal["closed"] = "closed"
 
 
 class LoraUnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

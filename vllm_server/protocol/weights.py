@@ -1,7 +1,7 @@
 """`/bridge/weights/…`: all weights of a policy, sent into a running server.
 
-A trainer opens a channel once. For each version it then has the server receive the weights and write them within the
-fence of `/bridge/update/…`:
+A trainer opens a channel once, and closes it by a `ChannelCloseRequest`. For each version it has the server receive
+the weights and write them within the fence of `/bridge/update/…`:
 
     staged      stage ─▶ update/begin ─▶ apply ─▶ update/end      received while the server generates
     not staged           update/begin ─▶ apply ─▶ update/end      received while generation is held
@@ -117,9 +117,3 @@ class WeightsDone(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     replayed: bool = False
-
-
-class WeightsCloseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/weights/close`: free the channel's memory. A channel that is not open needs no closing."""
-
-    channel: str

@@ -12,6 +12,7 @@ from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import json_response, passing_on, read_body
 from vllm_server.protocol import (
     BridgeStatus,
+    ChannelCloseRequest,
     Checksums,
     EndpointList,
     PausedState,
@@ -21,7 +22,6 @@ from vllm_server.protocol import (
     UpdateBeginRequest,
     UpdateEndRequest,
     WeightsApplyRequest,
-    WeightsCloseRequest,
     WeightsOpenRequest,
     WeightsStageRequest,
 )
@@ -91,7 +91,7 @@ async def end_update(request: Request) -> Response:
 open_weights = passing_on(WeightsOpenRequest, lambda request: PolicyServer.of(request).weights.open)
 stage_weights = passing_on(WeightsStageRequest, lambda request: PolicyServer.of(request).weights.stage)
 apply_weights = passing_on(WeightsApplyRequest, lambda request: PolicyServer.of(request).weights.apply)
-close_weights = passing_on(WeightsCloseRequest, lambda request: PolicyServer.of(request).weights.close)
+close_weights = passing_on(ChannelCloseRequest, lambda request: PolicyServer.of(request).weights.close)
 
 
 async def sleep(request: Request) -> Response:
