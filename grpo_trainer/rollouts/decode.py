@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from environments.api import wire
-from grpo_common.errors import Problem
+from grpo_common.errors import Problem, UserError
 from grpo_common.sampling import bends, unmasked
-from grpo_trainer.rollouts import routed_experts
-from grpo_trainer.rollouts.routed_experts import RoutedExperts
-from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
+from grpo_trainer.rollouts import routed_experts, sampling_masks
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
 
+T = TypeVar("T")
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
@@ -32,8 +33,10 @@ def to_group(packed: wire.PackedGroup) -> Group:
     count = len(packed.lengths)
     overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
     requested = packed.generation_params or {}
-    read = [_masks(packed, i) for i in range(count)]
-    routed = [_experts(packed, i) for i in range(count)]
+    nothing = [b""] * count
+    masks_of, experts_of = packed.sampling_masks or nothing, packed.routed_experts or nothing
+    masks = [_read(masks_of[i], partial(sampling_masks.decode, length=packed.lengths[i])) for i in range(count)]
+    experts = [_read(experts_of[i], routed_experts.decode) for i in range(count)]
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
@@ -46,35 +49,21 @@ def to_group(packed: wire.PackedGroup) -> Group:
             temperature=_temperature(overrides[i].get("temperature"), requested.get("temperature")),
             supervised=bool(overrides[i].get("sft")),
             teacher=_teacher(packed, i),
-            masks=masks,
-            experts=routed[i][0],
-            bent=problem or routed[i][1] or _bent({**requested, **overrides[i]}, masked=masks is not None),
+            masks=masks[i][0],
+            experts=experts[i][0],
+            bent=masks[i][1] or experts[i][1] or _bent({**requested, **overrides[i]}, masked=masks[i][0] is not None),
         )
-        for i, (masks, problem) in enumerate(read)
+        for i in range(count)
     )
     says = any(_SAMPLING & params.keys() for params in (requested, *overrides))
     return Group(samples, packed.env_id, says_sampling=says)
 
 
-def _masks(packed: wire.PackedGroup, i: int) -> tuple[SamplingMasks | None, Problem | None]:
-    """Return a sequence's sampling masks, if it has any, or what is wrong with them."""
-    data = packed.sampling_masks[i] if packed.sampling_masks else b""
-    if not data:
-        return None, None
+def _read(data: bytes, decode: Callable[[bytes], T]) -> tuple[T | None, Problem | None]:
+    """Return what the server said of a sequence, if it said anything, or what is wrong with it."""
     try:
-        return decode(data, packed.lengths[i]), None
-    except MaskError as error:
-        return None, error.problems[0]
-
-
-def _experts(packed: wire.PackedGroup, i: int) -> tuple[RoutedExperts | None, Problem | None]:
-    """Return a sequence's routed experts, if it has any, or what is wrong with them."""
-    data = packed.routed_experts[i] if packed.routed_experts else b""
-    if not data:
-        return None, None
-    try:
-        return routed_experts.decode(data), None
-    except routed_experts.ExpertsError as error:
+        return decode(data) if data else None, None
+    except UserError as error:
         return None, error.problems[0]
 
 
