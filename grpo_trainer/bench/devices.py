@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 from pathlib import Path
+
+from grpo_trainer.doctor.machine import nvidia_smi
 
 MIB_IN_MB = 1.048576
 
@@ -38,10 +38,8 @@ def gpus_used_mb(gpus: str | None) -> float | None:
 
 def _ask(field: str, gpus: str | None) -> list[str] | None:
     """Ask nvidia-smi for one field of each GPU."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or gpus == "":
+    if gpus == "":
         return None
     chosen = ["-i", gpus] if gpus else []
-    command = [tool, *chosen, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else None
+    done = nvidia_smi(*chosen, f"--query-gpu={field}", "--format=csv,noheader,nounits", seconds=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done and done.returncode == 0 else None

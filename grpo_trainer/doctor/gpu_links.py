@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 
-SECONDS = 30
+from grpo_trainer.doctor.machine import nvidia_smi
 
 LINKS: Mapping[str, str] = {
     "NV": "NVLink",
@@ -22,11 +20,8 @@ LINKS: Mapping[str, str] = {
 
 def links_in_words() -> str:
     """Return which GPUs have which connection between them."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "no nvidia-smi to ask about links"
-    done = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=SECONDS, check=False)
-    return described(read_links(done.stdout))
+    done = nvidia_smi("topo", "-m")
+    return described(read_links(done.stdout)) if done else "no nvidia-smi to ask about links"
 
 
 def read_links(matrix: str) -> dict[tuple[int, int], str]:

@@ -82,17 +82,23 @@ def _requires(name: str) -> list[str]:
         return []
 
 
+def nvidia_smi(*arguments: str, seconds: int = SMI_SECONDS) -> subprocess.CompletedProcess[str] | None:
+    """Return how nvidia-smi ended; None: there is none. After `seconds` it is ended (`subprocess.TimeoutExpired`)."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+
+
 def _gpus(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str]:
     """The visible GPUs, the driver's version, and what is wrong with them."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        there = NVIDIA_DEVICE.exists()
-        return (), None, "an NVIDIA device is there, but no nvidia-smi to ask about it" if there else ""
-    query = [tool, "--query-gpu=name,uuid,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    fields = "name,uuid,memory.total,memory.free,driver_version"
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+        done = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     except subprocess.TimeoutExpired:
         return (), None, f"nvidia-smi gave no answer within {SMI_SECONDS} s"
+    if done is None:
+        there = NVIDIA_DEVICE.exists()
+        return (), None, "an NVIDIA device is there, but no nvidia-smi to ask about it" if there else ""
     if done.returncode:
         return (), None, (done.stdout or done.stderr).strip().splitlines()[0]
     return read_gpus(done.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
