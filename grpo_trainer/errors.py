@@ -149,7 +149,6 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
 def _free_space(filename: str | bytes | None) -> str:
     if not isinstance(filename, str):
         return ""
-    folder = Path(filename)
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    path = Path(filename)
+    folder = next(each for each in (path, *path.parents) if each.is_dir())
     return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"

@@ -94,9 +94,7 @@ def most_checkpoints(config: TrainConfig) -> int:
 
 def existing(path: Path) -> Path:
     """The folder, or the nearest above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _bytes_in(folder: Path) -> int:
