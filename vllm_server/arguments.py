@@ -11,11 +11,13 @@ from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import (
     BRIDGE_UPDATE_BEGIN_ROUTE,
     BRIDGE_UPDATE_END_ROUTE,
+    CPU_CACHE_BYTES,
     DEFAULT_KEEP_VERSIONS,
     DEFAULT_LORA_NAME,
     DEFAULT_PORT,
     HEALTH_ROUTE,
     HIGHEST_VERSION,
+    SPARE_ADAPTERS,
 )
 from vllm_server.worker import EXPERTS_VARIABLE, LOGITS_VARIABLE
 
@@ -24,7 +26,6 @@ USAGE = f"{PROGRAM} --model MODEL [OPTIONS]"
 DEFAULT_HOST = "127.0.0.1"
 
 HELP_ALL = "--help-all"
-SPARE_ADAPTERS = 4  # for the adapter being loaded, and for old versions that still have in-flight requests
 
 WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
 SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
@@ -32,8 +33,6 @@ SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
 UNLOGGED = (HEALTH_ROUTE, BRIDGE_UPDATE_BEGIN_ROUTE, BRIDGE_UPDATE_END_ROUTE)
 """Routes without a line in the access log. Clients poll the first every second. Generation waits for the others; the
 fence logs each update that ends, and the trainer each one that is refused."""
-
-CPU_CACHE_BYTES = 512 << 20  # vLLM's default is a share of all memory, and vLLM allocates it at start
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Batch sizes, in tokens, that get a CUDA graph; a batch is padded to the next one.

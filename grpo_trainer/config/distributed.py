@@ -11,6 +11,9 @@ from grpo_trainer.config.options import Section, option
 if TYPE_CHECKING:
     from grpo_trainer.config.train import TrainConfig
 
+BUCKET_BYTES = 256 << 20
+"""Size of the buffers in which gradients of several processes are summed."""
+
 
 class DistributedConfig(Section):
     """Several trainer processes."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.distributed import shards_update, shards_weights, wants_parts, why_whole
+from grpo_trainer.config.distributed import BUCKET_BYTES, shards_update, shards_weights, wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.model import ModelShape
+from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
 
 GB = 1e9
 CONTEXT = int(0.6 * GB)
@@ -22,15 +23,11 @@ SERVER_CONTEXT = int(1.4 * GB)
 """What CUDA takes for a server beyond its share: 1.4 to 2.1 GB on an H200, less on smaller GPUs."""
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
-CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
+CPU_PROCESS = int(1.2 * GB)
 CPU_STANDBY = int(0.9 * GB)
 """Bytes of a standby process, which has made its imports: measured, with its forkserver."""
-SPARE_ADAPTERS = 4
-"""Slots of the server besides the versions that it keeps."""
 HEAD_CHUNK = 64 << 20
-"""Bytes of the logits that exist at one time (`model.head.HeadPlan`); their fp32 copies are a few times that."""
-BUCKET = 256 << 20
-"""Bytes of the buffer in which several trainers add up gradients (`distributed.BUCKET_BYTES`)."""
+"""Bytes of the logits that exist at one time (`engine.head.HeadPlan`); their fp32 copies are a few times that."""
 CACHE = "key-value cache"
 NEARLY_FULL = 0.93
 """Of a device's memory."""
@@ -210,11 +207,11 @@ class Setup:
             rows = {
                 "weights": model.parameters * item * server.replicas,
                 "adapter slots": slots * server.workers,
-                CACHE: CPU_CACHE * server.workers,
+                CACHE: CPU_CACHE_BYTES * server.workers,
                 "process": CPU_PROCESS * server.workers,
                 "standby process": CPU_STANDBY * server.replicas if standby else 0,
             }
-            return [MemoryRow(0, "server", what, size) for what, size in rows.items() if size], CPU_CACHE // token
+            return [MemoryRow(0, "server", what, size) for what, size in rows.items() if size], CPU_CACHE_BYTES // token
         weights = model.parameters * item // server.parts
         cache = int(server.gpu_share * self.devices.total) - weights - slots - SERVER_WORKSPACE
         rows = {
@@ -260,7 +257,7 @@ class Setup:
         if shards_update(config):
             for what in ("optimizer states", "master weights"):
                 held[what] /= self.trainers
-        return {**held, "gradient bucket": float(BUCKET)} if self.trainers > 1 else held  # gradients are added up there
+        return {**held, "gradient bucket": float(BUCKET_BYTES)} if self.trainers > 1 else held
 
     def _sharded(self, held: dict[str, float]) -> dict[str, float]:
         """What each of several trainers holds of sharded weights, as `engine.memory.gathered_bytes` counts it: parts,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.batch.microbatches import MicroBatch
-from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.config.distributed import BUCKET_BYTES, DistributedConfig
 from grpo_trainer.engine.collectives import peers
 from grpo_trainer.errors import (
     CommonDriftError,
@@ -50,9 +50,6 @@ PEER_SECONDS = 600.0
 
 PATIENCE = timedelta(days=30)
 """Time limit of followers for an order: practically none, because rank 0's wait for rollouts has its own limit."""
-
-BUCKET_BYTES = 256 << 20
-"""Size of the buffers in which gradients are summed."""
 
 T = TypeVar("T")
 

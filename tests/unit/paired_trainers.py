@@ -19,13 +19,14 @@ import msgspec
 import torch
 
 from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError, ServerError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel import sharded_update
-from grpo_trainer.parallel.world import BUCKET_BYTES, Restore, World, buckets, join
+from grpo_trainer.parallel.world import Restore, World, buckets, join
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress

@@ -11,11 +11,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.memory import (
-    BUCKET,
-    CPU_CACHE,
     CPU_STANDBY,
     SERVER_CONTEXT,
     SERVER_WORKSPACE,
@@ -29,7 +28,7 @@ from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.engine.activations import measure
 from grpo_trainer.errors import ModelError
 from grpo_trainer.model.lora_linear import use_few_kernels
-from grpo_trainer.parallel.world import BUCKET_BYTES
+from vllm_server.protocol import CPU_CACHE_BYTES
 
 H200 = Devices("cuda", 141_000_000_000)
 SMALL = ModelShape(
@@ -231,14 +230,14 @@ def test_several_trainers_hold_the_same_each() -> None:
     plan = Setup(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4).plan()
     held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
     assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
-    assert held[0]["gradient bucket"] == BUCKET == BUCKET_BYTES
+    assert held[0]["gradient bucket"] == BUCKET_BYTES
     assert {row.device for row in plan.rows if row.owner == "server"} == {0} and plan.fullest == 0
 
 
 def test_main_memory_of_a_machine_without_a_gpu() -> None:
     found = parts(trainer("lora_only"), devices=Devices("cpu", 24 << 30))
     assert found["server", "weights"] == found["trainer", "weights"] == 4 * SMALL.parameters
-    assert found["server", "key-value cache"] == CPU_CACHE and ("trainer", "weights, cast") not in found
+    assert found["server", "key-value cache"] == CPU_CACHE_BYTES and ("trainer", "weights, cast") not in found
 
 
 def test_main_memory_has_the_rows_of_all_trainers() -> None:
@@ -247,7 +246,7 @@ def test_main_memory_has_the_rows_of_all_trainers() -> None:
         for count in (1, 2)
     )
     held = [sum(row.nbytes for row in plan.rows if row.owner == "trainer") for plan in (one, two)]
-    assert held[1] == 2 * (held[0] + BUCKET) and {row.device for row in two.rows} == {0}
+    assert held[1] == 2 * (held[0] + BUCKET_BYTES) and {row.device for row in two.rows} == {0}
 
 
 def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, shape: ModelShape = SEVEN_B) -> Planned:

@@ -11,9 +11,10 @@ import pytest
 from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.machine import Gpu
-from grpo_trainer.doctor.memory import SERVER_WORKSPACE, SPARE_ADAPTERS
+from grpo_trainer.doctor.memory import SERVER_WORKSPACE
 from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
 from tests.unit.test_doctor import CONFIG, GIB, MACHINE, MODULES, run_of, write_model
+from vllm_server.protocol import SPARE_ADAPTERS
 
 
 @pytest.fixture

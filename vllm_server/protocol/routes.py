@@ -1,8 +1,11 @@
-"""Routes, headers and default port of the server."""
+"""Routes and headers of the server, and defaults that its clients know."""
 
 from typing import Final
 
 DEFAULT_PORT: Final = 9001
+
+CPU_CACHE_BYTES: Final = 512 << 20
+"""Size of the key-value cache on a CPU. vLLM's default is a share of all memory, and vLLM allocates it at start."""
 
 VERSION_HEADER: Final = "x-policy-version"
 """Response header of vLLM's /v1 completion routes: the version that answered."""

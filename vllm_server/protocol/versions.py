@@ -5,6 +5,10 @@ from typing import Final
 DEFAULT_LORA_NAME: Final = "policy"
 DEFAULT_KEEP_VERSIONS: Final = 4
 
+SPARE_ADAPTERS: Final = 4
+"""Slots besides those of kept versions: for the adapter being loaded, and for old versions that still have in-flight
+requests."""
+
 LEGAL_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as `--max-lora-rank`; adapters of any rank up to it can be loaded."""
 

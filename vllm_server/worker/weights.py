@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_common.sharing import VOCABULARY_PADDING
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
 from vllm_server.protocol.weights import CudaIpcSource, NcclSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
@@ -27,9 +28,6 @@ from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
 from vllm_server.worker.sources.nccl import NcclReceiver
 from vllm_server.worker.streams import stream_beside, writing_on
-
-VOCABULARY_PADDING = 64
-"""Rows by which vLLM pads a vocabulary, at most."""
 
 SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
