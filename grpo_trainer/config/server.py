@@ -194,7 +194,7 @@ class ServerProcess(ServedOptions):
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
     gpu_memory_utilization: float = option(
         DEFAULT_GPU_SHARE,
-        help="Share of each GPU's memory for vLLM (default: 0.45, or less where the trainer needs the room).",
+        help="Share of each GPU's memory for vLLM (default: 0.45, or less if the trainer needs room).",
         gt=0,
         le=1,
     )
