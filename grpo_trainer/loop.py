@@ -164,9 +164,11 @@ def run_steps(
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))
     except Exception as end:
-        save_on_exit(end, RunState(start, progress, writes), checkpoints, feed, world or World())
+        save_on_exit(
+            end, RunState(start, progress, writes, config.checkpoints.saves), checkpoints, feed, world or World()
+        )
         raise
-    final = checkpoints.save(progress, final=True)
+    final = checkpoints.save(progress, final=True) if config.checkpoints.saves else "not saved"
     feed.settle(progress.batches)
     log.info("trained %d steps; the final weights are %s", progress.step, final)
 

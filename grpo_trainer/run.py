@@ -195,7 +195,8 @@ def supervise(
     metrics = config.run_dir / METRICS_FILE
     began, new_rows = time.time(), NewRows(metrics)
     view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
-    view.say(f"run folder {config.run_dir}; {addresses}; Ctrl-C stops the run and keeps it resumable")
+    stops = "stops the run and keeps it resumable" if config.trainer.checkpoints.saves else "stops the run"
+    view.say(f"run folder {config.run_dir}; {addresses}; Ctrl-C {stops}")
 
     crew = Crew(
         config.options.max_restarts,
@@ -238,7 +239,8 @@ def supervise(
         goes_on = "--resume auto continues it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    done = f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl"
+    saved = f"{config.run_dir}/checkpoints, " if config.trainer.checkpoints.saves else ""
+    done = f"done: {saved}{config.run_dir}/metrics.jsonl"
     view.say(f"{done}; `grpo report {config.run_dir}` shows it")
     view.say(last_line(rows_so_far(metrics)))
 

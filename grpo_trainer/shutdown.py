@@ -53,11 +53,13 @@ class RunState:
         start: progress at this process's start.
         progress: progress of the weights, as counted in steps.
         writes: writes of the current step; None: no step has begun.
+        saves: the run writes checkpoints.
     """
 
     start: Progress
     progress: Progress
     writes: Writes | None
+    saves: bool = True
 
 
 def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
@@ -83,6 +85,8 @@ def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed
 
 def _unsaved_because(end: Exception, state: RunState, world: World) -> str | None:
     """Return why no checkpoint is saved; empty: there is nothing new to save; None: a checkpoint is saved."""
+    if not state.saves:
+        return "nothing is saved (--checkpoint-interval never)"
     if isinstance(end, GrpoError) and end.spoils_weights:
         return "the weights are not saved, since they can't be relied on"
     if state.writes is not None and state.writes.torn:

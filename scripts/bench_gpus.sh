@@ -62,7 +62,7 @@ loop() {
 layout() {
     local options=("${@:4}")
     [[ " ${options[*]} " == *" -- "* ]] || options+=(--)
-    loop "${@:1:3}" "${options[@]}" --checkpoint-interval 0
+    loop "${@:1:3}" "${options[@]}" --checkpoint-interval never
 }
 
 needs_two() { [ "$gpus" -ge 2 ] || { echo "$1 needs two GPUs; nvidia-smi lists $gpus" >&2 && exit 1; }; }

@@ -13,6 +13,8 @@ from grpo_trainer.errors import ConfigError
 
 TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+NEVER = "never"
+"""The interval of a run without checkpoints, for trials and benchmarks."""
 
 
 class CheckpointConfig(Section):
@@ -20,7 +22,9 @@ class CheckpointConfig(Section):
 
     save_path: Path = option(Path("trained_model_checkpoints"), help="Folder of the checkpoints.")
     checkpoint_interval: str | int = option(
-        "10m", help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end."
+        "10m",
+        help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end; "
+        "never: none, also not at the end or after Ctrl-C.",
     )
     keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
@@ -40,10 +44,14 @@ class CheckpointConfig(Section):
     @classmethod
     def _is_interval(cls, value: Any) -> Any:
         text = str(value)
+        if text == NEVER:
+            return text
         if text.isdecimal():
             return int(text)
         if (found := TIME.fullmatch(text)) is None:
-            raise ConfigError(wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end")
+            raise ConfigError(
+                wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end; never: none"
+            )
         return text if float(found[1]) else 0
 
     @field_validator("checkpoint_url")
@@ -66,13 +74,18 @@ class CheckpointConfig(Section):
         return value
 
     @property
+    def saves(self) -> bool:
+        """Whether the run writes any checkpoint."""
+        return self.checkpoint_interval != NEVER
+
+    @property
     def interval_steps(self) -> int:
-        """Steps from one checkpoint to the next; 0: by time, or only at the end."""
+        """Steps from one checkpoint to the next; 0: by time, only at the end, or never."""
         return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
 
     @property
     def interval_seconds(self) -> float:
-        """Seconds from one checkpoint to the next; 0: by steps, or only at the end."""
+        """Seconds from one checkpoint to the next; 0: by steps, only at the end, or never."""
         found = TIME.fullmatch(str(self.checkpoint_interval))
         return float(found[1]) * SECONDS[found[2]] if found else 0.0
 

@@ -27,7 +27,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     """
     there = existing(folder)
     free, held = shutil.disk_usage(there).free, _bytes_in(folder)
-    each = checkpoint_bytes(config, shape) if shape else 0
+    each = checkpoint_bytes(config, shape) if shape and config.checkpoints.saves else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
     most = most_checkpoints(config)
     least, whole = min(most, 2) * each + served, most * each + served + LOGS

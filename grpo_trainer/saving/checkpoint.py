@@ -161,8 +161,8 @@ class Checkpoints:
         return safe is not None and (safe.step, safe.policy_version) == (progress.step, progress.policy_version)
 
     def settled(self, progress: Progress) -> tuple[str, ...]:
-        """Return the batches that may be acknowledged: those in a checkpoint, or all if the run writes none."""
-        if not self._config.checkpoint_interval:
+        """Return the batches that may be acknowledged: those in a checkpoint, or all if none is written on the way."""
+        if not self._config.environment_interval:
             return progress.batches
         return self.safe.batches if self.safe is not None else ()
 

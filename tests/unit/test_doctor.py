@@ -208,6 +208,9 @@ def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_
         "a resumed run has its checkpoints already"
     )
 
+    trainer = config_of(model, weight_bridge_mode="none", checkpoint_interval="never")
+    assert judged(served_bytes(trainer, shape, on_gpu=True) + LOGS).status == "ok"
+
 
 def test_a_busy_port(model: Path) -> None:
     with socket.socket() as holder:

@@ -20,6 +20,7 @@ from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.bench.step import measure
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import (
@@ -147,8 +148,9 @@ class Fakes:
         return Path("checkpoint")
 
 
-def run(fakes: Any, steps: int) -> None:
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=steps)
+def run(fakes: Any, steps: int, interval: str = "10m") -> None:
+    saving = CheckpointConfig(checkpoint_interval=interval)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=steps, checkpoints=saving)
     run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes)
 
 
@@ -168,6 +170,18 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
 def said_of(end: BaseException) -> set[str]:
     """The words that reach the user."""
     return set(re.findall(r"[^\s;,.:]+", " ".join([str(end), *getattr(end, "__notes__", ())])))
+
+
+def test_a_run_that_never_saves_ends_and_stops_without_a_checkpoint() -> None:
+    fakes: Any = Fakes(True)
+    run(fakes, 1, interval="never")
+    assert fakes.events[-1] == "settle b5" and not any(event.startswith("final") for event in fakes.events)
+
+    stopped: Any = Fakes(True, True, faults={("publish", 3): StoppedError(15)})
+    with pytest.raises(StoppedError) as ended:
+        run(stopped, 2, interval="never")
+    assert said_of(ended.value) >= {"(--checkpoint-interval", "never)"}
+    assert not any(event.startswith("stop") for event in stopped.events)
 
 
 SAVED = {"checkpoint", "--resume"}

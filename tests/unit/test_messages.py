@@ -250,3 +250,11 @@ def test_the_end_of_a_run(error: Callable[[], Exception], text: str) -> None:
     end = error()
     save_on_exit(end, RunState(Progress(), Progress(12, 12), None), saving, feed, World())
     assert str(end) == text
+
+
+def test_the_end_of_a_run_without_checkpoints() -> None:
+    saving: Any = SimpleNamespace(safe_path=None)
+    feed: Any = SimpleNamespace()
+    end = StoppedError(signal.SIGTERM)
+    save_on_exit(end, RunState(Progress(), Progress(12, 12), None, saves=False), saving, feed, World())
+    assert str(end).endswith("at step 12; nothing is saved (--checkpoint-interval never); start again")

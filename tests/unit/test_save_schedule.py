@@ -46,12 +46,14 @@ class Clock:
         ("1.5h", 0, 5400.0, 1),
         ("0", 0, 0.0, 0),
         ("0m", 0, 0.0, 0),
+        ("never", 0, 0.0, 0),
     ],
 )
 def test_an_interval_is_a_number_of_steps_or_a_time(written: Any, steps: int, seconds: float, expected: int) -> None:
     config = CheckpointConfig(checkpoint_interval=written)
     assert (config.interval_steps, config.interval_seconds, config.environment_interval) == (steps, seconds, expected)
     assert CheckpointConfig.model_validate(config.model_dump(mode="json")) == config
+    assert config.saves is (written != "never")
 
 
 @pytest.mark.parametrize("written", ["-1", "10 minutes", "m", "1.5", "10d", "", True])

@@ -215,6 +215,13 @@ def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path) -> None:
     assert (target / "f").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_run_that_never_saves_gives_its_batches_back_at_once(tmp_path: Path) -> None:
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval="never")
+    assert checkpoints.maybe_save(Progress(1000, 1000, ("a",))) == {}
+    assert checkpoints.settled(Progress(1000, 1000, ("a",))) == ("a",)
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- in the background
 
 
