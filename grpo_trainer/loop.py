@@ -168,9 +168,9 @@ def run_steps(
             end, RunState(start, progress, writes, config.checkpoints.saves), checkpoints, feed, world or World()
         )
         raise
-    final = checkpoints.save(progress, final=True) if config.checkpoints.saves else "not saved"
+    final = checkpoints.save(progress, final=True) if config.checkpoints.saves else None
     feed.settle(progress.batches)
-    log.info("trained %d steps; the final weights are %s", progress.step, final)
+    log.info("trained %d steps; the final weights are %s", progress.step, final or "not saved")
 
 
 def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Callable[[], None]:

@@ -228,6 +228,7 @@ def supervise(
                 show=show,
                 execute=execute,
                 crew=crew,
+                saves=config.trainer.checkpoints.saves,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)

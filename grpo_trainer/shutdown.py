@@ -85,8 +85,6 @@ def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed
 
 def _unsaved_because(end: Exception, state: RunState, world: World) -> str | None:
     """Return why no checkpoint is saved; empty: there is nothing new to save; None: a checkpoint is saved."""
-    if not state.saves:
-        return "nothing is saved (--checkpoint-interval never)"
     if isinstance(end, GrpoError) and end.spoils_weights:
         return "the weights are not saved, since they can't be relied on"
     if state.writes is not None and state.writes.torn:
@@ -95,7 +93,7 @@ def _unsaved_because(end: Exception, state: RunState, world: World) -> str | Non
         return "nothing is saved, since that takes the other trainer processes"
     if state.progress.step == state.start.step and not isinstance(end, AT_ONCE):
         return ""  # for example a failed proof or a missing server: no step was trained since the start
-    return None
+    return None if state.saves else "nothing is saved (--checkpoint-interval never)"
 
 
 def _say(end: Exception, progress: Progress, outcome: str) -> None:

@@ -92,8 +92,7 @@ class StepWatch:
         if ended.wait(self._grace):
             return
         log.error(
-            "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one, "
-            "with the same batches",
+            "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one",
             what,
         )
         try:

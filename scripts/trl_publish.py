@@ -5,13 +5,14 @@ GRPOTrainer does before it generates: one update with all parameters, then the p
 the one that `trl vllm-serve` starts. Nothing generates meanwhile. Prints one JSON line, to compare with
 `grpo bench sync --bridge broadcast --transport nccl --server-gpus 1`.
 
-Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datasets).
+Not run yet. Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datasets).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import typer
 from grpo_trainer.bench.random_model import ensure_model, random_model
 from grpo_trainer.bench.shapes import SHAPES
 
-START_SECONDS = 300
+START_SECONDS, STOP_SECONDS = 300, 30
 
 
 def main(
@@ -58,8 +59,12 @@ def main(
             seconds.append(time.perf_counter() - began)
         client.close_communicator()
     finally:
-        server.terminate()
-        server.wait()
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
     sent = sum(param.numel() * param.element_size() for param in model.parameters())
     median = statistics.median(seconds[1:])
     figures = {

@@ -91,7 +91,8 @@ def groups_to_start(
     """Return how many groups to start now. Count `in_flight` *before* the request for `status`.
 
     Until the trainer's next batch is complete, enough groups are kept in flight that one batch of completions runs:
-    more than one batch of groups if their lengths differ, but at most `MOST_BATCHES`. So the server does not drain
+    more than one batch of groups if their lengths differ, but at most `MOST_BATCHES`, and only as long as the oldest
+    group stays within `OVERTAKEN` versions. So the server does not drain
     while a batch's last groups finish. With `max_batches_offpolicy`, with several environments, or with an API that
     does not report the trainer's leases, queued and in-flight groups stay within that many batches (default 1).
 

@@ -149,6 +149,15 @@ def steps(case: Case) -> Iterator[Problem]:
 
 
 @rule
+def copies(case: Case) -> Iterator[Problem]:
+    """Copies of checkpoints."""
+    saving = case.trainer.checkpoints
+    if saving.checkpoint_url and not saving.saves:
+        got = f"{saving.checkpoint_url} with --checkpoint-interval never"
+        yield Problem("--checkpoint-url", got, "checkpoints to copy", "leave one of the two out")
+
+
+@rule
 def groups(case: Case) -> Iterator[Problem]:
     if case.run is None:
         return

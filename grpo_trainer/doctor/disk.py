@@ -27,20 +27,25 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     """
     there = existing(folder)
     free, held = shutil.disk_usage(there).free, _bytes_in(folder)
-    each = checkpoint_bytes(config, shape) if shape and config.checkpoints.saves else 0
+    saves = config.checkpoints.saves
+    each = checkpoint_bytes(config, shape) if shape and saves else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
     most = most_checkpoints(config)
     least, whole = min(most, 2) * each + served, most * each + served + LOGS
     got = f"{free / GB:.1f} GB free at {there}" + (f", {held / GB:.1f} GB in use by the run" if held else "")
     models = f", {served / GB:.2f} GB of models to serve" if served else ""
-    of_them = f"checkpoints of {each / GB:.2f} GB{models}"
+
+    def wanted(size: int, count: int) -> str:
+        checkpoints = f"{count} checkpoints of {each / GB:.2f} GB" if saves else "no checkpoints"
+        return f"{size / GB:.1f} GB for {checkpoints}{models}"
+
     if free + held < least or free < each:
-        return fail("disk", got, f"{least / GB:.1f} GB for {min(most, 2)} {of_them}", MOVE)
+        return fail("disk", got, wanted(least, min(most, 2)), MOVE)
     if free + held < whole:
-        fix = f"a larger --checkpoint-interval, in steps; or {MOVE}"
-        if config.checkpoints.keep_checkpoints != 2:
+        fix = f"a larger --checkpoint-interval, in steps; or {MOVE}" if saves else MOVE
+        if saves and config.checkpoints.keep_checkpoints != 2:
             fix = f"--keep-checkpoints 2; or {fix}"
-        return warn("disk", got, f"{whole / GB:.1f} GB for {most} {of_them} and logs", fix)
+        return warn("disk", got, f"{wanted(whole, most)} and logs", fix)
     return ok("disk", got)
 
 

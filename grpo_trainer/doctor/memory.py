@@ -6,6 +6,7 @@ what the backward pass keeps, for layers as Llama's and Qwen's are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_common.errors import Problem
@@ -20,7 +21,8 @@ GB = 1e9
 CONTEXT = int(0.6 * GB)
 """Of a GPU's memory, what a trainer takes before it allocates anything: context, kernels, libraries' workspaces."""
 SERVER_CONTEXT = int(1.4 * GB)
-"""What CUDA takes for a server beyond its share: 1.4 to 2.1 GB on an H200, less on smaller GPUs."""
+"""What CUDA takes for a server beyond its share: 1.4 to 2.1 GB on an H200, less on smaller GPUs. `NEARLY_FULL` leaves
+room for the difference."""
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_PROCESS = int(1.2 * GB)
@@ -101,7 +103,7 @@ class MemoryPlan:
     Attributes:
         kv_tokens: tokens of the server's key-value cache, in all replicas.
         recomputed: layers whose activations are recomputed in the backward pass, of how many.
-        saved: bytes that a trainer which chooses this number would save by recomputing all layers.
+        saved: by device, the bytes that a trainer which chooses this number would save by recomputing all layers.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -109,7 +111,7 @@ class MemoryPlan:
     kv_tokens: int
     max_model_len: int
     recomputed: tuple[int, int]
-    saved: int
+    saved: Mapping[int, int]
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -122,8 +124,15 @@ class MemoryPlan:
     @property
     def is_tight(self) -> bool:
         """Whether a wrong estimate of the activations could be too much, even with all layers recomputed."""
-        trainers = {row.device for row in self.rows if row.owner == "trainer"}
-        return max(map(self.used, trainers)) - self.saved > NEARLY_FULL * self.devices.total
+        return self._least(self.tightest) > NEARLY_FULL * self.devices.total
+
+    @property
+    def tightest(self) -> int:
+        """The trainer's device with the least room left if all layers are recomputed."""
+        return max(self.saved, key=self._least)
+
+    def _least(self, device: int) -> int:
+        return self.used(device) - self.saved[device]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -171,7 +180,7 @@ class Setup:
     def plan(self) -> MemoryPlan:
         """Lay out a run's memory."""
         rows, kv_tokens = self._server_rows()
-        recomputed = 0
+        recomputed, saved = 0, {}
         _, _, number = self.config.model.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
         several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
@@ -181,15 +190,16 @@ class Setup:
             count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))
             recomputed = max(recomputed, count)
             parts["activations"] = self._activations(count)
+            spare = parts["activations"] - self._activations(self.model.layers) if self.chooses else 0.0
+            saved[device] = max(0, int(spare))
             rows += [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
-        least = min(self._activations(recomputed), self._activations(self.model.layers))
         return MemoryPlan(
             rows=tuple(rows),
             devices=self.devices,
             kv_tokens=kv_tokens,
             max_model_len=self.server.max_model_len,
             recomputed=(recomputed, self.model.layers),
-            saved=int(self._activations(recomputed) - least) if self.chooses else 0,
+            saved=saved,
         )
 
     def _server_rows(self) -> tuple[list[MemoryRow], int]:

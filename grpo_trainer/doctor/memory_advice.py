@@ -37,9 +37,9 @@ Change = Callable[[Planned], Planned | None]
 """One option's change; None: it changes nothing here."""
 
 
-def largest_rows(plan: MemoryPlan) -> list[MemoryRow]:
-    """Return the three largest parts of what lies on the fullest device."""
-    return sorted((row for row in plan.rows if row.device == plan.fullest), key=lambda row: -row.nbytes)[:3]
+def largest_rows(plan: MemoryPlan, device: int) -> list[MemoryRow]:
+    """Return the three largest parts of what lies on a device."""
+    return sorted((row for row in plan.rows if row.device == device), key=lambda row: -row.nbytes)[:3]
 
 
 def advice(planned: Planned) -> str:

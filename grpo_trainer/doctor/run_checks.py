@@ -241,9 +241,9 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tupl
     devices = devices_of(machine)
     planned = Planned(config.trainer, shape, server_spread(config), devices, config.options.trainer_gpus)
     plan = planned.plan()
-    fullest = plan.used(plan.fullest)
-    got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
-    most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in largest_rows(plan))
+    device = plan.tightest if plan.is_tight and not plan.problems else plan.fullest
+    got = f"{plan.used(device) / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, device)}"
+    most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in largest_rows(plan, device))
     if plan.problems:
         found = f"{'; '.join(map(str, plan.problems))}; most of it: {most}"
         return fail("memory", found, "a plan that fits", advice(planned)), plan

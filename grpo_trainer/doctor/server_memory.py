@@ -13,6 +13,7 @@ import logging
 import math
 
 from grpo_common.models import find_folder
+from grpo_trainer.config.options import key_of
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
@@ -21,7 +22,7 @@ from grpo_trainer.doctor.memory_advice import Planned, other_shares
 from grpo_trainer.doctor.model import ModelShape, read_model
 from grpo_trainer.doctor.run_checks import check_memory, devices_of, server_spread
 from grpo_trainer.errors import ModelError
-from grpo_trainer.launch.plan import says_cache_size
+from grpo_trainer.launch.plan import CACHE_FLAG, says_cache_size
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +30,18 @@ PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
 UNPLANNED = ("--enable-sleep-mode",)
 """Arguments of a server that uses other memory than the plan counts."""
+SHARE = "gpu_memory_utilization"
+SIZES = set(map(key_of, (CACHE_FLAG, *UNPLANNED)))
+"""Arguments by which a user sizes the server past the run's own options."""
 
 
 def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
     """Return the run with a share of the GPU's memory for its server that leaves the trainer enough.
 
     It is the default, or the largest smaller share with which the memory plan fits. A share that the user has chosen
-    stays; so does the default where no share is enough, where there is no GPU, and on a cluster, whose GPUs may differ.
+    stays; so does the default where no share is enough, and where the plan does not know the GPUs (`_is_planned`).
     """
-    said = "gpu_memory_utilization" in config.server.model_fields_set
-    if said or shape is None or not machine.on_gpu or config.options.cluster:
+    if shape is None or not _is_planned(config, machine) or SHARE in config.server.model_fields_set:
         return config
     spread = server_spread(config)
     now = Planned(config.trainer, shape, spread, devices_of(machine), config.options.trainer_gpus)
@@ -48,19 +51,33 @@ def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     fitting = next((each for each in smaller if each.fits), None)
     if fitting is None:
         return config
-    update = {"gpu_memory_utilization": fitting.server.gpu_share}
+    update = {SHARE: fitting.server.gpu_share}
     vllm = config.trainer.vllm.model_copy(update=update)
+    if not config.trainer.owns_server:  # the trainer's file says what the user has set
+        vllm.model_fields_set.discard(SHARE)
     trainer = config.trainer.model_copy(update={"vllm": vllm})
     return config.model_copy(update={"trainer": trainer, "server": config.server.model_copy(update=update)})
 
 
 def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
     """Warn before the start of a run that needs more of a GPU's memory than there is."""
-    if shape is None or not machine.on_gpu or config.options.cluster:
+    if shape is None or not _is_planned(config, machine):
         return
     found, _ = check_memory(config, shape, machine)
     if found.status == "fail":
         log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
+
+
+def _is_planned(config: RunConfig, machine: Machine) -> bool:
+    """Return whether the memory plan knows the run's GPUs, and what its server uses of them.
+
+    It does not know those of a cluster, those that `--server.gpus` names by anything but numbers, and a server that
+    gets its size by `--server.extra-args`.
+    """
+    vllm = config.trainer.vllm
+    given = {key_of(flag) for flag, _ in arguments(vllm.extra_args)}
+    unnumbered = config.server.gpus is not None and server_spread(config).placed is None
+    return machine.on_gpu and not (config.options.cluster or unnumbered or given & SIZES)
 
 
 def planned_cache(config: RunConfig, machine: Machine) -> int | None:

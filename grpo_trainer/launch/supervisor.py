@@ -49,6 +49,7 @@ class Supervisor:
         show: shows the run's progress; called many times a second, and once after the end.
         execute: starts a process; by default as a child of this one.
         crew: decides which processes restart; by default none.
+        saves: a trainer that is stopped saves a checkpoint.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Supervisor:
         show: Callable[[], None] = lambda: None,
         execute: Executor = Child,
         crew: Crew | None = None,
+        saves: bool = True,
     ) -> None:
         self.children: list[Watched] = []
         self._log_folder = log_folder
@@ -71,6 +73,7 @@ class Supervisor:
         self._show = show
         self._execute = execute
         self._crew = crew or Crew()
+        self._saves = saves
         self._waits = False
         self._unheard = False
         self._signals: list[int] = []
@@ -239,8 +242,9 @@ class Supervisor:
         once.
         """
         if self._signals:
-            saves = "the trainer saves a checkpoint, then " if any(child.trains for child in self.children) else ""
-            self._tell(self._say, f"stopping ({signal.Signals(self._signals[0]).name}): {saves}all processes end")
+            saves = self._saves and any(child.trains for child in self.children)
+            first = "the trainer saves a checkpoint, then " if saves else ""
+            self._tell(self._say, f"stopping ({signal.Signals(self._signals[0]).name}): {first}all processes end")
         for child in self.children:
             child.note_family()
         longest = max((child.stop_seconds for child in self.children), default=0.0)

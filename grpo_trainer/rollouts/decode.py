@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from environments.api import wire
-from grpo_common.errors import Problem, UserError
+from grpo_common.errors import Problem
 from grpo_common.sampling import bends, unmasked
 from grpo_trainer.rollouts import routed_experts, sampling_masks
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
@@ -63,7 +63,7 @@ def _read(data: bytes, decode: Callable[[bytes], T]) -> tuple[T | None, Problem 
     """Return what the server said of a sequence, if it said anything, or what is wrong with it."""
     try:
         return decode(data) if data else None, None
-    except UserError as error:
+    except (sampling_masks.MaskError, routed_experts.ExpertsError) as error:
         return None, error.problems[0]
 
 

@@ -152,9 +152,10 @@ class Checkpoints:
         """Forget the newest checkpoint if its folder was deleted, and make another one due."""
         if self.safe_path is None or (self.safe_path / STATE_FILE).exists():
             return
-        log.warning("%s, the newest checkpoint, was deleted: another one is written", self.safe_path)
+        if self._config.saves:
+            log.warning("%s, the newest checkpoint, was deleted: another one is written", self.safe_path)
+            self._schedule.demand()
         self.safe = self.safe_path = None
-        self._schedule.demand()
 
     def _is_safe(self, progress: Progress) -> bool:
         safe = self.safe

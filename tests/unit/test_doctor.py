@@ -209,7 +209,10 @@ def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_
     )
 
     trainer = config_of(model, weight_bridge_mode="none", checkpoint_interval="never")
-    assert judged(served_bytes(trainer, shape, on_gpu=True) + LOGS).status == "ok"
+    models = served_bytes(trainer, shape, on_gpu=True)
+    assert judged(models + LOGS).status == "ok"
+    tight = judged(models + LOGS - 1)
+    assert tight.status == "warn" and "--checkpoint-interval" not in tight.fix
 
 
 def test_a_busy_port(model: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
@@ -234,6 +235,14 @@ def test_several_trainers_hold_the_same_each() -> None:
     assert {row.device for row in plan.rows if row.owner == "server"} == {0} and plan.fullest == 0
 
 
+def test_a_trainer_that_uses_spare_memory_is_not_tight_whatever_the_other_one_recomputes() -> None:
+    """The first of two trainers shares its GPU with the server and recomputes most layers, the other one few."""
+    config = trainer("broadcast", batch_size=64, seq_len=4096, max_tokens_per_microbatch=180_224)
+    plan = Setup(config, SHAPES["1.5b"], Server(0.45, 4096), Devices("cuda", 150_750_000_000, 2), 2).plan()
+    assert plan.saved[1] > plan.saved[0] and plan.tightest == 0
+    assert plan.used(1) > 0.93 * plan.devices.total and not plan.is_tight
+
+
 def test_main_memory_of_a_machine_without_a_gpu() -> None:
     found = parts(trainer("lora_only"), devices=Devices("cpu", 24 << 30))
     assert found["server", "weights"] == found["trainer", "weights"] == 4 * SMALL.parameters
@@ -258,7 +267,7 @@ def test_what_does_not_fit_is_said_with_the_largest_rows() -> None:
     assert plan.problems[0].field == "GPU 0" and "141.0 GB" in plan.problems[0].wanted
     # 8 bytes of AdamW's states for each of 7,615,616,512 parameters; 4 of their fp32 weights, 4 of the gradients. The
     # cache: 0.45 * 141 GB, less 15.23 GB of weights in bfloat16 and 2.5 GB of workspace.
-    assert [(row.owner, row.what, row.nbytes) for row in largest_rows(plan)] == [
+    assert [(row.owner, row.what, row.nbytes) for row in largest_rows(plan, plan.fullest)] == [
         ("trainer", "optimizer states", 8 * 7_615_616_512),
         ("server", "key-value cache", 63_450_000_000 - 2 * 7_615_616_512 - 2_500_000_000),
         ("trainer", "weights", 4 * 7_615_616_512),

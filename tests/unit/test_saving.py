@@ -222,6 +222,16 @@ def test_a_run_that_never_saves_gives_its_batches_back_at_once(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_that_never_saves_writes_nothing_in_place_of_a_deleted_checkpoint(tmp_path: Path) -> None:
+    saver(trainer(), tmp_path).save(Progress(5, 5))
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval="never")
+    assert checkpoints.resume() == Progress(5, 5)
+    shutil.rmtree(tmp_path / "step_5")
+    assert checkpoints.maybe_save(Progress(6, 6)) == {}
+    checkpoints.close()
+    assert not list(tmp_path.glob("step_*"))
+
+
 # ---------------------------------------------------------------- in the background
 
 

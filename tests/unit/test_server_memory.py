@@ -95,15 +95,19 @@ def test_the_servers_share_leaves_a_trainer_of_all_weights_room() -> None:
 
 
 def test_a_share_that_was_chosen_or_does_not_help_stays(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = shared_run(**{"server.gpu_memory_utilization": "0.45"})
+    chosen, machine = shared_run(**{"server.gpu_memory_utilization": "0.45"}), replace(MACHINE, gpus=(H200,))
     assert share_of(chosen) == share_of(shared_run(), "32b") == 0.45
     for config in (chosen, shared_run()):  # an elastic run's machines may differ, and a CPU has no share
         assert with_room(config, replace(MACHINE, gpus=()), SHAPES["7b"]) is config
         assert with_room(config, MACHINE, None) is config
+    for given in ("--kv-cache-memory-bytes,9000000000", "--enable-sleep-mode"):
+        assert share_of(shared_run(**{"server.extra_args": given})) == 0.45
+    unnumbered = shared_run(**{"server.gpus": "GPU-b"})  # the plan does not know whether the trainer has another one
+    assert share_of(unnumbered, gpus=2) == 0.45
+    assert "gpu_memory_utilization" not in with_room(shared_run(), machine, SHAPES["7b"]).trainer.vllm.model_fields_set
     on_cluster = shared_run(cluster="auto")
     assert with_room(on_cluster, MACHINE, SHAPES["7b"]) is on_cluster
 
-    machine = replace(MACHINE, gpus=(H200,))
     warn_of_memory(with_room(shared_run(), machine, SHAPES["7b"]), machine, SHAPES["7b"])
     assert not caplog.records
     warn_of_memory(shared_run(), machine, SHAPES["32b"])

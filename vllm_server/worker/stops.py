@@ -27,7 +27,7 @@ class StopIds(list[int]):
         return token in self._set
 
     def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
-        """Pickle a plain list: workers do not search it."""
+        """Make pickles, and copies, plain lists: workers do not search them."""
         return list, ([*self],)
 
 
