@@ -100,8 +100,7 @@ def test_a_share_that_was_chosen_or_does_not_help_stays(caplog: pytest.LogCaptur
     for config in (chosen, shared_run()):  # an elastic run's machines may differ, and a CPU has no share
         assert with_room(config, replace(MACHINE, gpus=()), SHAPES["7b"]) is config
         assert with_room(config, MACHINE, None) is config
-    for given in ("--kv-cache-memory-bytes,9000000000", "--enable-sleep-mode"):
-        assert share_of(shared_run(**{"server.extra_args": given})) == 0.45
+    assert share_of(shared_run(**{"server.extra_args": "--kv-cache-memory-bytes,9000000000"})) == 0.45
     unnumbered = shared_run(**{"server.gpus": "GPU-b"})  # the plan does not know whether the trainer has another one
     assert share_of(unnumbered, gpus=2) == 0.45
     assert "gpu_memory_utilization" not in with_room(shared_run(), machine, SHAPES["7b"]).trainer.vllm.model_fields_set
