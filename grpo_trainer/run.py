@@ -189,14 +189,11 @@ def supervise(
     replanner: Replanner | None = None,
 ) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
-    where = {process.name: process.place.address for process in plan.processes}
-    spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
-    addresses = ", ".join(f"{name} http://{where.get(name, LOOPBACK)}:{port}" for name, port in spoken_to.items())
-    metrics = config.run_dir / METRICS_FILE
-    began, new_rows = time.time(), NewRows(metrics)
+    began, new_rows = time.time(), NewRows(config.run_dir / METRICS_FILE)
+    saves = config.trainer.checkpoints.saves
     view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
-    stops = "stops the run and keeps it resumable" if config.trainer.checkpoints.saves else "stops the run"
-    view.say(f"run folder {config.run_dir}; {addresses}; Ctrl-C {stops}")
+    stops = "stops the run and keeps it resumable" if saves else "stops the run"
+    view.say(f"run folder {config.run_dir}; {_addresses(config, plan)}; Ctrl-C {stops}")
 
     crew = Crew(
         config.options.max_restarts,
@@ -228,7 +225,7 @@ def supervise(
                 show=show,
                 execute=execute,
                 crew=crew,
-                saves=config.trainer.checkpoints.saves,
+                saves=saves,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)
@@ -240,10 +237,16 @@ def supervise(
         goes_on = "--resume auto continues it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    saved = f"{config.run_dir}/checkpoints, " if config.trainer.checkpoints.saves else ""
-    done = f"done: {saved}{config.run_dir}/metrics.jsonl"
-    view.say(f"{done}; `grpo report {config.run_dir}` shows it")
-    view.say(last_line(rows_so_far(metrics)))
+    saved = f"{config.run_dir}/checkpoints, " if saves else ""
+    view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {config.run_dir}` shows it")
+    view.say(last_line(rows_so_far(config.run_dir / METRICS_FILE)))
+
+
+def _addresses(config: RunConfig, plan: RunPlan) -> str:
+    """Return where the API and the servers listen."""
+    where = {process.name: process.place.address for process in plan.processes}
+    spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
+    return ", ".join(f"{name} http://{where.get(name, LOOPBACK)}:{port}" for name, port in spoken_to.items())
 
 
 def _saved(config: RunConfig) -> bool:

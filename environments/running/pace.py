@@ -92,9 +92,9 @@ def groups_to_start(
 
     Until the trainer's next batch is complete, enough groups are kept in flight that one batch of completions runs:
     more than one batch of groups if their lengths differ, but at most `MOST_BATCHES`, and only as long as the oldest
-    group stays within `OVERTAKEN` versions. So the server does not drain
-    while a batch's last groups finish. With `max_batches_offpolicy`, with several environments, or with an API that
-    does not report the trainer's leases, queued and in-flight groups stay within that many batches (default 1).
+    group stays within `OVERTAKEN` versions. So the server does not drain while a batch's last groups finish. With
+    `max_batches_offpolicy`, with several environments, or with an API that does not report the trainer's leases, queued
+    and in-flight groups stay within that many batches (default 1).
 
     No group is started that could exceed `Registration.max_staleness` when it is trained on, or that the remaining
     steps do not need. A share reserved by `min_batch_allocation` is filled even if the queue is full, because the

@@ -238,9 +238,8 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine, *, shares:
 
 def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
     """Would it fit? The plan comes along, for those who want to see it."""
-    devices = devices_of(machine)
-    planned = Planned(config.trainer, shape, server_spread(config), devices, config.options.trainer_gpus)
-    plan = planned.plan()
+    planned = planned_memory(config, shape, machine)
+    devices, plan = planned.devices, planned.plan()
     device = plan.tightest if plan.is_tight and not plan.problems else plan.fullest
     got = f"{plan.used(device) / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, device)}"
     most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in largest_rows(plan, device))
@@ -251,6 +250,11 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tupl
         wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
         return warn("memory", f"{got}; most of it: {most}", wanted, advice(planned)), plan
     return ok("memory", got), plan
+
+
+def planned_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> Planned:
+    """What the run's memory plan is made of."""
+    return Planned(config.trainer, shape, server_spread(config), devices_of(machine), config.options.trainer_gpus)
 
 
 def devices_of(machine: Machine) -> Devices:

@@ -17,22 +17,20 @@ from grpo_trainer.config.options import key_of
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import CACHE, Setup
-from grpo_trainer.doctor.memory_advice import Planned, other_shares
+from grpo_trainer.doctor.memory import CACHE
+from grpo_trainer.doctor.memory_advice import other_shares
 from grpo_trainer.doctor.model import ModelShape, read_model
-from grpo_trainer.doctor.run_checks import check_memory, devices_of, server_spread
+from grpo_trainer.doctor.run_checks import check_memory, planned_memory, server_spread
 from grpo_trainer.errors import ModelError
-from grpo_trainer.launch.plan import CACHE_FLAG, says_cache_size
+from grpo_trainer.launch.plan import CACHE_FLAG
 
 log = logging.getLogger(__name__)
 
 PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
-UNPLANNED = ("--enable-sleep-mode",)
-"""Arguments of a server that uses other memory than the plan counts."""
 SHARE = "gpu_memory_utilization"
-SIZES = set(map(key_of, (CACHE_FLAG, *UNPLANNED)))
-"""Arguments by which a user sizes the server past the run's own options."""
+SIZES = frozenset(map(key_of, (CACHE_FLAG, "--enable-sleep-mode")))
+"""Arguments with which a server uses other memory than the plan counts."""
 
 
 def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
@@ -43,11 +41,10 @@ def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     """
     if shape is None or not _is_planned(config, machine) or SHARE in config.server.model_fields_set:
         return config
-    spread = server_spread(config)
-    now = Planned(config.trainer, shape, spread, devices_of(machine), config.options.trainer_gpus)
+    now = planned_memory(config, shape, machine)
     if now.fits:
         return config
-    smaller = (each for each in reversed(other_shares(now)) if each.server.gpu_share < spread.gpu_share)
+    smaller = (each for each in reversed(other_shares(now)) if each.server.gpu_share < now.server.gpu_share)
     fitting = next((each for each in smaller if each.fits), None)
     if fitting is None:
         return config
@@ -71,13 +68,16 @@ def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None
 def _is_planned(config: RunConfig, machine: Machine) -> bool:
     """Return whether the memory plan knows the run's GPUs, and what its server uses of them.
 
-    It does not know those of a cluster, those that `--server.gpus` names by anything but numbers, and a server that
-    gets its size by `--server.extra-args`.
+    It does not know those of a cluster, and those that `--server.gpus` names by anything but numbers.
     """
-    vllm = config.trainer.vllm
-    given = {key_of(flag) for flag, _ in arguments(vllm.extra_args)}
     unnumbered = config.server.gpus is not None and server_spread(config).placed is None
-    return machine.on_gpu and not (config.options.cluster or unnumbered or given & SIZES)
+    return _knows_server(config, machine) and not (config.options.cluster or unnumbered)
+
+
+def _knows_server(config: RunConfig, machine: Machine) -> bool:
+    """Return whether the memory plan knows how much of a GPU the server uses: no arguments of its own say it."""
+    given = {key_of(flag) for flag, _ in arguments(config.trainer.vllm.extra_args)}
+    return machine.on_gpu and not given & SIZES
 
 
 def planned_cache(config: RunConfig, machine: Machine) -> int | None:
@@ -87,15 +87,14 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     does not know the model: vLLM measures then.
     """
     trainer = config.trainer
-    flags = {flag for flag, _ in arguments(trainer.vllm.extra_args)}
-    if trainer.owns_server or config.options.trainer_gpus > 1 or not machine.on_gpu:
+    if trainer.owns_server or config.options.trainer_gpus > 1 or not _knows_server(config, machine):
         return None
-    if trainer.vllm.in_8_bits or says_cache_size(trainer.vllm.extra_args) or flags.intersection(UNPLANNED):
+    if trainer.vllm.in_8_bits:  # the plan's weights and tokens have 16
         return None
     shape = _known_shape(trainer.model.name)
     if shape is None:
         return None
-    plan = Setup(trainer, shape, server_spread(config), devices_of(machine)).plan()
+    plan = planned_memory(config, shape, machine).plan()
     sizes = [row.nbytes for row in plan.rows if (row.owner, row.what) == ("server", CACHE)]
     return min(sizes) if sizes and not plan.problems else None
 

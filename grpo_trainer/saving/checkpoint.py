@@ -163,7 +163,7 @@ class Checkpoints:
 
     def settled(self, progress: Progress) -> tuple[str, ...]:
         """Return the batches that may be acknowledged: those in a checkpoint, or all if none is written on the way."""
-        if not self._config.environment_interval:
+        if not (self._config.interval_steps or self._config.interval_seconds):
             return progress.batches
         return self.safe.batches if self.safe is not None else ()
 
