@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
+from contextlib import closing
+from http.client import HTTPConnection
 
 import httpx
 import msgspec
@@ -11,7 +12,6 @@ import pytest
 
 from tests.integration.serving import Serving, shared_server
 from tests.processes import wait_for
-from vllm_server.protocol import GenerateResponse
 from vllm_server.shares import FULL_LENGTHS, LEAST_PLACES
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -58,22 +58,16 @@ def test_a_list_of_prompts_is_answered_whole(server: Serving) -> None:
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(server: Serving) -> None:
-    completions, length = 1000, 80
-    answers: list[GenerateResponse] = []
-
-    def ask() -> None:
-        answers.append(server.generate("1+1=", n=completions, max_tokens=length, ignore_eos=True))
-
+    completions, length = 1000, 500  # minutes of generation: the client leaves long before its end
+    body = {"prompt": "1+1=", "n": completions, "max_tokens": length, "ignore_eos": True}
     before = counted(server, "generation_tokens_total")
-    large = threading.Thread(target=ask)
-    large.start()
-    wait_for("the large request runs", lambda: counted(server, "num_requests_running") >= LEAST_PLACES, server.log)
-    assert counted(server, "num_requests_waiting") == 0, "the rest of it does not stand before others"
-    for _ in range(3):
-        assert server.generate("2+2=", n=8, max_tokens=4).token_ids
-    made = counted(server, "generation_tokens_total") - before
-    large.join(300)
-    assert len(answers[0].token_ids) == completions
+    with closing(HTTPConnection(server.url.removeprefix("http://"))) as large:
+        large.request("POST", "/generate", msgspec.json.encode(body), {"content-type": "application/json"})
+        wait_for("the large request runs", lambda: counted(server, "num_requests_running") >= LEAST_PLACES, server.log)
+        assert counted(server, "num_requests_waiting") == 0, "the rest of it does not stand before others"
+        for _ in range(3):
+            assert server.generate("2+2=", n=8, max_tokens=4).token_ids
+        made = counted(server, "generation_tokens_total") - before
     assert made < completions * length / 2
 
 
