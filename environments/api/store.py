@@ -210,7 +210,8 @@ class Store(Journal):
         self._noted = []
 
     def _write(self) -> None:
-        """The writing thread: everything that has gathered is one transaction."""
+        """The writing thread: everything that has gathered is one transaction, and none follows one that failed."""
+        problem: StoreError | None = None
         while True:
             with self._wake:
                 while not self._waiting and not self._closing:
@@ -218,7 +219,7 @@ class Store(Journal):
                 waiting, self._waiting = self._waiting, []
                 changes, self._ready = self._ready, []
                 last = self._closing
-            problem = self._transact(changes)
+            problem = problem or self._transact(changes)  # later changes are of groups that are not written
             for done in waiting:
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                     done.get_loop().call_soon_threadsafe(_settle, done, problem)

@@ -290,6 +290,36 @@ def test_a_commit_that_fails_is_told(tmp_path: Path):
     asyncio.run(life())
 
 
+def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(tmp_path: Path):
+    """A lease is so small that the disk may have room for it; the store would then have a lease of no group."""
+
+    async def before() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(4000))
+        writer = service.store._writer if service.store else None
+        assert writer is not None
+        (pages,) = writer.execute("PRAGMA page_count").fetchone()
+        writer.execute(f"PRAGMA max_page_count = {pages}")
+        service.take(posted(0, size=4000))
+        with pytest.raises(StoreError) as full:
+            await service.written()
+        assert "full" in str(full.value.got)
+        writer.execute(f"PRAGMA max_page_count = {pages + 100}")
+        with pytest.raises(StoreError):
+            await service.next_batch(lease=1000.0)
+        service.close()
+
+    async def after() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(4000))
+        service.take(posted(0, size=4000))
+        assert (await service.next_batch(lease=1000.0)) is not None
+        service.close()
+
+    asyncio.run(before())
+    asyncio.run(after())
+
+
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path: Path, how: str):
     path = tmp_path / "s"
