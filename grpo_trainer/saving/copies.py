@@ -52,7 +52,7 @@ class CheckpointCopies:
                 self._files.put_file(str(path), target)
             log.info("copied %s to %s", checkpoint.name, self._url)
             self._prune(checkpoint.name)
-        except OSError as error:
+        except Exception as error:  # a driver's own: without a network, s3fs raises botocore's, which are no OSError
             log.warning("--checkpoint-url %s: %s was not copied: %s", self._url, checkpoint.name, error)
 
     def _steps(self) -> list[tuple[int, str]]:
@@ -111,7 +111,7 @@ class CheckpointCopies:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             raise ConfigError(
                 f"the copies of checkpoints can't be read: {error}",
                 field="--checkpoint-url",

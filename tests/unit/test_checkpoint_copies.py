@@ -79,6 +79,28 @@ def test_a_copy_that_fails_does_not_end_training(tmp_path: Path, caplog: pytest.
     assert str(place) in warning.getMessage() and saving.safe == Progress(2, 2)
 
 
+class NoNetworkError(Exception):
+    """As the errors of botocore and gcsfs, this is no OSError."""
+
+
+def test_a_drivers_own_error_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{uuid4().hex}/run"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoNetworkError(url)
+
+    monkeypatch.setattr(type(fsspec.url_to_fs(url)[0]), "exists", refuse)
+    saving = checkpoints(trainer_with(), tmp_path / "here", checkpoint_url=url)
+    assert saving.save(Progress(2, 2)).is_dir()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().count(url) == 2
+    with pytest.raises(ConfigError) as refused:
+        checkpoints(trainer_with(), tmp_path / "new", checkpoint_url=url).resume()
+    assert refused.value.field == "--checkpoint-url"
+
+
 def test_a_new_run_does_not_mix_with_the_copies_of_another(url: str, tmp_path: Path) -> None:
     checkpoints(trainer_with(), tmp_path / "one", checkpoint_url=url).save(Progress(2, 2))
     with pytest.raises(ConfigError) as refused:
