@@ -149,10 +149,17 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
     All rewards of the group, including those of the trajectories' ends, are normalised together (minus their mean,
     divided by their standard deviation). A token's advantage is the sum of the rewards that came after it. Source:
     process supervision with GRPO, Z. Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+
+    An end without reward counts as 0, unless all rewards are those of turns.
     """
     if not any(trajectory.turn_rewards for trajectory in trajectories):
         return None
-    rewards = [_all_rewards(trajectory) for trajectory in trajectories]
+    rests = [t.score - sum(reward.value for reward in t.turn_rewards) for t in trajectories]
+    in_turns = all(t.turn_rewards and abs(rest) <= 1e-9 for t, rest in zip(trajectories, rests, strict=True))
+    rewards = [
+        [*t.turn_rewards, *([] if in_turns else [TurnReward(len(t.tokens), rest)])]
+        for t, rest in zip(trajectories, rests, strict=True)
+    ]
     values = [reward.value for own in rewards for reward in own]
     mean, spread = fmean(values), pstdev(values)
     if spread < NO_SPREAD:
@@ -164,10 +171,3 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
         ]
         for trajectory, own in zip(trajectories, rewards, strict=True)
     ]
-
-
-def _all_rewards(trajectory: Trajectory) -> list[TurnReward]:
-    """Return the turns' rewards, and the rest of the score as the reward of the end."""
-    rest = trajectory.score - sum(reward.value for reward in trajectory.turn_rewards)
-    end = len(trajectory.tokens)
-    return [*trajectory.turn_rewards, *([TurnReward(end, rest)] if abs(rest) > 1e-9 else [])]

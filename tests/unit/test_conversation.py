@@ -141,13 +141,28 @@ def trajectory(score: float, *turn_rewards: TurnReward) -> Trajectory:
 def test_a_turns_reward_goes_to_the_tokens_before_its_end() -> None:
     one = trajectory(1.0, TurnReward(3, 1.0))  # the first turn earned 1, the end nothing
     two = trajectory(3.0, TurnReward(3, 0.0))  # the end earned 3
-    # all rewards: 1, 0, 3: mean 4/3, variance (1/9 + 16/9 + 25/9) / 3 = 14/9
-    spread = (14 / 9) ** 0.5
-    first, nought, three = ((value - 4 / 3) / spread for value in (1.0, 0.0, 3.0))
+    # all rewards: 1, 0, 0, 3: mean 1, variance (0 + 1 + 1 + 4) / 4 = 3/2
+    nought, three = ((value - 1.0) / 1.5**0.5 for value in (0.0, 3.0))
     advantages = turn_advantages([one, two])
     assert advantages is not None
-    assert advantages[0] == pytest.approx([0, first, first, 0, 0, 0])
+    assert advantages[0] == pytest.approx([0, nought, nought, 0, nought, nought])
     assert advantages[1] == pytest.approx([0, nought + three, nought + three, 0, three, three])
+
+
+def test_an_end_that_earned_nothing_counts_beside_ends_that_did() -> None:
+    """As in the guessing game of docs/environments.md: one guess costs 0.1, then it is right; the others give up."""
+    found, gave_up = trajectory(0.9, TurnReward(3, -0.1)), trajectory(0.0)
+    advantages = turn_advantages([found, gave_up, gave_up])
+    assert advantages is not None
+    assert advantages[0][1] > 0.0 > advantages[1][1] == advantages[2][1]
+    assert sum(each[1] for each in advantages) == pytest.approx(0.0)
+
+
+def test_where_only_turns_earn_an_end_does_not_count() -> None:
+    advantages = turn_advantages([trajectory(value, TurnReward(3, value)) for value in (1.0, 0.0)])
+    assert advantages == [pytest.approx([0, 1, 1, 0, 0, 0]), pytest.approx([0, -1, -1, 0, 0, 0])]
+    silent = turn_advantages([trajectory(-0.1, TurnReward(3, -0.1)), trajectory(0.0)])  # one turn cost, no end earned
+    assert silent is not None and silent[0][1] < 0.0 < silent[1][1]
 
 
 def test_without_rewards_of_turns_the_trainer_makes_the_advantages() -> None:
