@@ -426,11 +426,12 @@ class Trainer:
         self.holding.check(after)
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)
-        if changed == 0.0 and norm > 0.0:
+        lr = self.optimizer.param_groups[0]["lr"]
+        if changed == 0.0 and norm > 0.0 and lr >= self.config.optimizer.lr:  # at its end a schedule's rate is near 0
             raise CommonTrainingError(
                 "the optimizer step changed no weight",
                 field="--lr",
-                got=f"{self.optimizer.param_groups[0]['lr']:.3g}, with a gradient norm of {norm:.3g}",
+                got=f"{lr:.3g}, with a gradient norm of {norm:.3g}",
                 fix="raise --lr",
             )
         return True

@@ -355,6 +355,18 @@ def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) 
     assert reduce(result.metrics)["train/changed_fraction"] > 0
 
 
+def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_schedule() -> None:
+    """The last rate of 2,000 cosine steps is 6e-7 of --lr: hardly a 16-bit weight changes by so little."""
+    low = Trainer(TinyModel().to(torch.bfloat16), config(optimizer={"lr": 1e-15}))
+    with pytest.raises(TrainingError) as refused:
+        low.step(rollouts(), 0)
+    assert refused.value.field == "--lr"
+    falls = {"lr": 1e-6, "lr_schedule": "cosine"}
+    last = Trainer(TinyModel().to(torch.bfloat16), config(optimizer=falls, training_steps=2000))
+    result = last.step(rollouts(), 1999)
+    assert result.updated and reduce(result.metrics)["train/changed_fraction"] == 0
+
+
 def test_a_step_that_is_skipped_takes_no_fence() -> None:
     trainer = Trainer(TinyModel(), config())
     poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
