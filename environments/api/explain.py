@@ -1,5 +1,7 @@
 """What the queue says of itself: GET /status-env, GET /status, and why a batch does not come."""
 
+import math
+
 from environments.api import wire
 from environments.api.queue import RolloutQueue
 from environments.api.selection import can_make
@@ -22,33 +24,66 @@ class Explainer:
         self._available: dict[int | None, int] = {}
         self._all_available = 0
         self._untrained = 0
+        self._stuck = False
 
     def status_env(self, env_id: int, seen: str | None = None) -> wire.StatusEnv:
         """How much is queued, counted as the asking environment does: in groups of that environment's size.
 
         Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
-        counted for who waits for news, and has `seen` what there is.
+        counted for who waits for news, and has `seen` what there is. Where no batch can be made of what all
+        environments' parts of one come to, because their groups differ in size, each is told of room for one more.
 
         Raises:
             UnknownEnvironment: never registered.
         """
         queue = self.queue
-        request = queue.environment(env_id).request
         self._refresh()
-        own = queue.line.sequences_by_env[env_id]
-        group_size = max(request.group_size, *queue.line.sizes(env_id), 1)
-        others = self._all_available - self._available.get(env_id, 0)
-        weight = request.max_token_length * request.weight
+        group_size = self._group_size(env_id)
+        whole, own = self._queued(env_id)
+        if self._stuck:
+            whole, own = (min(one, part - 1) for one, part in zip((whole, own), self._parts(env_id), strict=True))
         return wire.StatusEnv(
             current_step=queue.run.current_step if queue.run else 0,
-            queue_size=(own + others) // group_size,
+            queue_size=whole,
             unallocated_fraction=1.0 - min(self._reserved, 1.0),
-            self_queue_size=own // group_size,
+            self_queue_size=own,
             max_group_size=queue.line.largest,
-            env_weight=max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0),
+            env_weight=self._weight(env_id),
             leased=None if seen is None else self._untrained // group_size,
             seen=seen,
         )
+
+    def _group_size(self, env_id: int) -> int:
+        return max(self.queue.environment(env_id).request.group_size, *self.queue.line.sizes(env_id), 1)
+
+    def _weight(self, env_id: int) -> float:
+        """An environment's share of the weights."""
+        request = self.queue.environment(env_id).request
+        weight = request.max_token_length * request.weight
+        return max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0)
+
+    def _queued(self, env_id: int) -> tuple[int, int]:
+        """Groups in the queue: all, and the environment's own."""
+        own = self.queue.line.sequences_by_env[env_id]
+        others = self._all_available - self._available.get(env_id, 0)
+        group_size = self._group_size(env_id)
+        return (own + others) // group_size, own // group_size
+
+    def _parts(self, env_id: int) -> tuple[int, int]:
+        """Groups of a batch: all, and an environment's part by its weight. Environments stop at either (`pace.py`)."""
+        batch = (self.queue.run.trainer.batch_size if self.queue.run else 0) / self._group_size(env_id)
+        return math.ceil(batch), math.ceil(batch * min(1.0, self._weight(env_id)))
+
+    def _is_stuck(self) -> bool:
+        """Whether several environments without reservations have all stopped, and could make a batch with more."""
+        queue = self.queue
+        if queue.run is None or len(queue.alive) < 2 or self._reserved:
+            return False
+        for each in queue.alive:
+            if all(one < part for one, part in zip(self._queued(each), self._parts(each), strict=True)):
+                return False
+        sizes = {queue.environments[each].request.group_size for each in queue.alive} | set(queue.line.groups_by_size)
+        return not queue.batch_ready and can_make(queue.run.trainer.batch_size, sizes)
 
     def _refresh(self) -> None:
         queue = self.queue
@@ -69,6 +104,7 @@ class Explainer:
             self._available[env_id] = max(0, packed - int(batch_size * share))
         self._all_available = sum(self._available.values())
         self._untrained = queue.untrained
+        self._stuck = self._is_stuck()
 
     def status(self, now: float, durable: bool = False) -> wire.Status:
         """Everything that tells why the next batch comes or does not."""

@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 from environments.api import wire
+from environments.api.explain import Explainer
+from environments.api.queue import RolloutQueue
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
@@ -105,6 +107,32 @@ def test_a_weight_bounds_what_an_environment_has_in_the_queue(
         env_weight=weight,
     )
     assert groups_to_start(seen, registration, Numbers().config, InFlight()) == wanted
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(24, (8, 12)), (64, (16, 24)), (60, (12, 20)), (64, (8, 8))])
+def test_environments_with_groups_of_several_sizes_fill_batches(batch: int, sizes: tuple[int, int]) -> None:
+    """Two groups of 8 and one of 12 are each environment's part of 24 by its weight, and make no batch of 24."""
+    queue = RolloutQueue()
+    explainer = Explainer(queue)
+    queue.register(registration(batch))
+    queue.next_batch(0.0, 60.0)
+    kinds = [
+        wire.RegisterEnv(max_token_length=64, desired_name=str(size), weight=1.0, group_size=size) for size in sizes
+    ]
+    environments = [queue.register_environment(kind, 0.0) for kind in kinds]
+    grants = most = 0
+    for _ in range(100):
+        for environment, size in zip(environments, sizes, strict=True):
+            assert environment is not None
+            seen = explainer.status_env(environment.id, seen="")
+            own = Registration(environment.id, environment.name, batch_size=batch, max_token_len=-1, last_step=-1)
+            if groups_to_start(seen, own, Numbers(group_size=size).config, InFlight()):
+                queue.offer(environment.id, size, 10, 0.5)
+        most = max(most, queue.line.sequences)
+        if (grant := queue.next_batch(0.0, 60.0)) is not None:
+            queue.acknowledge(grant.lease.batch_id)
+            grants += 1
+    assert grants >= 20 and most <= 2 * batch
 
 
 def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> None:
