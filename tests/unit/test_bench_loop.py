@@ -214,6 +214,13 @@ def test_publishing_that_lies_within_the_step_is_counted_once() -> None:
     assert start_figures(70.0, {}, window.rows[0])["first_batch"] == 32.0  # 104 less 2
 
 
+def test_sending_weights_is_no_part_of_the_step_though_they_are_written_within_a_fence() -> None:
+    sent = {"publish/write_time": 0.1, "publish/send_time": 0.3}
+    window = Window.after([ROWS[0], *({**each, **sent} for each in ROWS[1:])], warmup_steps=1)
+    assert step_figures(window) == step_figures(Window.after(ROWS, warmup_steps=1))
+    assert start_figures(70.0, {}, window.rows[0])["first_batch"] == 31.5  # 104 less 2.5
+
+
 def test_cpu_time_between_looks_is_used_evenly() -> None:
     window = Window.after(ROWS, warmup_steps=1)
     looks = [

@@ -123,8 +123,12 @@ def step_figures(window: Window) -> dict[str, Any]:
 
 
 def fenced(row: Row) -> float:
-    """Return the seconds of publishing that lie within the step: of shared weights it is a fence around the update."""
-    return row["train/sync_time"] if "publish/write_time" in row else 0.0
+    """Return the seconds of publishing that lie within the step: of shared weights it is a fence around the update.
+
+    Weights that are sent are written within a fence, too, but after the step.
+    """
+    is_shared = "publish/write_time" in row and "publish/send_time" not in row
+    return row["train/sync_time"] if is_shared else 0.0
 
 
 def cpu_per_group(window: Window, looks: Sequence[Look]) -> dict[str, float]:
