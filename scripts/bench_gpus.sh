@@ -82,7 +82,7 @@ for part in "${parts[@]}"; do
     disk) # all weights into a server on the same GPU, without a restart
         for transport in disk cuda_ipc; do
             bench "disk-7b-$transport" sync --shape 7b --model-dir "$models/7b" --bridge broadcast --transport $transport \
-                --gpu-memory-utilization 0.35 --repeat 5 --skip-load --baseline-repeat 0 --json
+                --staging on --gpu-memory-utilization 0.35 --repeat 5 --skip-load --baseline-repeat 0 --json
         done
         ;;
     fp8) # a model that has learnt sums: speed with adapters, the task learnt with 8-bit rollouts, how far both sides are apart

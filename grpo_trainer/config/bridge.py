@@ -152,7 +152,7 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     staging: Staging = option(
         "auto",
         help="Receive weights into a second buffer while the server generates, so that generation pauses only for a "
-        "copy; auto: on if the server's GPU has room for the buffer.",
+        "copy; auto: on if the server's GPU has room for the buffer, and is no trainer process's GPU.",
         flags=("--broadcast-staging",),
     )
     root: Path | None = option(

@@ -134,12 +134,14 @@ class World:
         rank: rank of this process, from 0.
         size: number of processes; with 1, all methods do nothing.
         control: the process group for objects in main memory; None: there is only one process.
+        gpus: UUIDs of the GPUs of several processes, by rank; empty on CPUs.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
         self.control = control
+        self.gpus: list[str] = []
         self._is_working = False
 
     @property
@@ -364,7 +366,10 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         why, first_line = f"the trainer's processes did not meet at {method}", str(error).strip().partition("\n")[0]
         raise TrainingError(why, field=f"rank {rank} of {size}", got=first_line) from None
     log.info("rank %d of %d trainer processes", rank, size)
-    return World(rank, size, control)
+    world = World(rank, size, control)
+    if on_gpu:
+        world.gpus = world.gather(str(torch.cuda.get_device_properties(local).uuid))
+    return world
 
 
 def _checksum(sample: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -38,10 +38,12 @@ from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
+from grpo_trainer.weights.gpus import TrainerPlace
 from grpo_trainer.weights.senders.choose import senders
 from grpo_trainer.weights.senders.sender import Way, WeightSender
 from vllm_server.protocol import (
     BridgeInfo,
+    Staging,
     WeightsApplyRequest,
     WeightsOpenRequest,
     WeightsOpenResponse,
@@ -111,6 +113,7 @@ class BroadcastBridge(WeightBridge):
         seq_len: longest sequence of the training.
         dtype: dtype of the trainer's forward pass.
         tell: see `SyntheticChange`.
+        gpus: UUIDs of the GPUs of several trainer processes.
 
     Attributes:
         proved: result of the proof; None: no proof ran.
@@ -127,6 +130,7 @@ class BroadcastBridge(WeightBridge):
         seq_len: int,
         dtype: str,
         tell: Tell = lambda size: None,
+        gpus: Collection[str] = (),
     ) -> None:
         self._config = config
         self._policy = policy
@@ -137,6 +141,7 @@ class BroadcastBridge(WeightBridge):
         self._seq_len = seq_len
         self._dtype = dtype
         self._tell = tell
+        self._gpus = gpus
         self._fence = ServerFence(server, config.in_flight)
         self._info: BridgeInfo | None = None
         self._buckets: Buckets | None = None
@@ -217,7 +222,7 @@ class BroadcastBridge(WeightBridge):
                 boot_id=way.info.boot_id,
                 source=sender.source,
                 buckets=[b64encode(header).decode() for header in way.buckets.headers],
-                staging=self._config.staging,
+                staging=self._staging(way),
             )
             try:
                 return sender, self._together(sender.join, functools.partial(self._server.open_weights, asked))
@@ -226,6 +231,12 @@ class BroadcastBridge(WeightBridge):
                 failed = error
         assert failed is not None, "gloo has no obstacle"
         raise failed
+
+    def _staging(self, way: Way) -> Staging:
+        """Return the staging to ask for. A trainer process has planned to use the memory that is free on its GPU."""
+        own = {TrainerPlace.of(next(iter(way.stored.values()))).gpu, *self._gpus} - {""}
+        beside_trainer = any(worker.gpu_uuid in own for worker in way.info.workers)
+        return "off" if self._config.staging == "auto" and beside_trainer else self._config.staging
 
     @property
     def sent(self) -> Sent:

@@ -78,8 +78,9 @@ def build_bridge(
                     world.give_all(Vary(size))
 
             def sender(name: str, vllm: VllmConfig) -> WeightBridge:
-                client = ServerClient(vllm, stop.check)
-                return BroadcastBridge(options, policy, weights, client, vllm.url, sent / name, length, dtype, tell)
+                client, gpus = ServerClient(vllm, stop.check), [] if world is None else world.gpus
+                folder = sent / name
+                return BroadcastBridge(options, policy, weights, client, vllm.url, folder, length, dtype, tell, gpus)
 
             return _to_servers(config.vllm, sender)
         case LoraRestart() as options:

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights import broadcast
 from grpo_trainer.weights.broadcast import BroadcastBridge
 from grpo_trainer.weights.build import weights_folder
-from tests.unit.factories import bridge_info
-from vllm_server.protocol import DiskSource, WeightsOpenRequest, WeightsOpenResponse
+from grpo_trainer.weights.gpus import TrainerPlace
+from tests.unit.factories import bridge_info, worker
+from vllm_server.protocol import BridgeInfo, DiskSource, Staging, WeightsOpenRequest, WeightsOpenResponse
 
 UNREACHED = BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
 
@@ -30,6 +32,7 @@ class Server:
     def open_weights(self, asked: WeightsOpenRequest) -> WeightsOpenResponse:
         assert isinstance(asked.source, DiskSource)
         self.said.append(f"open {asked.source.folder}")
+        self.staging = asked.staging
         if self.refusal is not None:
             raise self.refusal
         return WeightsOpenResponse(channel="c", staged=False, staging_bytes=0)
@@ -51,17 +54,29 @@ class Sender:
         self.closed = True
 
 
-def reach(server: Server, monkeypatch: pytest.MonkeyPatch, *senders: Sender) -> Any:
+def reach(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    *senders: Sender,
+    staging: Staging = "off",
+    info: BridgeInfo | None = None,
+    gpus: tuple[str, ...] = (),
+) -> Any:
+    """Open a channel from a trainer on the GPU `own`, whose processes are on `gpus`."""
+
     def found(*_: Any) -> Iterator[Any]:
         yield from senders
 
     monkeypatch.setattr(broadcast, "senders", found)
     monkeypatch.setattr(broadcast, "REASON_SECONDS", 5.0)
-    config: Any = SimpleNamespace(transport="auto", staging="off", in_flight="keep")
+    monkeypatch.setattr(broadcast.TrainerPlace, "of", lambda tensor: TrainerPlace("own", "here"))
+    config: Any = SimpleNamespace(transport="auto", staging=staging, in_flight="keep")
     nothing: Any = None
     talks: Any = server
-    bridge = BroadcastBridge(config, nothing, nothing, talks, "http://host", Path("/none"), 8, "float32")
-    way: Any = SimpleNamespace(info=bridge_info(), buckets=SimpleNamespace(headers=[b"header"]))
+    url, folder = "http://host", Path("/none")
+    bridge = BroadcastBridge(config, nothing, nothing, talks, url, folder, 8, "float32", gpus=gpus)
+    stored = {"w": torch.zeros(1)}
+    way: Any = SimpleNamespace(info=info or bridge_info(), buckets=SimpleNamespace(headers=[b"header"]), stored=stored)
     return bridge._reach(way)[0]  # pyright: ignore[reportPrivateUsage]
 
 
@@ -87,6 +102,23 @@ def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.Mon
     with pytest.raises(ServerError) as refused:  # by the server's side
         reach(Server(ServerError("refused", field="weights")), monkeypatch, Sender("gloo"))
     assert refused.value.field == "weights"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "asked", "wanted"),
+    [
+        ("own", (), "auto", "off"),
+        ("second", ("own", "second"), "auto", "off"),
+        ("third", ("own", "second"), "auto", "auto"),
+        ("own", (), "on", "on"),
+    ],
+)
+def test_memory_that_a_trainer_process_plans_to_use_is_not_taken_for_staging(
+    gpu: str, gpus: tuple[str, ...], asked: Staging, wanted: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, info = Server(), bridge_info(worker(uuid=gpu))
+    reach(server, monkeypatch, Sender("gloo"), staging=asked, info=info, gpus=gpus)
+    assert server.staging == wanted
 
 
 def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
