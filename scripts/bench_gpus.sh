@@ -126,9 +126,11 @@ for part in "${parts[@]}"; do
             layout "shards-$shape" "$shape" shared_vllm "${size[@]}" -- "${shards[@]}" "${states[@]}"
         done
         ;;
-    layouts) # which layout for which size
+    layouts) # which layout for which size; all of a 7B trainer on one GPU needs states in 8 bits, as in configs
         for shape in $shapes; do
-            layout "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1
+            states=()
+            [ "$shape" != 7b ] || states=(--optimizer adamw_8bit)
+            layout "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1 "${states[@]}"
             layout "layouts-$shape-lora_only" "$shape" lora_only --transport nccl -- --server.gpus 1
             layout "layouts-$shape-lora_only-copies" "$shape" lora_only --share-base -- --trainer-gpus 2
             layout "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Two Ray nodes of one GPU each on this machine: the trainer on the first, a server on the second, adapters by NCCL. While it
-# trains, a third node with the second GPU joins, gets a server, and the first server is dropped. Prints a JSON line.
+# trains, a third node with the second GPU joins, gets a server, and the first server is dropped. 20 steps later the run is
+# stopped. Prints a JSON line.
 #
 #   scripts/two_ray_nodes.sh FOLDER [OPTIONS OF grpo run]
 set -euo pipefail
@@ -42,7 +43,7 @@ until_serving() { until [ "$(serving)" = "$1" ]; do kill -0 "$training"; sleep 1
 node 0 --head --port $port --include-dashboard false
 node 1 --address 127.0.0.1:$port
 "$PYTHON" -m grpo_trainer run --cluster 127.0.0.1:$port --cluster-nodes 2 --config configs/quickstart.toml --model-name "$out/demo" \
-    --run-dir "$run" --training-steps 500 --weight-bridge-mode lora_only --server.gpu-memory-utilization 0.25 "$@" >"$out/log" 2>&1 &
+    --run-dir "$run" --training-steps 2000 --weight-bridge-mode lora_only --server.gpu-memory-utilization 0.25 "$@" >"$out/log" 2>&1 &
 training=$!
 until_step 20
 node 1 --address 127.0.0.1:$port
@@ -52,7 +53,9 @@ both=$(step)
 "$PYTHON" -m grpo_trainer servers drop server --run-dir "$run" >&2
 until_serving 1
 one=$(step)
-wait "$training"
+until_step $((one + 20))
+kill "$training"
+wait "$training" || true
 training=
 "$PYTHON" - "$run/metrics.jsonl" "$both" "$one" <<'P'
 import json, sys
