@@ -7,7 +7,7 @@
 #   SHAPES="1.5b" STEPS=12 SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
 # SHAPES: of the parts that need two GPUs. STEPS: of each loop; layers are compiled however few they are. ONLY: measure only
-# results whose name matches this expression.
+# results whose name matches this expression. MODELS: folder of the models, 20 GB (default: /dev/shm/grpo-bench).
 # What has a result is skipped: the same command goes on after an interruption.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -32,6 +32,7 @@ mkdir -p "$out" "$models"
 measure() {
     local result=$out/$1.json seconds=$SECONDS
     [[ $1 =~ ${ONLY:-.} && ! -s $result ]] || return 0
+    rm -rf "${out:?}/$1" # of a measurement that was interrupted: `grpo run` refuses a folder that holds a run
     echo "== $1: ${*:2}"
     if timeout --signal=INT --kill-after=30 "${SECONDS_EACH:-480}" "${@:2}" >"$out/$1.out" 2>"$out/$1.log"; then
         { echo "# ${*:2}" && tail -n 1 "$out/$1.out"; } >"$result"
