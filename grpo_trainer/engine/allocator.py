@@ -8,6 +8,7 @@ such a segment can't be mapped by another process over CUDA IPC.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,8 @@ import torch
 KEY = "expandable_segments"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The user's settings; torch reads the first one that is set."""
+_changing = threading.Lock()
+"""Settings are those of the process, and bridges to several servers allocate in threads."""
 
 
 def grow_segments() -> None:
@@ -30,12 +33,13 @@ def shareable() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    _set(expandable=False)
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(_asked())
-        grow_segments()
+    with _changing:
+        _set(expandable=False)
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(_asked())
+            grow_segments()
 
 
 def with_segments(asked: str, *, expandable: bool) -> str:
