@@ -108,7 +108,7 @@ def _carry_out(
             assert isinstance(shards, CommonPasses)
             shards.follow(order)
         case Collect():
-            assert shards is not None
+            assert isinstance(shards, CommonPasses)
             shards.tensors()
         case CollectStates():
             assert isinstance(shards, TensorShards)

@@ -84,14 +84,18 @@ class CommonPasses(ParallelStrategy):
         with self.together(lambda: Score(microbatch.to(torch.device("cpu")))):
             return self._scores(microbatch, entropy_gradient=entropy_gradient)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a checkpoint's whole tensors in rank 0's main memory, gathered one at a time."""
+    def tensors(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
+        """Gather a checkpoint's whole tensors, one at a time, and return what rank 0 keeps of each.
+
+        Args:
+            keep: returns a copy of a gathered tensor, whose memory the next one needs.
+        """
         found: dict[str, Tensor] = {}
         with self.together(Collect):
             for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
                 whole = self._gathered(name, tensor)
                 if self._world.leads:
-                    found[name] = whole.detach().cpu()
+                    found[name] = keep(whole.detach())
         return found
 
     def follow(self, order: ModelPass | Score) -> None:

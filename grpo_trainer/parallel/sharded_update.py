@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from grpo_trainer.engine.collectives import peers
 from grpo_trainer.engine.forward import Forward
-from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.optim.joining import hand_out, joined
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.strategy import ParallelStrategy, names_in
@@ -138,11 +137,6 @@ class ShardedUpdate(ParallelStrategy):
         self._world.check_agreement(samples)
 
     # ------------------------------------------------------------------------------------------ checkpoints
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors: the model's own memory."""
-        model: nn.Module = self.forward.model
-        return {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()}  # type: ignore[arg-type]
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write the optimizer's states, each process its part: see `shard_states.save_states`."""

@@ -31,6 +31,7 @@ from grpo_trainer.files import folders_named, remove_remains, whole_folder, writ
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim import TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
 from grpo_trainer.parallel.strategies import ShardedStates
 from grpo_trainer.parallel.tensor_parallel import TensorShards
@@ -199,12 +200,16 @@ class Checkpoints:
 
     @property
     def gathers(self) -> bool:
-        """Whether `weights_now` gathers the weights of several processes in main memory."""
-        return self._shards is not None
+        """Whether `weights_now` gathers weights that are sharded over processes."""
+        return isinstance(self._shards, CommonPasses)
 
-    def weights_now(self) -> dict[str, Tensor]:
-        """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered."""
-        return self._policy.tensors() if self._shards is None else self._shards.tensors()
+    def weights_now(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
+        """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered.
+
+        Args:
+            keep: see `CommonPasses.tensors`.
+        """
+        return self._shards.tensors(keep) if isinstance(self._shards, CommonPasses) else self._policy.tensors()
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
         started = time.perf_counter()

@@ -14,16 +14,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.main_memory import main_memory
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 64
 ROOM = 0.8
 """Largest share of the available main memory for a copy; a larger checkpoint is written without a copy."""
 
@@ -60,9 +58,7 @@ class Copy:
 
 
 class Snapshot:
-    """One block of main memory that all copies use in turn.
-
-    On a machine with a GPU it is page-locked, without which copies would not overlap with computation.
+    """One block of main memory that all copies use in turn; unless it is page-locked, they don't overlap with training.
 
     Args:
         available: returns the bytes of main memory that may be allocated; None: those of the machine or its container.
@@ -71,10 +67,9 @@ class Snapshot:
 
     def __init__(self, available: Callable[[], int] | None = None, at_once: int = AT_ONCE) -> None:
         self._available = available or (lambda: main_memory().available)
-        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._memory = LockedMemory()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._at_once = at_once
-        self._locked = False
         self._refused = 0  # bytes for which there was no room
 
     def wants_room(self, tree: Any) -> bool:
@@ -92,22 +87,18 @@ class Snapshot:
         """
         if not self.make_room(tree):
             return None
-        start = 0
+        self._memory.restart()
         begun: dict[torch.device, torch.cuda.Stream] = {}
 
         def copied(tensor: Tensor) -> Tensor:
-            nonlocal start
-            if not tensor.numel():
-                return tensor.detach().to("cpu", copy=True)
-            own = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-            start += _aligned(tensor)
+            own = self._memory.take(tensor.shape, tensor.dtype)
             if tensor.device.type != "cuda":
-                return own.view(tensor.shape).copy_(tensor.detach())
+                return own.copy_(tensor.detach())
             if tensor.device not in begun:
                 begun[tensor.device] = self.stream(tensor.device)
                 begun[tensor.device].wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(begun[tensor.device]):
-                return own.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+                return own.copy_(tensor.detach(), non_blocking=True)
 
         copy = _mapped(tree, copied)
         ends = {device: stream.record_event(torch.cuda.Event(blocking=True)) for device, stream in begun.items()}
@@ -120,11 +111,8 @@ class Snapshot:
         return self._streams[device]
 
     def close(self) -> None:
-        """Free the memory; no copy may be in use any more."""
-        if self._locked:
-            _runtime().cudaHostUnregister(self._memory.ctypes.data)
-            self._locked = False
-        self._memory = np.empty(0, np.uint8)
+        """Free the memory, unless a copy is in use."""
+        self._memory = LockedMemory()
 
     def make_room(self, tree: Any) -> bool:
         """Allocate memory for a copy of a tree unless there is enough already; return whether there is enough now."""
@@ -142,30 +130,18 @@ class Snapshot:
                 )
             self._refused = size
             return False
-        memory = np.empty(size, np.uint8)
-        memory.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
-        if torch.cuda.is_available():
-            self._locked = int(_runtime().cudaHostRegister(memory.ctypes.data, size, 0)) == 0
-        self._memory = memory
+        self._memory = LockedMemory(size)
         log.info(
             "checkpoints are written in the background, from a copy in main memory: %.1f MB%s",
-            *(size / 1e6, ", page-locked" if self._locked else ""),
+            *(size / 1e6, ", page-locked" if self._memory.is_locked else ""),
         )
         return True
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def _size(tree: Any) -> int:
     """Return the bytes of a copy."""
     sizes: list[int] = []
-    _mapped(tree, lambda tensor: sizes.append(_aligned(tensor)) or tensor)
+    _mapped(tree, lambda tensor: sizes.append(bytes_for([tensor.numel()], tensor.dtype)) or tensor)
     return sum(sizes)
 
 

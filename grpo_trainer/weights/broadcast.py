@@ -32,6 +32,7 @@ from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.alignment.shared_proof import Tell, prove_shared
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
@@ -54,6 +55,8 @@ from vllm_server.protocol import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Gather = Callable[[Callable[[Tensor], Tensor]], Mapping[str, Tensor]]
+
 SECONDS = 600.0
 """Time limit for sending a version, and of the fence when it is sent within."""
 REASON_SECONDS = 3.0
@@ -63,35 +66,48 @@ APPLY_SECONDS = 60.0
 
 
 class PresentWeights:
-    """The trainer's weights, taken once for all servers of a version.
+    """The trainer's weights by the model's names; if they are sharded over processes, gathered once for all servers.
 
     Args:
-        take: returns the weights by the model's names. Weights that are sharded over processes are gathered in main
-            memory for that.
-        keep: whether `take` gathers, so that its result is kept until another version is asked for.
+        own: returns them where they are.
+        gather: gathers them, one at a time, and returns what its argument returned of each; None: they are not sharded.
     """
 
-    def __init__(self, take: Callable[[], Mapping[str, Tensor]], *, keep: bool) -> None:
-        self._take = take
-        self._keep = keep
+    def __init__(self, own: Callable[[], Mapping[str, Tensor]], gather: Gather | None = None) -> None:
+        self._own = own
+        self._gather = gather
         self._lock = threading.Lock()
-        self._taken: Mapping[str, Tensor] = {}
-        self._version: int | None = None
+        self._memory: dict[torch.dtype, LockedMemory] = {}
+        self._gathered: dict[torch.dtype, tuple[int, Mapping[str, Tensor]]] = {}
 
-    def of(self, version: int) -> Mapping[str, Tensor]:
-        """Return the present weights, which are those of `version`."""
-        if not self._keep:
-            return self._take()
+    def of(self, version: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Return the present weights, which are those of `version`.
+
+        Args:
+            dtype: the server's. Sharded weights are gathered in main memory in this dtype, and overwrite the version
+                before.
+        """
+        if self._gather is None:
+            return self._own()
         with self._lock:
-            if version != self._version:
-                self._taken, self._version = {}, None  # freed before the next are gathered
-                self._taken, self._version = self._take(), version
-            return self._taken
+            gathered, weights = self._gathered.pop(dtype, (None, {}))
+            if gathered != version:
+                weights = self._gather(self._keep(dtype))
+            self._gathered[dtype] = version, weights
+            return weights
+
+    def _keep(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        if dtype not in self._memory:
+            self._memory[dtype] = LockedMemory(bytes_for([tensor.numel() for tensor in self._own().values()], dtype))
+        memory = self._memory[dtype]
+        memory.restart()
+        # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU.
+        return lambda tensor: memory.take(tensor.shape, dtype).copy_(tensor.to(dtype))
 
     def forget(self) -> None:
-        """Drop the kept weights: they change, or the version that they were sent as was given up."""
+        """Gather again for the next server: the weights change, or the version that they were sent as was given up."""
         with self._lock:
-            self._taken, self._version = {}, None
+            self._gathered = {}
 
 
 @dataclass(frozen=True)
@@ -274,10 +290,12 @@ class BroadcastBridge(WeightBridge):
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
-        assert self._info is not None and self._sender is not None
+        assert self._info is not None and self._sender is not None and self._buckets is not None
         started = time.perf_counter()
         sender, sent = self._sender, 0.0
-        stored = self._weights.of(version)  # before the server waits: other processes may have to take part
+        stored = self._weights.of(
+            version, self._buckets.dtype
+        )  # before the server waits: other processes may have to take part
         if sender.is_ahead:
             sender.send(version, stored)
         if self._staged:

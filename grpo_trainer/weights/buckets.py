@@ -92,5 +92,7 @@ class Buckets:
         end = 0
         for span, part in self.parts(number, stored):
             start, end = span.start // self.dtype.itemsize, span.end // self.dtype.itemsize
+            if part.device != buffer_E.device:
+                part = part.to(self.dtype)  # where it is: `copy_` would cast on the CPU
             buffer_E[start:end].view(span.shape).copy_(part)
         return buffer_E[:end]

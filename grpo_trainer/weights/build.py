@@ -69,7 +69,7 @@ def build_bridge(
             return _common(config, options, policy, world, stop.check)
         case Broadcast() as options:
             assert isinstance(policy, AllWeights)
-            weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
+            weights = PresentWeights(policy.tensors, checkpoints.weights_now if checkpoints.gathers else None)
             dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
             sent, length = weights_folder(options, Path(config.log_dir).absolute()), config.model.seq_len
 

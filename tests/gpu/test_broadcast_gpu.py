@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_trainer.doctor.trials import check_nccl
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.weights.broadcast import PresentWeights
 from grpo_trainer.weights.buckets import Buckets
 from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
@@ -44,6 +45,13 @@ def test_each_version_is_served_bit_for_bit(tmp_path: Path, transport: str, stag
     with receiving(tmp_path, *FLAGS) as server:
         made = Sending(server, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
         assert_versions_arrive(server, made, "cuda_ipc" if transport == "auto" else transport)
+
+
+def test_gathered_weights_are_page_locked_and_rounded_as_a_gpu_rounds() -> None:
+    on_gpu = torch.randn(1000, device="cuda")
+    weights = PresentWeights(lambda: {"w": on_gpu}, lambda keep: {"w": keep(on_gpu)})
+    gathered = weights.of(0, torch.bfloat16)["w"]
+    assert gathered.is_pinned() and torch.equal(gathered, on_gpu.to(torch.bfloat16).cpu())
 
 
 def test_the_doctor_tries_nccl() -> None:

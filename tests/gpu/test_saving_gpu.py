@@ -12,6 +12,7 @@ import torch
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.feed import BatchFeed
+from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.types import RolloutBatch
@@ -39,6 +40,15 @@ def test_a_copy_is_page_locked_and_does_not_change_with_the_gpu() -> None:
     assert torch.equal(copy["a"], torch.arange(1 << 20, dtype=torch.float32))
     assert copy["b"].dtype == torch.bfloat16
     snapshot.close()
+
+
+def test_memory_can_be_page_locked_again_after_it_was_freed() -> None:
+    for _ in range(3):
+        memory = LockedMemory(1 << 28)
+        tensor = memory.take([1 << 20], torch.float32)
+        assert memory.is_locked
+        del memory
+        assert tensor.is_pinned()
 
 
 def test_a_background_checkpoint_resumes_weights_optimizer_and_the_gpus_generator(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Sending:
 
     def bridge_to(self, server: Serving) -> BroadcastBridge:
         """A bridge from the same weights to another server."""
-        weights = PresentWeights(self.checkpoints.weights_now, keep=False)
+        weights = PresentWeights(self.policy.tensors)
         assert isinstance(self.config.bridge, Broadcast)
         folder = self.folder / server.url.rpartition(":")[2]
         client = ServerClient(at_url(self.config.vllm, server.url))

@@ -102,7 +102,8 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 
 ROOMS = {
     "grpo_trainer": (
-        *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "main_memory", "background"),
+        *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
+        *("main_memory", "locked_memory"),
         *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
         *("model", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),

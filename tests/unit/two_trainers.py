@@ -17,6 +17,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.follower import follow
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.world import Restore, World, join
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
@@ -90,7 +91,7 @@ def train(trainer: Trainer, start: int) -> list[dict[str, float]]:
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     model = trainer.model
-    whole = trainer.shards.tensors() if trainer.shards else dict(model.named_parameters())
+    whole = trainer.shards.tensors() if isinstance(trainer.shards, CommonPasses) else dict(model.named_parameters())
     return {name: whole[name].detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
