@@ -69,16 +69,22 @@ class PresentWeights:
     """The trainer's weights by the model's names; if they are sharded over processes, gathered once for all servers.
 
     Args:
-        own: returns them where they are.
+        own: returns them where they are. Of sharded weights it is called once, here: this process must not end their
+            gathering between passes of the model that the others make as well (`state_dict` does).
         gather: gathers them, one at a time, and returns what its argument returned of each; None: they are not sharded.
     """
 
     def __init__(self, own: Callable[[], Mapping[str, Tensor]], gather: Gather | None = None) -> None:
         self._own = own
+        self._shards = {} if gather is None else own()
         self._gather = gather
         self._lock = threading.Lock()
         self._memory: dict[torch.dtype, LockedMemory] = {}
         self._gathered: dict[torch.dtype, tuple[int, Mapping[str, Tensor]]] = {}
+
+    def own(self) -> Mapping[str, Tensor]:
+        """Return this process's weights, whole or in shards."""
+        return self._shards or self._own()
 
     def of(self, version: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return the present weights, which are those of `version`.
@@ -88,7 +94,7 @@ class PresentWeights:
                 before.
         """
         if self._gather is None:
-            return self._own()
+            return self.own()
         with self._lock:
             gathered, weights = self._gathered.pop(dtype, (None, {}))
             if gathered != version:
@@ -98,7 +104,7 @@ class PresentWeights:
 
     def _keep(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         if dtype not in self._memory:
-            self._memory[dtype] = LockedMemory(bytes_for([tensor.numel() for tensor in self._own().values()], dtype))
+            self._memory[dtype] = LockedMemory(bytes_for([tensor.numel() for tensor in self.own().values()], dtype))
         memory = self._memory[dtype]
         memory.restart()
         # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU.
@@ -213,7 +219,7 @@ class BroadcastBridge(WeightBridge):
             raise BridgeError.of(problems)
 
     def _open(self, info: BridgeInfo) -> None:
-        stored = self._policy.tensors()
+        stored = self._weights.own()
         self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
         sender, opened = self._reach(Way(self._url, info, self._folder, self._buckets, stored))
         self._sender, self._channel, self._staged = sender, opened.channel, opened.staged

@@ -21,13 +21,18 @@ class Shards:
     def __init__(self) -> None:
         self.weights = {"w": torch.tensor([1.0, 1.0 + 2**-10]), "none": torch.zeros(0, 4), "v": torch.full((3, 2), 5.0)}
         self.count = 0
+        self.looks = 0
+
+    def own(self) -> Mapping[str, Tensor]:
+        self.looks += 1
+        return self.weights
 
     def gather(self, keep: Callable[[Tensor], Tensor]) -> Mapping[str, Tensor]:
         self.count += 1
         return {name: keep(tensor) for name, tensor in self.weights.items()}
 
     def present(self) -> PresentWeights:
-        return PresentWeights(lambda: self.weights, self.gather)
+        return PresentWeights(self.own, self.gather)
 
 
 def test_they_are_gathered_anew_once_they_change() -> None:
@@ -58,6 +63,7 @@ def test_they_are_rounded_to_each_servers_dtype_in_memory_that_is_used_again() -
     again = weights.of(2, torch.bfloat16)
     assert again["v"].data_ptr() == rounded["v"].data_ptr() != exact["v"].data_ptr()
     assert weights.of(1, torch.float32) is exact
+    assert weights.own() is shards.weights and shards.looks == 1
 
 
 def test_weights_of_one_process_are_never_copied() -> None:
