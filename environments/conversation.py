@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -96,14 +97,22 @@ class Conversation:
         self._experts.append(completion.routed_experts)
         self._versions += [] if completion.policy_version is None else [completion.policy_version]
 
-    def hear(self, messages: Sequence[Message]) -> None:
-        """Add the messages of a user or a tool after the policy's turn; the policy answers next."""
+    def hear(self, messages: Sequence[Message], longest: float = math.inf) -> bool:
+        """Add the messages of a user or a tool after the policy's turn; the policy answers next.
+
+        Returns:
+            Whether they leave room for an answer within `longest` tokens. If not, nothing is added, so that the last
+            message is still the policy's.
+        """
         tokens = self._tokens_after_the_turn(messages)
+        if len(self.tokens) + len(tokens) >= longest:
+            return False
         self.tokens = self.tokens + tokens
         self.trained += [False] * len(tokens)
         self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
         self._masks.append(skip(len(tokens)))
         self.messages += messages
+        return True
 
     def reward(self, value: float) -> None:
         """Reward the policy's latest turn, in addition to the score at the end."""

@@ -165,18 +165,19 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         self._check_template(opening, schemas)
         talk = Conversation(self.tokenizer, opening, schemas)
         self.check_room(talk.tokens)
-        while (room := self.config.max_token_length - len(talk.tokens)) > 0:
+        longest = self.config.max_token_length
+        while True:
+            room = longest - len(talk.tokens)
             limit = min(room, self.config.max_tokens_per_turn or room)
             (completion,) = await self.server.generate(talk.tokens, 1, self.sampling(limit))
             talk.say(completion, self.decode(completion))
             heard = await self.respond(item, talk)
-            if heard is None or talk.turns == self.config.max_turns:
+            if heard is None or talk.turns == self.config.max_turns or not talk.hear(heard, longest):
                 break
-            talk.hear(heard)
         with stage("score"):
             score = await self.scoring.within(item, self.score_conversation(item, talk))
         self.measures.add("turns", talk.turns)
-        return talk.trajectory(score, with_messages=self.config.include_messages).within(self.config.max_token_length)
+        return talk.trajectory(score, with_messages=self.config.include_messages)
 
 
 @lru_cache(maxsize=256)  # parsed from the docstring, and needed for each conversation

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
 from environments.api import wire
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
-from vllm_server.protocol import routed_experts
-from vllm_server.protocol.sampling_masks import cut, skip
+from vllm_server.protocol.sampling_masks import skip
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` and further keys of a chat template."""
@@ -82,21 +81,6 @@ class Trajectory:
             cuts=completion.cuts,
             sampling_masks=None if masks is None else skip(len(prompt)) + masks,
             routed_experts=completion.routed_experts,
-        )
-
-    def within(self, length: int) -> Trajectory:
-        """Return the trajectory truncated to `length` tokens: the last message may have left no room for an answer."""
-        if length >= len(self.tokens):
-            return self
-        rewards = tuple(replace(reward, end=min(reward.end, length)) for reward in self.turn_rewards)
-        return replace(
-            self,
-            tokens=self.tokens[:length],
-            trained=self.trained[:length],
-            rollout_logprobs=self.rollout_logprobs[:length],
-            turn_rewards=rewards,
-            sampling_masks=None if self.sampling_masks is None else cut(self.sampling_masks, length),
-            routed_experts=None if self.routed_experts is None else routed_experts.cut(self.routed_experts, length),
         )
 
 

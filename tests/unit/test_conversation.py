@@ -118,8 +118,6 @@ def test_masks_stand_where_the_policy_spoke(tokenizer: Qwen2Tokenizer) -> None:
     second_of_each = [place for place, trained in enumerate(made.trained) if trained][1::2]
     assert [*np.flatnonzero(masks.counts_T)] == second_of_each and masks.ids_M.tolist() == [8, 9, 8, 9]
     assert not masks.forbid(np.array(made.tokens)).any()
-    short = made.within(second_of_each[1])
-    assert decode(short.sampling_masks or b"", len(short.tokens)).ids_M.tolist() == [8, 9]
     without = said(True, False)
     assert without.sampling_masks is None and without.cuts == {"top_k": 2}
 
@@ -288,10 +286,23 @@ def test_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
     assert len(prompts) == 3
     env, prompts = sums(tokenizer, [CALL] * 9)
     asyncio.run(env.collect_trajectories(5))
-    first, second = (len(tokenizer.encode(prompt)) for prompt in prompts[:2])
-    env, prompts = sums(tokenizer, [CALL] * 9, max_token_length=second - 3)  # the tool's answer leaves no room
-    group = asyncio.run(env.collect_trajectories(5))
-    assert group is not None and len(prompts) == 1 and len(group.tokens[0]) == second - 3 > first
+    second = len(tokenizer.encode(prompts[1]))
+    for longest in (second - 3, second):  # the tool's answer leaves no room
+        env, prompts = sums(tokenizer, [CALL] * 9, max_token_length=longest)
+        group = asyncio.run(env.collect_trajectories(5))
+        assert group is not None and len(prompts) == 1
+        assert group.tokens[0] == tokenizer.encode(prompts[0] + CALL)
+
+
+def test_what_a_tool_said_last_is_no_answer_of_the_policy(tokenizer: Qwen2Tokenizer) -> None:
+    """The tool's result is the right answer; the policy has no room left to give one."""
+    env, prompts = sums(tokenizer, [CALL.replace("3", "4"), "It is 6." + END])
+    asyncio.run(env.collect_trajectories(6))
+    room = len(tokenizer.encode(prompts[1]))
+    env, prompts = sums(tokenizer, [CALL.replace("3", "4")], max_token_length=room)
+    group = asyncio.run(env.collect_trajectories(6))
+    assert group is not None and len(prompts) == 1 and group.scores == [0.0]
+    assert group.messages is not None and group.messages[0][-1]["role"] == "assistant"
 
 
 def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:

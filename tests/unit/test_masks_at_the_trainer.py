@@ -83,12 +83,6 @@ def test_how_tokens_were_sampled_is_said_once_or_for_each() -> None:
     assert mixed.overrides == [{"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.9}]
 
 
-def test_a_truncated_trajectory_has_truncated_masks() -> None:
-    short = [Trajectory.of(one, 0.0).within(3) for one in (FIRST, SECOND)]
-    for sample, counts in zip(group(scored_group(short)).samples, ([0, 0, 2], [0, 0, 1]), strict=True):
-        assert sample.masks is not None and sample.masks.counts_T.tolist() == counts
-
-
 # ---------------------------------------------------------------- groups that can't be trained on
 
 

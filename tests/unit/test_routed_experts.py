@@ -29,7 +29,7 @@ from grpo_trainer.rollouts.filter import misfit
 from vllm_server import routed_experts, sampling_masks
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
-from vllm_server.protocol.routed_experts import RoutedShape, cut, joined, pack, unpack
+from vllm_server.protocol.routed_experts import RoutedShape, joined, pack
 from vllm_server.routes import generate
 from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _attends_to_all, _keep
 from vllm_server.worker.sampling_masks import KeptTensors, bits_of
@@ -72,7 +72,6 @@ def test_turns_of_a_conversation() -> None:
     assert joined([first, second]) == pack(SHAPE, rows(1, 2, 3, 4))
     assert joined([first, None]) is None and joined([]) is None
     assert joined([first, pack(RoutedShape(1, 3, 8), rows(1))]) is None
-    assert cut(first, 1) == pack(SHAPE, rows(1)) and unpack(cut(first, 9)) == (SHAPE, rows(1, 2))
 
 
 # ---------------------------------------------------------------- from the worker to the server's process

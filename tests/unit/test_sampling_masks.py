@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
 from vllm_server.errors import ServeError
-from vllm_server.protocol.sampling_masks import cut, skip
+from vllm_server.protocol.sampling_masks import skip
 from vllm_server.sampling_masks import encode
 
 Rows = list[list[int]]
@@ -54,13 +54,6 @@ def test_what_is_joined_comes_back(first: Rows, second: Rows, prompt: int, heard
     data = skip(prompt) + encoded(first) + skip(heard) + encoded(second)
     wanted = [[]] * prompt + first + [[]] * heard + second
     assert rows_of(decode(data, len(wanted))) == wanted
-
-
-@given(completions, st.integers(0, 5), st.data())
-def test_masks_are_cut(rows: Rows, prompt: int, data: Any) -> None:
-    wanted = [[]] * prompt + rows
-    length = data.draw(st.integers(1, len(wanted)))
-    assert rows_of(decode(cut(skip(prompt) + encoded(rows), length), length)) == wanted[:length]
 
 
 @given(completions, st.data())

@@ -55,16 +55,6 @@ def unpack(data: bytes) -> tuple[RoutedShape, bytes]:
     return shape, rows
 
 
-def cut(data: bytes, length: int) -> bytes:
-    """Return the rows of the first `length` tokens.
-
-    Args:
-        data: well-formed routed experts.
-    """
-    shape, rows = unpack(data)
-    return pack(shape, rows[: length * shape.row_bytes])
-
-
 def joined(turns: Sequence[bytes | None]) -> bytes | None:
     """Return the rows of a conversation from those of its turns, each of which begins with all turns before it.
 

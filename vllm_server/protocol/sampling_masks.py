@@ -14,8 +14,6 @@ and 1 to 3 bytes for an id. `vllm_server.sampling_masks` encodes, `grpo_trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 LONGEST = 5
 """Bytes of the largest number, below 2**35."""
 
@@ -25,26 +23,6 @@ def skip(positions: int) -> bytes:
     return _number(positions) + b"\0"
 
 
-def cut(masks: bytes, length: int) -> bytes:
-    """Return the masks of the first `length` positions.
-
-    Args:
-        masks: well-formed masks of `length` positions or more.
-    """
-    numbers, blocks, room = _numbers(masks), bytearray(), length
-    for skipped in numbers:
-        counts = [next(numbers) for _ in range(next(numbers))]
-        rows = [[next(numbers) for _ in range(count)] for count in counts]
-        skipped = min(skipped, room)
-        kept = min(len(counts), room - skipped)
-        room -= skipped + kept
-        for number in (skipped, kept, *counts[:kept], *(gap for row in rows[:kept] for gap in row)):
-            blocks += _number(number)
-        if not room:
-            break
-    return bytes(blocks)
-
-
 def _number(value: int) -> bytes:
     written = bytearray()
     while value >= 0x80:
@@ -52,13 +30,3 @@ def _number(value: int) -> bytes:
         value >>= 7
     written.append(value)
     return bytes(written)
-
-
-def _numbers(data: bytes) -> Iterator[int]:
-    value, shift = 0, 0
-    for byte in data:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            yield value
-            value, shift = 0, 0
