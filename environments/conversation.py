@@ -116,7 +116,7 @@ class Conversation:
 
     def reward(self, value: float) -> None:
         """Reward the policy's latest turn, in addition to the score at the end."""
-        self._turn_rewards.append(TurnReward(len(self.tokens), value))
+        self._turn_rewards.append(TurnReward(len(self.tokens), float(value)))
 
     def trajectory(self, score: float, *, with_messages: bool = True) -> Trajectory:
         """Return the whole conversation with a score for its end, to which the turns' rewards are added."""

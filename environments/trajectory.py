@@ -115,7 +115,7 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
             [token if trained else wire.IGNORED for token, trained in zip(t.tokens, t.trained, strict=True)]
             for t in trajectories
         ],
-        scores=[trajectory.score for trajectory in trajectories],
+        scores=[float(trajectory.score) for trajectory in trajectories],  # True, and numbers of numpy, too
         advantages=turn_advantages(trajectories),
         inference_logprobs=[trajectory.rollout_logprobs for trajectory in trajectories],
         policy_versions=versions if len(versions) == len(trajectories) else None,

@@ -200,4 +200,4 @@ async def evaluate(env: BaseEnv[Any, Any]) -> None:
     """Print the environment's metrics as one line of JSON."""
     await env.setup()
     metrics = await env.evaluate()
-    print(json.dumps({"env": env.name, **metrics}), flush=True)
+    print(json.dumps({"env": env.name, **metrics}, default=float), flush=True)

@@ -76,7 +76,7 @@ class JsonlSink(JsonlFile):
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Write one line."""
-        self.write(json.dumps({"step": step, **data}).encode())
+        self.write(json.dumps({"step": step, **data}, default=float).encode())
 
     def finish(self) -> None:
         """Close the file."""

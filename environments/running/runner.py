@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -59,6 +60,8 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
         return f"{len(group.tokens)} sequences for {expected}"
     if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
         return "no token to train on: all completions are empty"
+    if not all(map(math.isfinite, group.scores)):
+        return "a score that is not finite"
     if config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
         return ALL_EQUAL
     if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:

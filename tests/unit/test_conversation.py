@@ -307,6 +307,7 @@ def test_what_a_tool_said_last_is_no_answer_of_the_policy(tokenizer: Qwen2Tokeni
 
 def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:
     made = talk(tokenizer, "one" + END, "two" + END)
-    made.reward(0.5)
+    half: Any = np.float32(0.5)  # rewards are any kind of number
+    made.reward(half)
     group = scored_group([made.trajectory(1.0), talk(tokenizer, "a" + END).trajectory(0.0)])
     assert wire.unpack(read_one(wire.encode(group), wire.JSON).group).masks == group.masks

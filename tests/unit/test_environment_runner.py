@@ -4,9 +4,11 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from environments.api import wire
@@ -48,6 +50,7 @@ def group(
         (group((1.0, 0.0, 1.0)), {}, "3 sequences for 2"),
         (group(length=16), {}, None),
         (group(length=17), {}, "longer than the trainer's 16 tokens"),
+        (group((float("nan"), 0.0)), {}, "a score that is not finite"),
         (group(trained=False), {}, "no token to train on: all completions are empty"),
     ],
 )
@@ -453,14 +456,14 @@ def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
     async def scene() -> None:
         service = await started()
 
-        async def nan(item: int) -> wire.ScoredData:
-            return group((float("nan"), 0.0))
+        async def negative(item: int) -> wire.ScoredData:
+            return msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
 
-        await asyncio.wait_for(serving(Sums(config(), nan), service, asyncio.Event()), 20)
+        await asyncio.wait_for(serving(Sums(config(), negative), service, asyncio.Event()), 20)
 
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(scene())
-    assert "scores[0]" in error.value.got and "16 " in error.value.summary
+    assert "tokens[1][2]" in error.value.got and "16 " in error.value.summary
 
 
 def test_a_group_larger_than_the_batch_is_refused() -> None:
@@ -473,12 +476,20 @@ def test_a_group_larger_than_the_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asked_by", ["the environment", "the trainer"])
-def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_is_told_every_so_many_steps(
+    asked_by: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    class Single(Sums):
+        """Its figures are of numpy's single precision, which JSON does not know."""
+
+        async def evaluate(self) -> dict[str, Any]:
+            return {"accuracy": np.float32(0.5)}
+
     async def scene() -> None:
         own = asked_by == "the environment"
         service = await started(TRAINER if own else msgspec.structs.replace(TRAINER, eval_every=2))
-        settings = config(steps_per_eval=2 if own else 0)
-        task = asyncio.create_task(serving(Sums(settings, plain), service, asyncio.Event()))
+        settings = config(steps_per_eval=2 if own else 0, metrics_path=tmp_path / "metrics.jsonl")
+        task = asyncio.create_task(serving(Single(settings, plain), service, asyncio.Event()))
         for _ in range(3):
             step = service.status().current_step
             await train(service, steps=1)
@@ -486,6 +497,7 @@ def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.Lo
         await asyncio.wait_for(task, 10)
         (evaluation,) = service.evaluations_after(0).evaluations
         assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
+        assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
         assert not service.evaluations_after(evaluation.number).evaluations
 
     with caplog.at_level(logging.INFO):
