@@ -218,14 +218,16 @@ class BaseEnv(ABC, Generic[Item, Config]):
             )
 
     def decode(self, completion: Completion) -> str:
-        """Return a completion's text without its end token.
+        """Return a completion's text without its end token: the special token at which sampling stopped.
 
-        Other special tokens stay visible: a policy must not be rewarded for tokens that the score does not see.
+        Models may have several, and the end of a turn need not be the tokenizer's `eos_token` (Gemma, Phi-3). Other
+        special tokens stay visible: a policy must not be rewarded for tokens that the score does not see.
         """
         token_ids = completion.token_ids
         if not token_ids:  # a server without token ids: enough for an evaluation
             return completion.text
-        if token_ids[-1] == self.tokenizer.eos_token_id:
+        last = token_ids[-1:]
+        if completion.finish_reason != "length" and not self.tokenizer.decode(last, skip_special_tokens=True):
             token_ids = token_ids[:-1]
         return self._text(tuple(token_ids))
 

@@ -65,6 +65,26 @@ def test_the_guides_environment_scores_and_evaluates(
     assert json.loads(capsys.readouterr().out) == {"env": "tens", "accuracy": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("said", "finish_reason", "text"),
+    [
+        ("46<|endoftext|>", "stop", "46"),
+        ("46<end_of_turn>", "stop", "46"),
+        ("46<end_of_turn>", "length", "46<end_of_turn>"),
+        ("4<end_of_turn>6<|endoftext|>", "stop", "4<end_of_turn>6"),
+        ("46\n", "stop", "46\n"),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_not_scored(
+    tens: type[BaseEnv[Any]], said: str, finish_reason: str, text: str
+) -> None:
+    """As in Gemma and Phi-3, the end of a turn is another token than the tokenizer's `eos_token`."""
+    env = build(tens)
+    env.tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    ids = env.tokenizer.encode(said)
+    assert env.decode(Completion([1], ids, [-0.5] * len(ids), "", finish_reason, 1)) == text
+
+
 def test_messages_go_through_the_chat_template_and_may_be_left_out(tens: type[BaseEnv[Any]]) -> None:
     env = build(tens, include_messages=False)
     chat = [{"role": "system", "content": "Say "}, {"role": "user", "content": "Paris"}]
