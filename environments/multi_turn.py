@@ -29,10 +29,10 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Generic
 
+import msgspec
 from pydantic import Field
 from typing_extensions import TypeVar
 
@@ -64,12 +64,11 @@ class MultiTurnConfig(BaseEnvConfig):
 Config = TypeVar("Config", bound=MultiTurnConfig, default=MultiTurnConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True):
     """A call that the policy wrote."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None = None
 
 
 def tool_calls(text: str) -> list[ToolCall | str]:
@@ -78,9 +77,8 @@ def tool_calls(text: str) -> list[ToolCall | str]:
     for part in text.split(CALL_OPENS)[1:]:
         body = part.partition(CALL_CLOSES)[0]
         try:
-            call = json.loads(body)
-            found.append(ToolCall(call["name"], dict(call.get("arguments") or {})))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            found.append(msgspec.json.decode(body, type=ToolCall))
+        except (msgspec.DecodeError, RecursionError):
             found.append(f"not a tool call: {body.strip()[:200]!r}; write {{'name': …, 'arguments': {{…}}}} in JSON")
     return found
 
@@ -130,7 +128,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
 
     async def _call(self, tool: Tool, call: ToolCall) -> str:
         try:
-            result = await self.threads.call(partial(tool, **call.arguments), timeout=self.config.tool_timeout)
+            result = await self.threads.call(partial(tool, **(call.arguments or {})), timeout=self.config.tool_timeout)
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # the policy chose the arguments, so it gets the error to read
             return f"{type(error).__name__}: {error}"

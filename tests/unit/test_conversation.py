@@ -174,17 +174,24 @@ def test_without_rewards_of_turns_the_trainer_makes_the_advantages() -> None:
     [
         ("no", []),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ToolCall("add", {"a": 1})]),
-        ('<tool_call>\n{"name": "now"}\n</tool_call> and', [ToolCall("now", {})]),
+        ('<tool_call>\n{"name": "now"}\n</tool_call> and', [ToolCall("now")]),
     ],
 )
 def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
     assert tool_calls(text) == calls
 
 
-@pytest.mark.parametrize("body", ["add(1)", "[1]", '{"arguments": {}}', '{"name": "add", "arguments": 3}', ""])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("add(1)", "[1]", '{"arguments": {}}', '{"name": "add", "arguments": 3}', "", '{"name": ["add"]}'),
+        *('{"name": "add\\ud800"}', '{"name": "add", "arguments": {"a": "\\ud800"}}'),  # half a character: no UTF-8
+        '{"name": "add", "arguments": {"a": ' + "[" * 100_000,
+    ],
+)
 def test_what_is_no_call_is_told(body: str) -> None:
     (said,) = tool_calls(f"<tool_call>{body}</tool_call>")
-    assert isinstance(said, str) and repr(body) in said
+    assert isinstance(said, str) and repr(body[:200]) in said
 
 
 def add(a: int, b: int) -> int:
