@@ -15,14 +15,13 @@ import logging
 import reprlib
 import signal
 import threading
-import time
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
 from environments import stacks
-from environments.threads import WORKERS, run
+from environments.threads import CLOCK, Clock, run
 from grpo_common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class _Scored:
 
     Attributes:
         thread: ident of the thread of its event loop.
-        workers: idents of the threads that currently work for it.
+        clock: its age, and the threads that work for it.
         given_up: its task was cancelled.
         over: it has ended, with or without a result.
     """
@@ -61,16 +60,15 @@ class _Scored:
         self.loop = asyncio.get_running_loop()
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
         self.thread = threading.get_ident()
-        self.workers: set[int] = set()
+        self.clock = Clock()
         self.given_up = self.over = False
         self._item = item
         self._limit = limit
-        self._began = time.monotonic()
 
     @property
     def age(self) -> float:
-        """Return the seconds since it began."""
-        return time.monotonic() - self._began
+        """Return the seconds that it has taken, without those in which it waited for a thread."""
+        return self.clock.seconds
 
     def error(self) -> ScoreTimeout:
         """Return the error for a group that is given up."""
@@ -118,7 +116,7 @@ class Scoring:
         """
         limit = asyncio.timeout(None)
         scored = _Scored(item, self._seconds, limit)
-        tokens = _CURRENT.set(scored), WORKERS.set(scored.workers)
+        tokens = _CURRENT.set(scored), CLOCK.set(scored.clock)
         try:
             async with limit:
                 self._enter(scored)
@@ -130,7 +128,7 @@ class Scoring:
         finally:
             self._leave(scored)
             _CURRENT.reset(tokens[0])
-            WORKERS.reset(tokens[1])
+            CLOCK.reset(tokens[1])
         self._reported = False
         return result
 
@@ -231,6 +229,6 @@ def _moves(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _where(scored: _Scored) -> str:
     """Return the stacks of the threads that work for a group; without such threads, that of its task."""
-    found = filter(None, (stacks.of_thread(ident, run.__code__) for ident in tuple(scored.workers)))
+    found = filter(None, (stacks.of_thread(ident, run.__code__) for ident in tuple(scored.clock.workers)))
     task = "" if scored.task is None else stacks.of_task(scored.task, Scoring.within.__code__)
     return "\n".join(found) or task

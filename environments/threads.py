@@ -11,16 +11,55 @@ import contextvars
 import inspect
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 log = logging.getLogger(__name__)
 
-WORKERS: ContextVar[set[int] | None] = ContextVar("workers", default=None)
-"""Threads of the current context add their ident here while they work."""
+
+class Clock:
+    """The time that some work takes. While all its calls wait for a thread, the clock stands still.
+
+    Attributes:
+        workers: idents of the threads that currently work for it.
+    """
+
+    def __init__(self) -> None:
+        self.workers: set[int] = set()
+        self._began = time.monotonic()
+        self._stopped: float | None = None
+        self._calls = self._waiting = 0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since it began."""
+        return (self._stopped or time.monotonic()) - self._began
+
+    @contextmanager
+    def count(self, *, calls: int = 0, waiting: int = 0) -> Iterator[None]:
+        """Count calls, and those of them that wait."""
+        self._change(calls, waiting)
+        try:
+            yield
+        finally:
+            self._change(-calls, -waiting)
+
+    def _change(self, calls: int, waiting: int) -> None:
+        self._calls += calls
+        self._waiting += waiting
+        if 0 < self._waiting == self._calls:
+            self._stopped = self._stopped or time.monotonic()
+        elif self._stopped is not None:
+            self._began += time.monotonic() - self._stopped
+            self._stopped = None
+
+
+CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
+"""The clock of the current context's work."""
 
 
 class Threads:
@@ -47,19 +86,28 @@ class Threads:
         """
         if inspect.iscoroutinefunction(function):
             return await _within(timeout, function(*args))
-        async with self._slots:
-            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            inside = contextvars.copy_context().run
-            name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
-            threading.Thread(target=inside, args=(run, done, function, args), name=name, daemon=True).start()
+        clock = CLOCK.get() or Clock()
+        with clock.count(calls=1):
+            with clock.count(waiting=1):
+                await self._slots.acquire()
             try:
-                result = await _within(timeout, done)
-            except TimeoutError:
-                if done.cancelled():  # otherwise the function itself raised it
-                    self._left_behind += 1
-                    log.warning("%s did not return in time; threads left behind so far: %d", name, self._left_behind)
-                raise
+                result = await self._in_a_thread(function, args, timeout)
+            finally:
+                self._slots.release()
         return await _within(timeout, result) if inspect.isawaitable(result) else result
+
+    async def _in_a_thread(self, function: Callable[..., Any], args: Any, timeout: float | None) -> Any:
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        inside = contextvars.copy_context().run
+        name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
+        threading.Thread(target=inside, args=(run, done, function, args), name=name, daemon=True).start()
+        try:
+            return await _within(timeout, done)
+        except TimeoutError:
+            if done.cancelled():  # otherwise the function itself raised it
+                self._left_behind += 1
+                log.warning("%s did not return in time; threads left behind so far: %d", name, self._left_behind)
+            raise
 
 
 async def _within(seconds: float | None, work: Any) -> Any:
@@ -75,16 +123,16 @@ async def _within(seconds: float | None, work: Any) -> Any:
 
 def run(done: asyncio.Future[Any], function: Callable[..., Any], args: Any) -> None:
     """Call a function in this thread, and set the future's result in its event loop."""
-    workers, own = WORKERS.get(), threading.get_ident()
-    if workers is not None:
-        workers.add(own)
+    clock, own = CLOCK.get(), threading.get_ident()
+    if clock is not None:
+        clock.workers.add(own)
     try:
         result, error = function(*args), None
     except BaseException as raised:  # every error goes to the caller: a thread has no other way to report it
         result, error = None, raised
     finally:
-        if workers is not None:
-            workers.discard(own)
+        if clock is not None:
+            clock.workers.discard(own)
     with suppress(RuntimeError):  # the loop has closed, so no task waits for the result
         done.get_loop().call_soon_threadsafe(_settle, done, result, error)
 

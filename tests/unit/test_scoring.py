@@ -85,6 +85,33 @@ def test_a_group_is_given_up_and_the_log_says_which_and_where(
     assert "run_until_complete" not in said, "the stack begins at the scoring"
 
 
+def test_a_group_is_not_given_up_for_waiting_for_a_thread() -> None:
+    """Each of 16 groups has the only thread for a tenth of its time: the last ones wait longer than their time."""
+
+    async def scene() -> list[Any]:
+        watched, threads = Scoring(10 * SECONDS), Threads(1)
+        groups = (watched.within(item, threads.call(time.sleep, SECONDS)) for item in range(16))
+        return await asyncio.gather(*groups)
+
+    assert asyncio.run(scene()) == [None] * 16
+
+
+def test_a_group_whose_thread_hangs_is_given_up_though_others_of_its_calls_wait() -> None:
+    async def scene() -> None:
+        over, threads = threading.Event(), Threads(1)
+
+        async def score() -> None:
+            await asyncio.gather(threads.call(over.wait), threads.call(time.sleep, 0))
+
+        try:
+            with pytest.raises(ScoreTimeout):
+                await Scoring(SECONDS).within("item 7", score())
+        finally:
+            over.set()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.usefixtures("_interrupts")
 @pytest.mark.parametrize("waiting", [False, True])
 def test_code_that_blocks_the_event_loop_is_interrupted(waiting: bool, caplog: pytest.LogCaptureFixture) -> None:
