@@ -67,7 +67,7 @@ class _Scored:
 
     @property
     def age(self) -> float:
-        """Return the seconds that it has taken, without those in which it waited for a thread."""
+        """Return the seconds that it has taken, without those in which it waited for a thread or a judge."""
         return self.clock.seconds
 
     def error(self) -> ScoreTimeout:

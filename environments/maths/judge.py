@@ -13,6 +13,7 @@ from pathlib import Path
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
+from environments.threads import CLOCK, Clock
 
 WORKER = "environments.maths.judge_worker"
 START_LIMIT_S = 120.0
@@ -64,7 +65,15 @@ class MathJudge:
 
     async def judge(self, gold: str, answer: str, form: AnswerForm) -> Verdict:
         """Return the verdict on one answer. Wait for a free worker, but at most `limit_s` for its verdict."""
-        worker = await self._idle.get()
+        clock = CLOCK.get() or Clock()
+        with clock.count(calls=1):
+            with clock.count(waiting=1):
+                worker = await self._idle.get()
+            return await self._judge(worker, gold, answer, form)
+
+    async def _judge(
+        self, worker: asyncio.subprocess.Process | None, gold: str, answer: str, form: AnswerForm
+    ) -> Verdict:
         request = {"gold": gold, "answer": answer[-LONGEST_ANSWER:], "form": form}
         reply = b""
         try:
