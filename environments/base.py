@@ -33,7 +33,7 @@ from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, PromptTooLong
-from environments.items import Shuffled
+from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
 from environments.scoring import Scoring
@@ -114,14 +114,14 @@ class BaseEnv(ABC, Generic[Item, Config]):
     def state(self) -> dict[str, Any]:
         """Return what to save with the trainer's checkpoints, as JSON values; empty to save nothing.
 
-        By default it is the position in `items`, if they are `Shuffled`.
+        By default it is the position in `items`, if they are `Shuffled` or a `Stream`.
         """
         items = getattr(self, "items", None)
-        return {"position": items.position} if isinstance(items, Shuffled) else {}
+        return {"position": items.position} if isinstance(items, Shuffled | Stream) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved `state` in a resumed run; called after `setup`."""
-        if isinstance(items := getattr(self, "items", None), Shuffled):
+        if isinstance(items := getattr(self, "items", None), Shuffled | Stream):
             items.position = state["position"]
 
     async def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -38,3 +39,32 @@ class Shuffled(Generic[Item]):
             self._epoch, self._order = epoch, order.sample(range(len(self._items)), len(self._items))
         self.position += 1
         return self._items[self._order[place]]
+
+
+class Stream(Generic[Item]):
+    """The items of an iterable in its own order, such as a generator's, and the position in them.
+
+    A resumed run draws those that it has had again, and drops them: they must be the same ones each time.
+    """
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
+        self._position = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        item = next(self._items)
+        self._position += 1
+        return item
+
+    @property
+    def position(self) -> int:
+        """The number of items so far; it can only be raised."""
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        for _ in islice(self, position - self._position):
+            pass

@@ -31,7 +31,7 @@ from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
-from environments.items import Shuffled
+from environments.items import Shuffled, Stream
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.errors import UserError
 
@@ -115,7 +115,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         taskset, count = self.environment.taskset, self.config.eval_tasks
         if not taskset.bounded:
             stream = iter(taskset)
-            return stream, list(itertools.islice(stream, count))
+            held_out = list(itertools.islice(stream, count))
+            return Stream(stream), held_out
         tasks = list(taskset)
         if not tasks:
             raise ConfigError(
