@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
@@ -192,4 +193,5 @@ def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     config.save_pretrained(folder)
     generation = model.generation_config
     if generation is not None and not getattr(generation, "_from_model_config", True):
-        generation.save_pretrained(folder)
+        # `save_pretrained` refuses what released models have, such as a temperature without `do_sample`.
+        generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])

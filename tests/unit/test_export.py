@@ -178,9 +178,10 @@ def test_a_generation_config_goes_along_only_if_the_model_came_with_one(tmp_path
     model = tiny_qwen()
     export_model(model, None, tmp_path / "without", torch.float32)
     assert not (tmp_path / "without" / "generation_config.json").exists()
-    model.generation_config = GenerationConfig(eos_token_id=7)
+    model.generation_config = GenerationConfig(eos_token_id=7, temperature=0.6)  # of which transformers says: invalid
     export_model(model, None, tmp_path / "with", torch.float32)
-    assert json.loads((tmp_path / "with" / "generation_config.json").read_text())["eos_token_id"] == 7
+    written = json.loads((tmp_path / "with" / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["temperature"]) == (7, 0.6)
 
 
 def test_weights_that_are_packed_in_fewer_bits_are_refused(tmp_path: Path) -> None:
