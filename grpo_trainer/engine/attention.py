@@ -326,6 +326,8 @@ def why_not(config: Any, seq_len: int) -> str | None:
         return f"it has layers of another kind ({', '.join(others)})"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"
+    if getattr(config, "v_head_dim", None) is not None:
+        return "its values have another head size than its queries"
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size % 8 or size > LARGEST_HEAD:

@@ -168,6 +168,13 @@ def test_logits_on_a_cpu_are_exact_where_it_is_asked_for(asked: str, wanted: tor
     assert plan.rows(1000) == plan.chunk_bytes // (1000 * wanted.itemsize) // 128 * 128
 
 
+LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+}
+"""Latent attention: queries and keys of 32, values of 16."""
+
+
 CAPPED = {"head_dim": 8, "final_logit_softcapping": 30.0}
 
 
@@ -200,6 +207,7 @@ def test_a_models_own_logits_are_exact_too(kind: str, changes: dict[str, Any], m
         ("mistral", {"sliding_window": 8}, "window 8"),
         ("gemma2", {"head_dim": 8}, "Gemma2ForCausalLM caps"),
         ("qwen2", {"hidden_size": 16}, "heads size 4"),
+        ("deepseek_v3", LATENT, "values head size"),
         ("granite", {"logits_scaling": 4.0}, f"GraniteForCausalLM {MORE_THAN_HEAD}"),
         ("cohere", {}, f"CohereForCausalLM {MORE_THAN_HEAD}"),
     ],
