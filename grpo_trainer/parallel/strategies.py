@@ -58,7 +58,7 @@ class Replicas(ParallelStrategy):
         self._world.sum_gradients(self.parameters)
 
     def clip(self, limit: float) -> float:
-        return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        return self._world.clip(self.parameters, limit, self.parameters if self._world.leads else [])
 
     def check(self, samples: Sequence[Tensor]) -> None:
         self._world.check_agreement(samples)

@@ -273,8 +273,11 @@ class World:
         """
         gradients = [own.grad for own in parameters if own.grad is not None]
         own_part = parameters if counted is None else counted
-        squares = [own.grad.float().square().sum() for own in own_part if own.grad is not None]
-        norm = math.sqrt(sum(self.gather(float(sum(squares)) if squares else 0.0)))
+        summed = [own.grad for own in own_part if own.grad is not None]
+        # In fp32, as the norm of gradients in 16 bits would be rounded to 16 bits.
+        norms = torch._foreach_norm(summed, 2, torch.float32) if summed else []  # pyright: ignore[reportPrivateImportUsage]
+        own_square = float(torch.stack(list(norms)).double().square().sum()) if summed else 0.0
+        norm = math.sqrt(sum(self.gather(own_square)))
         if norm > limit:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
         return norm

@@ -296,8 +296,8 @@ def test_a_stop_after_the_first_update_waits_for_the_last() -> None:
 def test_a_step_counts_as_landed_if_one_of_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(TinyModel(), config(loss={"updates_per_batch": 3}))
     norms = iter([1.0, math.nan, 1.0])
-    clip = torch.nn.utils.clip_grad_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * next(norms))
+    clip = trainer.holding.clip
+    monkeypatch.setattr(trainer.holding, "clip", lambda limit: clip(limit) * next(norms))
     result = trainer.step(rollouts(), 0)
     assert result.updated and reduce(result.metrics)["train/skipped"] == 1
 
@@ -416,3 +416,11 @@ def test_gradients_in_float32_on_request() -> None:
     trainer.optimizer.prepare = look  # type: ignore[method-assign]
     assert trainer.step(rollouts(), 0).updated
     assert set(dtypes) == {torch.float32} and all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits() -> None:
+    trainer = Trainer(TinyModel().to(torch.bfloat16), config())
+    for parameter in trainer.parameters:
+        parameter.grad = torch.randn_like(parameter)
+    exact = torch.cat([p.grad.double().flatten() for p in trainer.parameters if p.grad is not None]).norm().item()
+    assert trainer.holding.clip(math.inf) == pytest.approx(exact, rel=1e-6)
