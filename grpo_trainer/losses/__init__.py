@@ -237,7 +237,7 @@ def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
         "logprobs/rollout_mean": Mean(torch.where(known_N, inputs.rollout_logprobs_N, 0.0).sum(), count),
         "alignment/logprob_diff_mean": Mean(gap_N.abs().sum(), count),
         "alignment/logprob_diff_max": Max(gap_N.abs().max() if gap_N.numel() else 0.0),
-        "alignment/kl_rollout": Mean(divergence(-gap_N, torch.zeros_like(gap_N), "k3").sum(), count),
+        "alignment/kl_rollout": Mean(divergence(gap_N, torch.zeros_like(gap_N), "k3").sum(), count),
         "alignment/ess": EffectiveShare(ratio_N.sum(), ratio_N.square().sum(), count),
     }
 

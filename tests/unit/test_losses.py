@@ -215,9 +215,17 @@ def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
     numbers = reduce(batch_loss(inputs([one([-1.0], roll=[-1.5]), one([-2.0])], LossConfig()), LossConfig()).metrics)
     assert numbers["alignment/logprob_diff_mean"] == pytest.approx(0.5)
     assert numbers["alignment/logprob_diff_max"] == pytest.approx(0.5)
-    # k3 with x = lp - roll = 0.5: exp(-0.5) + 0.5 - 1 = 0.10653
-    assert numbers["alignment/kl_rollout"] == pytest.approx(0.10653, abs=1e-5)
+    # k3 of tokens that the server sampled, with x = roll - lp = -0.5: exp(0.5) - 0.5 - 1 = 0.14872
+    assert numbers["alignment/kl_rollout"] == pytest.approx(0.14872, abs=1e-5)
     assert numbers["logprobs/rollout_mean"] == -1.5 and numbers["logprobs/trainer_mean"] == -1.5
+
+
+def test_the_mean_kl_of_samples_is_the_divergence_of_the_server_from_the_trainer() -> None:
+    server, trainer = [0.5, 0.25, 0.25], [0.125, 0.125, 0.75]  # two of four tokens are the first, one each the others
+    rows = [one([math.log(trainer[at])], roll=[math.log(server[at])]) for at in (0, 0, 1, 2)]
+    exact = sum(p * math.log(p / q) for p, q in zip(server, trainer, strict=True))
+    numbers = reduce(batch_loss(inputs(rows, LossConfig()), LossConfig()).metrics)
+    assert numbers["alignment/kl_rollout"] == pytest.approx(exact)
 
 
 def test_the_effective_sample_size_is_that_of_the_ratios_before_the_first_update() -> None:
