@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
@@ -60,6 +61,22 @@ def remove_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
+def fix_long_rope(model: PreTrainedModel, seq_len: int) -> None:
+    """Let rotary embeddings of the kind longrope use the factors for long texts in each pass if texts may be long.
+
+    transformers chooses the factors in each pass by the longest text in it, so the logprobs of a text would depend on
+    those beside it. vLLM chooses them once, by the longest text that it serves.
+    """
+    for module in model.modules():
+        rope: Any = module
+        if getattr(rope, "rope_type", None) != "longrope":
+            continue
+        if seq_len > rope.config.rope_parameters["original_max_position_embeddings"]:
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=seq_len)
+            rope.inv_freq.copy_(frequencies)
+            rope.rope_type = "default"  # nothing is chosen in a pass
+
+
 def check_attention(found: Any, wanted: str) -> None:
     """Refuse an attention implementation that would silently leave out part of the model.
 
@@ -108,6 +125,7 @@ def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Put a model into training mode, without dropout, with every parameter frozen."""
     model.requires_grad_(False)
     remove_dropout(model)
+    fix_long_rope(model, config.seq_len)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()  # only reentrant checkpoints need it

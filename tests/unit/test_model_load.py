@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
+from transformers import BertConfig, Phi3Config, Phi3ForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
 
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig
@@ -28,6 +29,27 @@ def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None
     assert model.training
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize(("seq_len", "factor"), [(16, 1.0), (64, 4.0)])
+def test_long_rope_has_one_kind_of_factors_whatever_stands_beside_a_text(
+    seq_len: int, factor: float, tmp_path: Path
+) -> None:
+    def phi(short: float) -> Phi3ForCausalLM:
+        rope: Any = {"rope_type": "longrope", "short_factor": [short] * 4, "long_factor": [4.0] * 4}
+        rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+        sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "pad_token_id": 0}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
+        sizes |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        torch.manual_seed(0)
+        return Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope))
+
+    phi(1.0).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(name=str(tmp_path), device="cpu", seq_len=seq_len)).eval()
+    tokens = torch.randint(1, 64, (1, seq_len))
+    alone, beside = model(input_ids=tokens[:, :10]).logits, model(input_ids=tokens).logits[:, :10]
+    torch.testing.assert_close(alone, beside)
+    torch.testing.assert_close(alone, phi(factor).eval()(input_ids=tokens[:, :10]).logits)
 
 
 def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
