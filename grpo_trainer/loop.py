@@ -150,7 +150,9 @@ def run_steps(
                 try:
                     result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
-                    if writes.landed:  # the weights contain this batch, so it counts as trained
+                    alone = world is None or world.alone  # otherwise nothing is saved
+                    if writes.landed or (writes.refused and alone and trainer.optimizer.unwritten()):
+                        # What is saved contains this batch, so it counts as trained.
                         progress = progress.after_step(feed.trained(batch), updated=True)
                     else:
                         feed.release(batch)

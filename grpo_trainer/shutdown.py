@@ -27,20 +27,23 @@ class Writes:
     """Enters a bridge's fence around each write of the weights, and records whether the write was complete.
 
     Attributes:
+        refused: a write was asked for and has not begun.
         landed: a write is complete, so the weights are those of the next step.
         torn: a write began and is not complete, so the weights are neither the old nor the new ones.
     """
 
     def __init__(self, updating: Callable[[], AbstractContextManager[None]]) -> None:
         self._updating = updating
+        self.refused = False
         self.landed = False
         self.torn = False
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Enter the bridge's fence for a write."""
+        self.refused = True
         with self._updating():
-            self.torn = True
+            self.refused, self.torn = False, True
             yield
             self.torn, self.landed = False, True
 

@@ -48,6 +48,10 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
     def prepare(self) -> None:
         """Do the part of the step that does not write the parameters, if there is one."""
 
+    def unwritten(self) -> list[tuple[Tensor, Tensor]]:
+        """Return parameters and their new weights if `prepare` came and `step` did not; the states are the new ones."""
+        return []
+
     def compile(self) -> None:
         """Compile the arithmetic if that helps."""
 
@@ -218,6 +222,9 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
         beta1, beta2 = group["betas"]
         values = (group["lr"], 1.0 - group["lr"] * group["weight_decay"], 1.0 - beta1**step, 1.0 - beta2**step)
         return Rates(*(each.clone() for each in torch.tensor(values, device=device)) if self._is_compiled else values)
+
+    def unwritten(self) -> list[tuple[Tensor, Tensor]]:
+        return [(parameter, new) for _, parameter, new in self._trained()] if self._prepared else []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

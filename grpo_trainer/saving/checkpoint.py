@@ -185,7 +185,7 @@ class Checkpoints:
             "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
-            "weights": self.weights_now(),
+            "weights": self._prepared(self.weights_now()),
         }
 
     def _whole_states(self) -> dict[str, Any] | None:
@@ -210,6 +210,11 @@ class Checkpoints:
             keep: see `CommonPasses.tensors`.
         """
         return self._shards.tensors(keep) if isinstance(self._shards, CommonPasses) else self._policy.tensors()
+
+    def _prepared(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that the optimizer's states belong to: prepared ones that a fence did not let in."""
+        new = {parameter.data_ptr(): weight for parameter, weight in self._optimizer.unwritten()}
+        return {name: new.get(own.data_ptr(), own).to(own.dtype) for name, own in weights.items()} if new else weights
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
         started = time.perf_counter()

@@ -255,6 +255,22 @@ def test_a_write_that_landed_counts_though_the_fence_failed_after_it() -> None:
     assert fakes.events[-2:] == ["stop 1/6", "settle b5"]
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_prepared_step_counts_though_no_fence_let_it_in(prepared: bool) -> None:
+    class Refused(Fakes):
+        optimizer = SimpleNamespace(unwritten=lambda: [("weights", "new ones")] if prepared else [])
+
+        @contextmanager
+        def updating(self) -> Iterator[None]:
+            raise ServerError("gone")
+            yield
+
+    fakes: Any = Refused(True)
+    with pytest.raises(ServerError):
+        run(fakes, 1)
+    assert fakes.events[-2:] == (["stop 1/6", "settle b5"] if prepared else ["last batch 5", "release b5"])
+
+
 @pytest.mark.parametrize("spoilt_by", ["bad weights", "a torn write", "a process that works", "a process that ended"])
 def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
     world = World()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +292,38 @@ def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path
     for step in range(2, 4):
         second.trainer.step(ROLLOUTS, step, second.bridge.updating)
     assert same(second.weights(), first.weights())
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["rounded", "masters"])
+def test_a_step_that_no_fence_let_in_is_whole_in_the_checkpoint(masters: bool, tmp_path: Path) -> None:
+    """The optimizer's states contain it already, so the saved weights must, too."""
+
+    def made() -> Made:
+        server = SharingServer()
+        server.model.bfloat16()
+        return Made(server, master_weights=masters)
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        raise ServerError("gone")
+        yield
+
+    whole, ended, resumed = made(), made(), made()
+    for one, last in ((whole, whole.bridge.updating), (ended, refused)):
+        torch.manual_seed(0)
+        one.bridge.connect(0)
+        one.trainer.step(ROLLOUTS, 0, one.bridge.updating)
+        with nullcontext() if one is whole else pytest.raises(ServerError):
+            one.trainer.step(ROLLOUTS, 1, last)
+        if one is whole:
+            one.trainer.step(ROLLOUTS, 2, one.bridge.updating)
+    served = ended.weights()
+    ended.checkpoints(tmp_path).save(Progress(2, 2))
+    assert same(ended.weights(), served)
+    resumed.checkpoints(tmp_path).resume()
+    resumed.bridge.connect(2)
+    resumed.trainer.step(ROLLOUTS, 2, resumed.bridge.updating)
+    assert same(resumed.weights(), whole.weights())
 
 
 @pytest.mark.parametrize(("served", "becomes"), [(0, 2), (1, 2), (2, 3), (17, 18)])
