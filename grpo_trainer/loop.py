@@ -150,8 +150,8 @@ def run_steps(
                 try:
                     result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
-                    alone = world is None or world.alone  # otherwise nothing is saved
-                    if writes.landed or (writes.refused and alone and trainer.optimizer.unwritten()):
+                    broken_off = world is not None and world.is_working  # then nothing is saved
+                    if writes.landed or (writes.refused and trainer.optimizer.prepared and not broken_off):
                         # What is saved contains this batch, so it counts as trained.
                         progress = progress.after_step(feed.trained(batch), updated=True)
                     else:

@@ -32,10 +32,12 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
     Attributes:
         kind: identifies the format of its states, which an optimizer of another kind can't load.
         prepares: between `prepare` and `step` the new weights are in the gradients' memory.
+        prepared: they are there now; the states are already those after the step.
     """
 
     kind: str
     prepares: ClassVar[bool] = False
+    prepared: bool = False
     hold: Callable[[], None] | None = None
     """Set while weights and states are copied for a checkpoint: makes later GPU work wait for the copy."""
 
@@ -47,10 +49,6 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
 
     def prepare(self) -> None:
         """Do the part of the step that does not write the parameters, if there is one."""
-
-    def unwritten(self) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters and their new weights if `prepare` came and `step` did not; the states are the new ones."""
-        return []
 
     def compile(self) -> None:
         """Compile the arithmetic if that helps."""
@@ -143,7 +141,6 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
         }
         super().__init__(parameters, defaults)
         self._master_weights = master_weights
-        self._prepared = False
         self._is_compiled = False
         self._arithmetic = self.arithmetic
         self.kind = f"{self.name} with master weights" if master_weights else self.name
@@ -156,7 +153,7 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
     @torch.no_grad()
     def prepare(self) -> None:
         """Update the states, and write the new weights into the gradients' memory."""
-        assert not self._prepared, "step comes first"
+        assert not self.prepared, "step comes first"
         known: dict[tuple[int, int], Rates] = {}
         for part in self.parts():
             key = (id(part.group), part.step)
@@ -165,7 +162,7 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
                 self._prepare(part, part.parameters[0], part.gradients[0], part.states[0], rates)
             else:
                 self._prepare_together(part, rates)
-        self._prepared = True
+        self.prepared = True
 
     def _prepare(self, part: Part, parameter: Tensor, gradient: Tensor, state: dict[str, Any], rates: Rates) -> None:
         source = state.get("master", parameter)
@@ -223,13 +220,10 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
         values = (group["lr"], 1.0 - group["lr"] * group["weight_decay"], 1.0 - beta1**step, 1.0 - beta2**step)
         return Rates(*(each.clone() for each in torch.tensor(values, device=device)) if self._is_compiled else values)
 
-    def unwritten(self) -> list[tuple[Tensor, Tensor]]:
-        return [(parameter, new) for _, parameter, new in self._trained()] if self._prepared else []
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Write the prepared weights into the parameters, and drop the gradients."""
-        if not self._prepared:
+        if not self.prepared:
             self.prepare()
         parameters = [parameter for _, parameter, _ in self._trained()]
         weights = [gradient for _, _, gradient in self._trained()]
@@ -237,7 +231,7 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
             torch._foreach_copy_(parameters, weights)  # pyright: ignore[reportPrivateImportUsage]
         for parameter in parameters:
             parameter.grad = None
-        self._prepared = False
+        self.prepared = False
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         for group in self.param_groups:

@@ -46,6 +46,7 @@ class TensorShards(CommonPasses):
         scores = forward.scores
         super().__init__(world, forward)
         self._own_scores = scores
+        self._prepared = False  # the gradients' memory has new weights that are not written yet
         self._shard = shard
         self.parameters = self.written = list(trained)
         self.names = names_in(self._model, self.parameters)
@@ -58,7 +59,8 @@ class TensorShards(CommonPasses):
         return self._own_scores(microbatch, entropy_gradient=entropy_gradient)
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
-        return self._shard.gathered(name, tensor.detach())
+        own = tensor if tensor.grad is None or not self._prepared else tensor.grad.to(tensor.dtype)
+        return self._shard.gathered(name, own.detach())
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -74,6 +76,10 @@ class TensorShards(CommonPasses):
     def share_update(self) -> None:
         """Send rank 0's new values of parameters that all processes have."""
         in_buckets([p.grad for p in self._everywhere if p.grad is not None], lambda flat: dist.broadcast(flat, 0))
+        self._prepared = True
+
+    def finish_update(self) -> None:
+        self._prepared = False
 
     def check(self, samples: Sequence[Tensor]) -> None:
         """Check the parameters that all processes have."""

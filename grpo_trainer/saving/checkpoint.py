@@ -213,8 +213,10 @@ class Checkpoints:
 
     def _prepared(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that the optimizer's states belong to: prepared ones that a fence did not let in."""
-        new = {parameter.data_ptr(): weight for parameter, weight in self._optimizer.unwritten()}
-        return {name: new.get(own.data_ptr(), own).to(own.dtype) for name, own in weights.items()} if new else weights
+        if not self._optimizer.prepared:
+            return weights
+        new = {own.data_ptr(): own.grad for own in self._policy.model.parameters() if own.grad is not None}
+        return {name: new.get(own.data_ptr(), own).to(own.dtype) for name, own in weights.items()}
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
         started = time.perf_counter()

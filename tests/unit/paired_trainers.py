@@ -22,7 +22,7 @@ from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import GrpoError, ServerError
+from grpo_trainer.errors import CommonBridgeError, GrpoError, ServerError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel import sharded_update
@@ -120,7 +120,11 @@ def lead(
     result["noise"] = bridge.prove()
     losses = []
     for step in range(progress.step, progress.step + STEPS):
-        row = reduce(trainer.step(batch(*(GROUPS if step % 2 == 0 else ONE)), step, bridge.updating).metrics)
+        try:
+            row = reduce(trainer.step(batch(*(GROUPS if step % 2 == 0 else ONE)), step, bridge.updating).metrics)
+        except CommonBridgeError:
+            checkpoints.save(Progress(step + 1, version + 1))
+            raise
         losses.append(row["train/loss"])
         version += 1
         published = bridge.publish(version)

@@ -76,6 +76,15 @@ def trained(name: str, values: dict[str, Any], world: World) -> dict[str, Any]:
     trainer = Trainer(model, config, world=world)
     torch.manual_seed(world.rank)  # so that ranks which round by themselves would differ
     losses, norms = [], []
+    prepared: dict[str, torch.Tensor] = {}
+    write = trainer.optimizer.step
+
+    def look_and_write() -> None:
+        if isinstance(trainer.shards, TensorShards):
+            prepared.update(trainer.shards.tensors())
+        write()
+
+    trainer.optimizer.step = look_and_write  # type: ignore[method-assign]
     for step in range(STEPS):
         row = reduce(one_step(trainer, world, step))
         losses.append(row["train/loss"])
@@ -89,6 +98,7 @@ def trained(name: str, values: dict[str, Any], world: World) -> dict[str, Any]:
         else:
             assert isinstance(trainer.shards, TensorShards)
             found["weights"], found["states"] = trainer.shards.tensors(), trainer.shards.states(trainer.optimizer)
+            found["prepared"] = prepared
             found["everywhere"] = [p.detach() for n, p in model.named_parameters() if n not in shard.cuts]
             own = trainer.shards.own_states(found["states"]["state"]) if world.leads else {}
             found["own"], found["kept"] = own, trainer.optimizer.state_dict()["state"]

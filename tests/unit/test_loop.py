@@ -258,7 +258,7 @@ def test_a_write_that_landed_counts_though_the_fence_failed_after_it() -> None:
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_prepared_step_counts_though_no_fence_let_it_in(prepared: bool) -> None:
     class Refused(Fakes):
-        optimizer = SimpleNamespace(unwritten=lambda: [("weights", "new ones")] if prepared else [])
+        optimizer = SimpleNamespace(prepared=prepared)
 
         @contextmanager
         def updating(self) -> Iterator[None]:

@@ -106,6 +106,10 @@ def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> N
     first, second = run(2, tmp_path, "fault=no fence")
     assert first["error"] == "CommonBridgeError" and "http://server-1" in first["field"]
     assert "end 1" not in first["told"] + second["told"]
+    (alone,) = run(1, tmp_path, f"save_path={tmp_path / 'one'}")
+    (resumed,) = run(1, tmp_path, "resume=auto")
+    assert_sound(resumed)
+    assert resumed["losses"][:-1] == pytest.approx(alone["losses"][1:], abs=1e-6), "the checkpoint has the whole step"
 
 
 def test_rows_in_the_wrong_place_end_the_run(tmp_path: Path) -> None:

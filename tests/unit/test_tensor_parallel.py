@@ -54,6 +54,7 @@ def test_two_shards_train_as_one_model(results: list[dict[str, Any]], case: str)
         assert first["weights"][name].dtype == weight.dtype
         assert torch.allclose(first["weights"][name], weight, atol=of_weights, rtol=0), name
     assert all(map(torch.equal, first["everywhere"], second["everywhere"])), "norms are rounded once for all"
+    assert all(torch.equal(first["prepared"][name], weight) for name, weight in first["weights"].items())
     if case not in TOLERANCE:
         assert torch.allclose(first["logprobs"], alone["logprobs"], atol=1e-5), "the model's own logits"
     assert first["size"] < 0.53 * alone["size"] and second["size"] < 0.53 * alone["size"]
