@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: delayed to the next safe point of a command, or raised at once."""
+"""SIGINT, SIGTERM and SIGHUP: delayed to the next safe point of a command, or raised at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from grpo_trainer.errors import StoppedError
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a command in order. A closed terminal ends none that `nohup` started."""
+    has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if has_terminal else ()))
 
 
 @contextmanager
@@ -44,7 +50,7 @@ class StopSignal:
         self._watched: list[Callable[[], None]] = []
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             self._before[number] = signal.signal(number, self._remember)
         return self
 

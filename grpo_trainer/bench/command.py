@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from grpo_trainer.errors import GrpoError, StoppedError
+from grpo_trainer.signals import ending_signals
 
 JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
@@ -36,7 +35,7 @@ def _text(value: Any) -> str:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
-    for each in SIGNALS:
+    for each in ending_signals():
         signal.signal(each, signal.SIG_IGN)  # the server is ending already
     raise StoppedError(number)
 
@@ -45,7 +44,7 @@ def run_command(app: typer.Typer, name: str) -> None:
     """Run a command as the program; report an error that the user can fix by one message and an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for number in SIGNALS:
+    for number in ending_signals():
         signal.signal(number, _stop)
     try:
         app(prog_name=name)

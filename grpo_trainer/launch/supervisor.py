@@ -22,6 +22,7 @@ from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.launch.watched import Executor, Watched
+from grpo_trainer.signals import ending_signals
 
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
@@ -80,7 +81,7 @@ class Supervisor:
         self._handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Supervisor:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             self._handlers[number] = signal.signal(number, self._on_signal)
         self._log_folder.mkdir(parents=True, exist_ok=True)
         return self

@@ -404,6 +404,21 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
     assert_gone([*recorder.pids, int(grandchild[1])])
 
 
+@pytest.mark.parametrize("by_nohup", [False, True])
+def test_a_closed_terminal_ends_the_run_unless_nohup_started_it(make: Callable[[], Supervisor], by_nohup: bool) -> None:
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    try:
+        with make() as supervisor:
+            if by_nohup:
+                supervisor.run([[spec("trainer", code, ends_run=True)]])
+            else:
+                with pytest.raises(StoppedError):
+                    supervisor.run([[spec("trainer", code, ends_run=True)]])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_orphan_of_a_process_ends_with_it(make: Callable[[], Supervisor], tmp_path: Path) -> None:
     """Its parent, which the process started, has ended: only their process group still connects the two."""
     orphan = "import subprocess; subprocess.run(['sh', '-c', 'sleep 120 & echo orphan $!'])"
