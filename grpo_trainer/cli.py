@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import logging
 import os
 import sys
@@ -34,6 +35,8 @@ app = typer.Typer(
 )
 app.add_typer(servers)
 GPUS_PER_NODE = 8
+UTF8_VARIABLE = "PYTHONUTF8"
+"""Environment variable that turns Python's UTF-8 mode on."""
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 """Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -368,8 +371,18 @@ def _say_what_to_start(config: TrainConfig) -> None:
         logging.getLogger(__name__).warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
+def _in_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has another encoding: files and lines of a run are UTF-8.
+
+    The processes of a run inherit the mode.
+    """
+    if not locale.getencoding().lower().startswith("utf") and os.environ.get(UTF8_VARIABLE) != "1":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, UTF8_VARIABLE: "1"})
+
+
 def main() -> None:
     """Entry point: an error that the user can mend is one message and an exit code, anything else a traceback."""
+    _in_utf8()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)

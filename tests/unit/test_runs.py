@@ -6,6 +6,8 @@ import fcntl
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -82,6 +84,16 @@ def test_a_long_path_of_a_model_is_shortened_to_its_end(tmp_path: Path) -> None:
     out = io.StringIO()
     print_runs(list_runs(tmp_path), tmp_path, Console(file=out, width=80))
     assert [line.split()[2] for line in out.getvalue().splitlines()] == ["model", "…/demo-model"]
+
+
+def test_the_command_writes_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    write_run(tmp_path / "größe→", [])
+    # The locale C is on every machine; in it Python would choose UTF-8 by itself.
+    other = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "grpo_trainer", "runs", str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | other, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().splitlines()[1].split()[0] == "größe→"
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
