@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from grpo_common.errors import Problem, UserError, wanted_by_pydantic
+from grpo_trainer.config.values import at_home
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
 
@@ -44,6 +45,11 @@ class Section(BaseModel):
 
     means: ClassVar[str] = ""
     """Of a member of a union: what it stands for, in one line of help."""
+
+    @field_validator("*")
+    @classmethod
+    def _at_home(cls, value: Any) -> Any:
+        return at_home(value) if isinstance(value, Path) else value
 
     @classmethod
     def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, defaul
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.server import VllmConfig
-from grpo_trainer.config.values import COMMA_SEPARATED, format_ranges, from_variable
+from grpo_trainer.config.values import COMMA_SEPARATED, at_home, format_ranges, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
@@ -56,6 +56,11 @@ class ModelConfig(Section):
         "free memory allows; off on a CPU).",
     )
     seed: int = option(0, help="Seed of the adapter's initial weights and of dropout.")
+
+    @field_validator("name")
+    @classmethod
+    def _at_home_if_a_folder(cls, value: str) -> str:
+        return str(at_home(Path(value))) if value.startswith("~") else value
 
 
 class RolloutConfig(Section):
@@ -294,7 +299,7 @@ class TrainConfig(Section):
         bridge = data.get("bridge") if isinstance(data, dict) else None
         if not isinstance(bridge, dict) or not bridge.get("adapter"):
             return data
-        return {**data, "bridge": {**settings_of(read_adapter(Path(bridge["adapter"]))), **bridge}}
+        return {**data, "bridge": {**settings_of(read_adapter(at_home(Path(bridge["adapter"])))), **bridge}}
 
     @property
     def largest_pass(self) -> int:

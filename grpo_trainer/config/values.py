@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
 from grpo_trainer.errors import ConfigError
+
+
+def at_home(path: Path) -> Path:
+    """Replace a leading `~` as a shell does. In a file no shell does it, and in `--run-dir=~/runs` none either."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path  # of no known user
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:

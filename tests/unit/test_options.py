@@ -254,6 +254,16 @@ def test_every_wrong_value_is_a_problem_of_its_own() -> None:
     assert {(problem.field, problem.got) for problem in error.value.problems} == {("--lr", "0"), ("--seq-len", "1")}
 
 
+def test_a_tilde_is_the_home_folder_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = build_run({"run_dir": "~/runs/a", "trainer": {"model_name": "~/m"}}, {"api.store": "~/queue"})
+    assert [str(config.run_dir), config.trainer.model.name, str(config.store)] == [
+        "/home/me/runs/a",
+        "/home/me/m",
+        "/home/me/queue",
+    ]
+
+
 def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("model_name = \n")
