@@ -310,7 +310,10 @@ def _trainer_processes(
     size = config.options.trainer_gpus
     again = ("--resume", "auto")
     if size == 1:
-        return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds, restarts=TRAINERS, again=again),)
+        alone = {"WORLD_SIZE": "1", "RANK": "0"}  # whatever a job scheduler has set
+        return (
+            ProcessSpec("trainer", argv, alone, ends_run=True, stop_seconds=seconds, restarts=TRAINERS, again=again),
+        )
     names = trainer_names(size)
     # The number of its GPU among those that it sees: on a cluster a process sees only its own.
     ranks_here = ["0" if places.get(name, HERE).gpus else str(rank) for rank, name in enumerate(names)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_trainer.config.bridge import SharedServer
+from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.environments import environment_module
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
@@ -333,7 +334,15 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
         ("3", "127.0.0.1", "7000")
     }
     assert [(one.ends_run, one.may_end) for one in trainers] == [(True, False), (False, True), (False, True)]
-    assert not [process.name for process in plan(on_gpu=True).processes if "RANK" in process.env]
+
+
+def test_a_trainer_of_one_process_waits_for_no_other_where_a_job_scheduler_counts_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (trainer,) = [process for process in plan().processes if process.name == "trainer"]
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", **trainer.env}.items():
+        monkeypatch.setenv(name, value)
+    assert (DistributedConfig().processes, DistributedConfig().rank) == (1, 0)
 
 
 @pytest.mark.parametrize("flags", [{"weight_bridge_mode": "shared_vllm"}, {"share_base": True}])
