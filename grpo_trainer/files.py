@@ -85,6 +85,7 @@ class _FirstError(io.FileIO):
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file completely or not at all; an existing file is replaced."""
     with _replacing(path) as temporary:
+        temporary.touch(mode)  # so that no one else can read it, if `mode` says so, while it is written
         write_bytes(temporary, data)
         temporary.chmod(mode)
 
@@ -199,7 +200,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -223,8 +224,8 @@ def folders_named(folder: Path, pattern: str, *, containing: str) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
-def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
+def sync(path: Path) -> None:
+    """Sync the content of a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

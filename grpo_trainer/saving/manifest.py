@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_common.errors import UserError
-from grpo_trainer.files import replace_file, sync_folder
+from grpo_trainer.files import replace_file, sync
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE = "state.json"
@@ -86,9 +86,10 @@ def seal(folder: Path, progress: Progress) -> None:
     }
     content["checksum"] = _checksum_of(content)
     for inner in {path.parent for path in paths} - {folder}:
-        sync_folder(inner)
+        sync(inner)
     replace_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
-    sync_folder(folder)
+    sync(folder / STATE_FILE)
+    sync(folder)
 
 
 def read_state(folder: Path) -> State:

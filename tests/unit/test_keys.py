@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer import files
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
@@ -63,6 +64,13 @@ def test_the_key_is_in_no_command_line_no_log_and_no_file_that_others_may_read(t
         child.kill()
         child.close()
         assert "door-1" not in log.read_text()
+
+
+def test_a_file_with_the_key_is_its_owners_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    monkeypatch.setattr(files, "write_bytes", lambda path, _: modes.append(stat.S_IMODE(path.stat().st_mode)))
+    files.replace_file(tmp_path / "trainer.toml", b"key", mode=0o600)
+    assert modes == [0o600]
 
 
 def test_who_listens_on_loopback_only_needs_none(tmp_path: Path) -> None:

@@ -106,14 +106,12 @@ def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -
     }
 
 
-def test_a_folder_is_sealed_once_the_names_in_all_of_it_are_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_sealed_once_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     there = tmp_path / "c" / STATE_FILE
-    monkeypatch.setattr(manifest, "sync_folder", lambda path: synced.append((path.name, there.exists())))
+    monkeypatch.setattr(manifest, "sync", lambda path: synced.append((path.name, there.exists())))
     sealed(tmp_path / "c")
-    assert synced == [("inner", False), ("c", True)]
+    assert synced == [("inner", False), (STATE_FILE, True), ("c", True)]
 
 
 @pytest.mark.parametrize(
