@@ -9,6 +9,7 @@
 #
 # uv installs (5 times faster than pip); where it cannot be had, pip installs the same versions.
 
+unset CDPATH # with it `cd` prints, and may go elsewhere
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # Python keeps what it has compiled, whatever the shell asks for: without that an import of vLLM takes 3 times as long.

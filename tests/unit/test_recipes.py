@@ -46,6 +46,18 @@ def test_the_set_up_installs_when_executed_and_only_defines_when_sourced() -> No
     assert sourced.stdout == b"function\n"
 
 
+def test_scripts_find_their_folder_where_cd_searches_and_prints() -> None:
+    found = subprocess.run(
+        ["bash", "-c", 'source scripts/setup.sh; echo "$repository"'],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CDPATH": f".:{ROOT.parent}"},
+        check=True,
+    )
+    assert found.stdout == f"{ROOT}\n"
+
+
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
