@@ -20,7 +20,7 @@ from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
-from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.console import Output, RunConsole
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
@@ -64,7 +64,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         follow(config, world)
         return
     # `grpo run` shows the steps itself, from metrics.jsonl: there they go to the trainer's log.
-    output = Console(file=sys.stderr if COMMAND_VARIABLE in os.environ else sys.stdout)
+    output = Output(file=sys.stderr if COMMAND_VARIABLE in os.environ else sys.stdout)
     with (
         RunConsole(output, config.training_steps, START.waits) as console,
         StopSignal() as stop,
@@ -190,7 +190,7 @@ def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Calla
 def _say(line: str) -> None:
     """Write a line to the log and to the console; `grpo run` shows what its trainer prints."""
     log.info("%s", line)
-    Console(file=sys.stdout).print(line, markup=False, highlight=False, soft_wrap=True)
+    Output(file=sys.stdout).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:

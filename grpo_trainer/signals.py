@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from grpo_trainer.errors import StoppedError
+
+ONCE_SECONDS = 1.0
+"""Signals that arrive within this time count once. A closed terminal and `timeout` send theirs twice. The kernel sends
+SIGTERM for each thread of a parent that is killed."""
+
+
+class Arrivals:
+    """The signals that have arrived. A second one means that the first is not to be waited for."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._newest = 0.0
+
+    def add(self, number: int) -> bool:
+        """Add a signal; return whether it counts."""
+        now = time.monotonic()
+        if self.numbers and now - self._newest < ONCE_SECONDS:
+            return False
+        self.numbers.append(number)
+        self._newest = now
+        return True
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -23,19 +45,19 @@ def stopped_at_once() -> Iterator[None]:
     Raises:
         StoppedError: a signal arrived; the error has its exit code.
     """
-    arrived: list[int] = []
+    arrived = Arrivals()
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        arrived.append(number)
-        raise KeyboardInterrupt  # unlike an `Exception`, it is caught by nothing on its way
+        if arrived.add(number):
+            raise KeyboardInterrupt  # unlike an `Exception`, it is caught by nothing on its way
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
-        if not arrived:
+        if not arrived.numbers:
             raise
-        raise StoppedError(arrived[0]) from None
+        raise StoppedError(arrived.numbers[0]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -45,7 +67,7 @@ class StopSignal:
     """While active, `check` raises the first signal as an error; a second signal interrupts at once."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self._arrived = Arrivals()
         self._before: dict[int, signal._HANDLER] = {}
         self._watched: list[Callable[[], None]] = []
 
@@ -59,9 +81,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.number is not None:
+        if self._arrived.add(number) and len(self._arrived.numbers) > 1:
             raise KeyboardInterrupt
-        self.number = number
 
     def watch(self, check: Callable[[], None]) -> None:
         """Make `check` also call this function."""
@@ -73,7 +94,7 @@ class StopSignal:
         Raises:
             StoppedError: a signal arrived; the error has its exit code.
         """
-        if self.number is not None:
-            raise StoppedError(self.number)
+        if self._arrived.numbers:
+            raise StoppedError(self._arrived.numbers[0])
         for check in self._watched:
             check()

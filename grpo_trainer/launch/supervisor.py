@@ -22,7 +22,7 @@ from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.launch.watched import Executor, Watched
-from grpo_trainer.signals import ending_signals
+from grpo_trainer.signals import Arrivals, ending_signals
 
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
@@ -77,7 +77,7 @@ class Supervisor:
         self._saves = saves
         self._waits = False
         self._unheard = False
-        self._signals: list[int] = []
+        self._signals = Arrivals()
         self._handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Supervisor:
@@ -93,7 +93,7 @@ class Supervisor:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._signals.append(number)
+        self._signals.add(number)
 
     def run(self, stages: Sequence[Sequence[ProcessSpec]]) -> None:
         """Start each stage when the stage before is ready, and watch all processes until that with `ends_run` is done.
@@ -148,8 +148,8 @@ class Supervisor:
 
     def _check(self) -> None:
         """Raise an error if anything ends the run early."""
-        if self._signals:
-            raise StoppedError(self._signals[0])
+        if self._signals.numbers:
+            raise StoppedError(self._signals.numbers[0])
         self._check_run()
         for child in self.children:
             if child.log_error is not None:
@@ -242,10 +242,12 @@ class Supervisor:
         This takes at most `SHUTDOWN_SECONDS`, or the longest `stop_seconds`. A second signal to the supervisor kills at
         once.
         """
-        if self._signals:
+        if self._signals.numbers:
             saves = self._saves and any(child.trains for child in self.children)
             first = "the trainer saves a checkpoint, then " if saves else ""
-            self._tell(self._say, f"stopping ({signal.Signals(self._signals[0]).name}): {first}all processes end")
+            self._tell(
+                self._say, f"stopping ({signal.Signals(self._signals.numbers[0]).name}): {first}all processes end"
+            )
         for child in self.children:
             child.note_family()
         longest = max((child.stop_seconds for child in self.children), default=0.0)
@@ -258,7 +260,7 @@ class Supervisor:
             patience = max((child.stop_seconds for child in group), default=0.0)
             until = min(deadline, time.monotonic() + patience)
             while any(child.exit_code is None for child in group):
-                if time.monotonic() > until or len(self._signals) >= 2:
+                if time.monotonic() > until or len(self._signals.numbers) >= 2:
                     break
                 time.sleep(POLL_SECONDS / 2)
         for child in self.children:

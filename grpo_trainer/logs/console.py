@@ -27,6 +27,13 @@ FIRST_SECONDS = 1.0
 """A phase of the start that takes less is not printed."""
 
 
+class Output(Console):
+    """A console that is silent once nobody reads it. Rich's own ends the program: a trainer would save nothing."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class _LogStream:
     """Stream of a logging handler: prints each record above the live line."""
 

@@ -20,7 +20,7 @@ from grpo_trainer.errors import StoppedError
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.start import StartWatch
-from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.console import Output, RunConsole
 from grpo_trainer.logs.lines import live_line, sparkline, step_line
 from grpo_trainer.metrics.rows import NewRows, keep_steps
 from grpo_trainer.phases import REPORT_FILE
@@ -69,6 +69,17 @@ def test_the_console_says_how_long_the_run_still_takes(tmp_path: Path) -> None:
     # after two: 98 x (10 + 10) / 2 = 980 s; after three: 97 x (10 + 20 + 20) / 3 = 1616.7 s; after the last nothing
     assert ends[1:3] == ["16 min left", "27 min left"]
     assert not ends[0].endswith("left") and not ends[3].endswith("left")
+
+
+def test_a_trainer_whose_reader_was_killed_goes_on() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    file = os.fdopen(writes, "w")
+    console = RunConsole(Output(file=file), 100)
+    for step in (1, 2):
+        console.write(step, {"reward/mean": 0.5})
+    with suppress(BrokenPipeError):
+        file.close()
 
 
 @pytest.mark.parametrize(

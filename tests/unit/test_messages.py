@@ -220,9 +220,8 @@ class Spoilt(TrainingError):
 
 def stopped() -> StoppedError:
     """What a run raises after SIGTERM."""
-    stop = StopSignal()
-    stop.number = signal.SIGTERM
-    with pytest.raises(StoppedError) as error:
+    with StopSignal() as stop, pytest.raises(StoppedError) as error:
+        signal.raise_signal(signal.SIGTERM)
         stop.check()
     return error.value
 

@@ -1,4 +1,4 @@
-"""What a signal does to `grpo run` before it has started any process."""
+"""What a signal does to `grpo run` before it has started any process, and to a trainer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from grpo_trainer import cli, run
+from grpo_trainer import cli, run, signals
 from grpo_trainer.errors import StoppedError
+from grpo_trainer.signals import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -33,3 +34,14 @@ def test_a_signal_ends_a_call_that_blocks_even_where_the_shell_had_it_ignored(
     finally:
         signal.signal(number, before)
     assert isinstance(done.exception, StoppedError) and done.exception.exit_code == 128 + number
+
+
+def test_what_is_sent_for_each_thread_of_a_killed_parent_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopSignal() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedError):
+            stop.check()
+        monkeypatch.setattr(signals, "ONCE_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_trainer import phases
+from grpo_trainer import phases, signals
 from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch, read_report
@@ -295,7 +295,10 @@ def test_what_a_user_should_know_is_said_at_once(
     assert not any("idle" in line for line in recorder.said)
 
 
-def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path) -> None:
+def test_a_second_signal_kills_at_once(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "ONCE_SECONDS", 0.0)
     patient = spec("trainer", STUBBORN, ends_run=True, stop_seconds=60)
     log, interrupt = tmp_path / "logs" / "trainer.log", partial(os.kill, os.getpid(), signal.SIGINT)
     with (
@@ -307,6 +310,30 @@ def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder:
         supervisor.run([[patient]])
     assert time.monotonic() - again[0] < SHUTDOWN_SECONDS - 3.5  # less than what one signal would have allowed
     assert_gone(recorder.pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_is_sent_twice_at_once_leaves_time_to_save(
+    make: Callable[[], Supervisor], number: int, tmp_path: Path
+) -> None:
+    """As a closed terminal and `timeout` send it."""
+    saves = """
+        import os, signal, sys, time
+        def send():
+            os.kill(os.getppid(), int(sys.argv[1]))
+        def save(*_):
+            send()
+            time.sleep(0.5)
+            print("saved", flush=True)
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, save)
+        send()
+        time.sleep(60)
+    """
+    trainer = spec("trainer", saves, str(int(number)), ends_run=True, stop_seconds=5)
+    with pytest.raises(StoppedError), make() as supervisor:
+        supervisor.run([[trainer]])
+    assert "saved" in (tmp_path / "logs" / "trainer.log").read_text().splitlines()
 
 
 def test_what_ends_the_run_is_raised_before_the_processes_that_it_ended(tmp_path: Path) -> None:
