@@ -391,7 +391,7 @@ def main() -> None:
     except GrpoError as error:
         _fail(error)
     except OSError as error:
-        known = from_os_error(error, "write")
+        known = from_os_error(error, "read or write")
         if known is None:
             raise
         _fail(known)

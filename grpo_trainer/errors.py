@@ -141,7 +141,7 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
         return FolderGoneError(f"could not {doing}", field=str(where), got="no folder there", wanted="the run's folder")
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return ConfigError(
-            f"could not {doing}", field=str(where), got=error.strerror, fix="choose a folder that you may write"
+            f"could not {doing}", field=str(where), got=error.strerror, fix="choose a folder that is yours"
         )
     return None
 

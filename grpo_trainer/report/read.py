@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -97,9 +98,9 @@ def is_done(steps: int, total_steps: int | None, final_step: int | None) -> bool
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The trainer's options in a run's folder, with secrets; none if it was started by hand."""
+    """The trainer's options in a run's folder, with secrets; none if it was started by hand, or by another user."""
     path = folder / CONFIG_FILE
-    return tomllib.loads(path.read_text()) if path.exists() else {}
+    return tomllib.loads(path.read_text()) if os.access(path, os.R_OK) else {}
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
@@ -122,7 +123,8 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     for sample in samples:
         number = sample["environment"]
         sample["environment"] = None if number is None else environments.get(number, f"environment {number}")
-    configs = {file.stem: without_secrets(file.read_text()) for file in sorted((folder / "config").glob("*.toml"))}
+    files = [file for file in sorted((folder / "config").glob("*.toml")) if os.access(file, os.R_OK)]
+    configs = {file.stem: without_secrets(file.read_text()) for file in files}
     steps = tomllib.loads(configs.get("trainer", "")).get("training_steps")
     return Run(
         name=folder.resolve().name,

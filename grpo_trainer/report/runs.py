@@ -36,7 +36,7 @@ class Listed:
     Attributes:
         total_steps: what it set out to do; None: not known.
         reward: mean of the last five steps; None: no step has one.
-        state: running, done (all steps are taken) or stopped.
+        state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running.
         changed: when its last step was written, Unix seconds.
     """
 
@@ -66,7 +66,7 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
         yield folder
     elif depth:
         for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.is_symlink():
+            if path.is_dir() and not path.is_symlink() and os.access(path, os.R_OK | os.X_OK):
                 yield from _run_folders(path, depth - 1)
 
 
@@ -75,8 +75,12 @@ def _listed(folder: Path) -> Listed:
     steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
     rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
     checkpoints = folder / "checkpoints"
-    running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
     done = is_done(steps, total, final_step(checkpoints))
+    try:
+        running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
+        state = "running" if running else "done" if done else "stopped"
+    except PermissionError:
+        state = "done" if done else "unknown"
     newest = folder / METRICS_FILE if rows else folder
     return Listed(
         folder=str(folder),
@@ -85,7 +89,7 @@ def _listed(folder: Path) -> Listed:
         steps=steps,
         total_steps=total,
         reward=round(statistics.fmean(rewards), 4) if rewards else None,
-        state="running" if running else "done" if done else "stopped",
+        state=state,
         changed=newest.stat().st_mtime,
     )
 

@@ -17,6 +17,8 @@ from rich.console import Console
 from grpo_common.locks import hold, is_held
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE
+from grpo_trainer.report import runs
+from grpo_trainer.report.read import read_run
 from grpo_trainer.report.runs import LAST_BYTES, as_json, list_runs, print_runs
 from tests.unit.test_report import row, write_run
 
@@ -68,6 +70,18 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path, place: str) -> None
     assert [(run.state, run.steps, run.reward) for run in list_runs(tmp_path)] == [("running", 0, None)]
     os.close(handle)
     assert not is_held(lock), "looking does not hold it"
+
+
+def test_another_users_run_is_known_by_what_everybody_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(path)
+
+    folder = write_run(tmp_path / "a", [row(1)])
+    monkeypatch.setattr(os, "access", lambda path, _: "config" not in path.parts)  # modes keep nothing from root
+    monkeypatch.setattr(runs, "is_held", refuse)
+    (run,) = list_runs(tmp_path)
+    assert (run.mode, run.steps, run.reward, run.state) == (None, 1, 0.1, "unknown")
+    assert (read_run(folder).configs, read_run(folder).steps) == ({}, 1)
 
 
 def test_the_table_names_runs_by_their_place(tmp_path: Path) -> None:
