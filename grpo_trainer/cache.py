@@ -24,11 +24,13 @@ COMPILE_CACHES = MappingProxyType(
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, which may not exist yet; None: there is no home folder."""
+    """Return the cache folder, which may not exist yet; None: there is no home folder, or it may not be written."""
     try:
-        return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
+        folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
     except RuntimeError:
         return None
+    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+    return folder if os.access(there, os.W_OK) else None
 
 
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -182,3 +183,12 @@ def test_without_a_home_they_keep_it_where_they_like(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setattr(Path, "home", homeless)
     assert compile_caches({}) == {} and kept_at(config(), "cpu", b"{}") is None
+
+
+def test_where_no_cache_may_be_written_they_keep_it_where_they_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "not" / "there"))
+    assert compile_caches({})
+    monkeypatch.setattr(os, "access", lambda path, how: how == os.F_OK and Path(path).exists())  # root may write all
+    assert compile_caches({}) == {}
