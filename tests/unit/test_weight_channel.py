@@ -54,6 +54,16 @@ class Computing(Merged):
         return super().load_weights((name, tensor * 2) for name, tensor in weights)
 
 
+class Composed(Merged):
+    """One whose loading computes in place what it has copied, as vLLM does for the decay of Mamba 2."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        loaded = super().load_weights(weights)
+        if "gate" in loaded:
+            self.gate.data.copy_(-self.gate.exp())
+        return loaded
+
+
 def header(shapes: list[tuple[str, tuple[int, ...]]]) -> bytes:
     return encode_header(lay_out(shapes, "F32"), {})
 
@@ -109,6 +119,18 @@ def test_what_a_models_loading_computes_is_loaded_each_time(tmp_path: Path) -> N
         assert not channel.apply(0).replayed
         assert model.values()[0] == 2 * value
     assert model.loads == 2 * len(BUCKETS)
+
+
+def test_what_a_models_loading_computes_in_place_is_loaded_each_time(tmp_path: Path) -> None:
+    model = Composed()
+    channel = opened(tmp_path, model, "on")
+    for version, value in enumerate((1.0, 2.0)):
+        write(tmp_path / str(version), value)
+        staged(channel, version)
+        channel.apply(version)
+        assert model.values()[:4] == [value, value + 1, value, value + 1]
+        assert model.values()[4] == pytest.approx(-math.exp(value + 2))
+    assert model.loads == len(BUCKETS) + 1, "the first bucket's copies are repeated"
 
 
 @pytest.mark.parametrize("staging", ["on", "off"])

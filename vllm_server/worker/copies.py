@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,22 +54,30 @@ class CopyPlan:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Records every copy out of a buffer while it is active."""
+    """Records every copy out of a buffer while it is active.
+
+    Attributes:
+        edited: something else was computed in the place of a copy afterwards, so the copies alone do not repeat it.
+    """
 
     def __init__(self, buffer_E: Tensor) -> None:
         super().__init__()
         self._storage = buffer_E.untyped_storage().data_ptr()
         self._start = buffer_E.storage_offset()
         self.copies: list[tuple[Tensor, Piece]] = []
+        self.edited = False
+        self._written: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.copy_.default:
+        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self._storage:
             target, source = args[0], args[1]
-            if source.untyped_storage().data_ptr() == self._storage:
-                offset = source.storage_offset() - self._start
-                self.copies.append((target, Piece(offset, tuple(source.shape), source.stride())))
+            offset = source.storage_offset() - self._start
+            self.copies.append((target, Piece(offset, tuple(source.shape), source.stride())))
+            self._written.add(target.data_ptr())
+        elif func._schema.is_mutable and isinstance(args[0], Tensor):
+            self.edited |= args[0].data_ptr() in self._written
         return func(*args, **(kwargs or {}))
 
 

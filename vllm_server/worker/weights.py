@@ -208,7 +208,7 @@ class ParameterWriter:
             names = self._model.load_weights(iter(bucket.tensors().items()))
         for target, _ in recorder.copies:
             self._written[self._owner(target)] += target.numel()
-        if self._are_all(recorder.copies, bucket.layout):
+        if not recorder.edited and self._are_all(recorder.copies, bucket.layout):
             targets, pieces = [target for target, _ in recorder.copies], [piece for _, piece in recorder.copies]
             self._plans[number] = CopyPlan(targets, pieces)
         else:
