@@ -163,6 +163,7 @@ class Shares:
             async with share.door:
                 if len(share.running) >= self.places:
                     await self._wait(share)
+                await self._pass(share)
                 share.running.add(name)
         except BaseException:
             self.forget(name)  # vLLM removes only completions that its engine has begun
@@ -175,6 +176,9 @@ class Shares:
             if len(share.running) < self.places:
                 break
             await asyncio.sleep(_LOOK_S)
+
+    async def _pass(self, share: Share) -> None:
+        """Wait while the weights change. The request itself may have passed before they began to."""
         try:
             await self.passage()
         except ServeError as error:

@@ -196,6 +196,24 @@ def test_a_completion_that_waits_when_its_client_goes_is_forgotten() -> None:
     assert forgotten == ["b"] and engine.begun == ["a"]
 
 
+def test_a_completion_that_comes_while_the_weights_change_waits() -> None:
+    engine, changed = StandInEngine(), asyncio.Event()
+
+    async def passage() -> None:
+        await changed.wait()
+
+    async def story() -> None:
+        rules = Shares(2, LONGEST, engine.unfinished, passage)
+        asking = asyncio.create_task(asked(adding(engine, rules, "a")))
+        await asyncio.sleep(0.02)
+        assert engine.begun == []
+        changed.set()
+        assert await asking == [(200, b"done")]
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert engine.begun == ["a"]
+
+
 def test_completions_that_wait_are_refused_when_none_may_begin() -> None:
     engine = StandInEngine()
     add_in_turn = adding(engine, shares(engine), *"abc")
