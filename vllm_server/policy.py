@@ -235,9 +235,9 @@ class PolicyRegistry:
             )
         return by_name or by_number or self.newest
 
-    def serves(self, model: str | None) -> bool:
-        """Return whether `resolve` finds a version for this name."""
-        return model is None or model in self._newest_aliases or (model in self._live and not self._live[model].retired)
+    def knows(self, model: str | None) -> bool:
+        """Return whether `resolve` decides about this name. It refuses that of a version which has retired."""
+        return model is None or model in self._newest_aliases or model in self._live
 
     def begin(self, version: Version) -> None:
         """Count a request on `version`, which stays loaded until `end`."""

@@ -114,7 +114,10 @@ def test_a_running_request_stays_on_its_version_until_it_ends(server: Serving) -
     with held([server]) as (stream,):
         numbers = [server.publish()[1].policy_version for _ in range(KEEP_VERSIONS)]
         status = read_status(server)
+        too_late = {"prompt": "1", "model": old.adapter_name}
+        late = [server.post(route, too_late).status_code for route in ("/generate", "/v1/completions")]
 
+    assert late == [404, 404]
     still = next(v for v in status.versions if v.name == old.adapter_name)
     assert (still.draining, still.in_flight) == (True, 1)
     assert numbers[-1] == old.policy_version + KEEP_VERSIONS
@@ -343,3 +346,22 @@ def test_openai_routes_go_to_the_newest_version_and_say_so(
     assert streamed.headers["x-policy-version"] == str(newest)
     assert streamed.text.strip().endswith("data: [DONE]")
     assert all(v.in_flight == 0 for v in read_status(server).versions)
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions/batch"])
+def test_vllms_other_routes_go_to_the_newest_version_too(
+    server: Serving, versions: tuple[int, int], route: str
+) -> None:
+    older, newest = versions
+    message = {"role": "user", "content": "2+2="}
+    asked = {"messages": [[message] if route.endswith("batch") else message], "max_tokens": 4, "temperature": 0.0}
+    for model, version in ((str(server.model_folder), newest), ("policy", newest), (f"policy-v{older}", older)):
+        answer = server.post(route, {**asked, "model": model})
+        assert (answer.status_code, answer.headers["x-policy-version"]) == (200, str(version)), answer.text
+        (said,) = server.generate("2+2=", policy_version=version, max_tokens=4, temperature=0.0).text
+        assert json.dumps(said) in answer.text
+
+
+def test_a_route_without_versions_is_refused(server: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "2+2="}]}
+    assert server.post("/invocations", body).status_code == 404

@@ -353,6 +353,26 @@ def test_new_requests_wait_while_the_weights_are_written(trainer: Trainer) -> No
     assert completing.result().headers["x-policy-version"] == str(trainer.version)
 
 
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_vllms_other_routes_wait_too_and_use_no_cache_of_older_weights(trainer: Trainer, in_flight: InFlight) -> None:
+    server, messages = trainer.server, [{"role": "user", "content": 14 * "the quick brown fox "}]  # two blocks
+    body = {"model": "policy", "messages": messages, "max_tokens": 8, "temperature": 0.0}
+
+    def say() -> httpx.Response:
+        return server.post("/v1/messages", body)
+
+    say()  # fills the cache
+    with ThreadPoolExecutor(1) as pool:
+        with trainer.fence(in_flight):
+            asking = pool.submit(say)
+            trainer.change()
+            assert server.get("/health").status_code == 200
+            assert not asking.done()
+        answer = asking.result()
+    assert answer.headers["x-policy-version"] == str(trainer.version)
+    assert answer.json()["content"] == say().json()["content"]
+
+
 def test_fifty_requests_over_thirty_updates_are_each_answered_by_a_version_that_was(trainer: Trainer) -> None:
     server, prompt = trainer.server, TWO_BLOCKS[:140]
     references = {}

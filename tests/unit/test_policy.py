@@ -44,7 +44,7 @@ def test_a_request_that_names_no_version_gets_the_newest(model: str | None) -> N
     publish(held, 1)
     second = publish(held, 2)
     assert held.resolve(model) is second
-    assert held.serves(model)
+    assert held.knows(model)
 
 
 def test_a_request_may_pin_a_version_by_name_or_number() -> None:
@@ -88,8 +88,8 @@ def test_a_pin_on_a_version_that_is_not_there_names_those_that_are(pin: dict[str
         held.resolve(**pin)  # pyright: ignore[reportArgumentType]
     assert refused.value.wanted.endswith(" base, policy-v1")
     assert [refused.value.field] == list(pin)
-    assert not held.serves("policy-v9")
-    assert held.serves("policy-v1")
+    assert not held.knows("policy-v9")
+    assert held.knows("policy-v1")
     assert refused.value.status == 404
 
 

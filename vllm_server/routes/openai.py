@@ -1,4 +1,4 @@
-"""Serve vLLM's /v1 completion routes with the newest version.
+"""Serve vLLM's own routes that generate with the newest version.
 
 A request that names the served model (or none) gets the newest version: the middleware rewrites its `model`. The
 answer's `model` and the header `x-policy-version` name that version.
@@ -17,7 +17,11 @@ from vllm_server.server import PolicyServer
 
 _FAILED = 500
 
-_ROUTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_ROUTED = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
+    | {"/v1/systemone", "/generative_scoring", "/inference/v1/generate"}
+)
+_NOT_SERVED = "/invocations"  # SageMaker's: takes its model from a header, and without it answers by the base model
 
 
 class _Model(msgspec.Struct):
@@ -31,6 +35,9 @@ class RouteToNewest:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == _NOT_SERVED:
+            refusal = ServeError(404, "path", got=_NOT_SERVED, wanted="a route with versions", fix="use /v1")
+            return await error_response(refusal)(scope, receive, send)
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _ROUTED:
             return await self.app(scope, receive, send)
         body = await _read(receive)
@@ -40,7 +47,7 @@ class RouteToNewest:
             asked = None  # vLLM reports the error
         app: Starlette = scope["app"]
         server: PolicyServer = app.state.policy_server
-        if not server.registry.serves(asked):  # an adapter of vLLM's --lora-modules, or unknown
+        if not server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
             return await self.app(scope, _replay(body, receive), send)
         try:
             async with server.serving(asked) as lease:
