@@ -131,6 +131,7 @@ def assert_seams() -> None:
     ours = {name: function for name, function in vars(Engine).items() if not name.startswith("_")}
     parameters = {name: tuple(inspect.signature(function).parameters)[1:] for name, function in ours.items()}
     assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", parameters)
+    assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", {"_call_utility_async": ("method", "engine")})
 
 
 def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:
@@ -389,11 +390,11 @@ class Adapters:
 
     async def close_channel(self, name: str) -> None:
         """Close the channel in every worker."""
-        await self.engine.collective_rpc("grpo_close_channel", args=(name,))
+        await call_workers(self.engine, "grpo_close_channel", args=(name,))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """Call a method of every worker's extension. Raise if a worker refuses."""
-        answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
+        answers = await call_workers(self.engine, method, args=args, kwargs=kwargs)
         for answer in answers:
             if "field" in answer:
                 raise not_finite(answer["field"], answer["refused"])
@@ -411,9 +412,18 @@ class Adapters:
         return lora_request_class()(lora_name=name, lora_int_id=adapter_id, lora_path=path)
 
 
+async def call_workers(engine: Engine, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+    """Return what a method of every worker answers. Of several replicas vLLM's own call returns the first's answers."""
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        return await engine.collective_rpc(method, args=args, kwargs=kwargs)
+    core, call = engine.engine_core, ("collective_rpc", method, None, args, kwargs)
+    replicas = await asyncio.gather(*(core._call_utility_async(*call, engine=replica) for replica in core.core_engines))
+    return [answer for answers in replicas for answer in answers]
+
+
 async def describe_workers(engine: Engine) -> tuple[WorkerInfo, ...]:
     """Return the engine's workers, ordered by rank."""
-    found = await engine.collective_rpc("grpo_describe")
+    found = await call_workers(engine, "grpo_describe")
     return tuple(sorted((msgspec.convert(worker, WorkerInfo) for worker in found), key=lambda worker: worker.rank))
 
 

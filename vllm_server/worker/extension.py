@@ -62,7 +62,10 @@ class PolicyWorker:
         """Return this worker's `WorkerInfo`."""
         runner = getattr(self, "model_runner", None)
         sampler = getattr(runner, "sampler", None)
-        found = {"rank": self.rank, "sampling_masks": sampler is not None and sampling_masks.gives_masks(sampler)}
+        found = {
+            "rank": self._grpo_rank(),
+            "sampling_masks": sampler is not None and sampling_masks.gives_masks(sampler),
+        }
         if (shape := routed_experts.shape_of(runner)) is not None:
             found["routed_experts"] = msgspec.to_builtins(shape)
         if self.device.type != "cuda":
@@ -87,7 +90,7 @@ class PolicyWorker:
                     case CudaIpcChannel():
                         state.channels[name] = CudaIpcReceiver(asked, settings, self.device)
                     case NcclChannel():
-                        state.channels[name] = NcclReceiver(asked, settings, self.device, self.rank)
+                        state.channels[name] = NcclReceiver(asked, settings, self.device, self._grpo_rank())
         except (ValueError, TypeError, RuntimeError) as error:  # a bad handle, missing memory, no NCCL, …
             return {"refused": str(error)}
         return {}
@@ -125,6 +128,11 @@ class PolicyWorker:
         except (ValueError, RuntimeError) as error:  # vLLM refuses the adapter
             return {"refused": str(error)}
         return {**asdict(installed), "seconds": time.perf_counter() - started}
+
+    def _grpo_rank(self) -> int:
+        """Return the rank among the workers of all data parallel replicas; vLLM's own is that within one."""
+        parallel = self.parallel_config  # type: ignore[attr-defined]  # the worker's own
+        return parallel.data_parallel_index * parallel.world_size + self.rank
 
     def _grpo(self) -> PolicyState:
         state: PolicyState | None = self.__dict__.get("_grpo_state")
