@@ -365,3 +365,10 @@ def test_vllms_other_routes_go_to_the_newest_version_too(
 def test_a_route_without_versions_is_refused(server: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "2+2="}]}
     assert server.post("/invocations", body).status_code == 404
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"-Infinity", b'"\\ud83d"'])
+def test_a_body_that_is_no_json_is_not_answered_by_the_base_model(server: Serving, value: bytes) -> None:
+    server.publish()
+    body = b'{"model": "%s", "prompt": "2+2=", "max_tokens": 1, "user": %s}' % (bytes(server.model_folder), value)
+    assert server.post("/v1/completions", body).status_code == 422

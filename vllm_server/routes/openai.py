@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_common.disconnects import replayed
 from vllm_server.errors import ServeError
-from vllm_server.http import UNREADABLE, error_response
+from vllm_server.http import error_response, parse_body
 from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
 from vllm_server.server import PolicyServer
@@ -41,17 +41,16 @@ class RouteToNewest:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _ROUTED:
             return await self.app(scope, receive, send)
         body = await _read(receive)
-        try:
-            asked = msgspec.json.decode(body, type=_Model).model
-        except UNREADABLE:
-            asked = None  # vLLM reports the error
         app: Starlette = scope["app"]
         server: PolicyServer = app.state.policy_server
-        if not server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
-            return await self.app(scope, _replay(body, receive), send)
         try:
+            # vLLM reads more than JSON, such as NaN. What is not read here it would answer by the model that it finds.
+            fields, asked = parse_body(body, dict[str, msgspec.Raw]), parse_body(body, _Model).model
+            if not server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
+                return await self.app(scope, _replay(body, receive), send)
             async with server.serving(asked) as lease:
-                body = _with_model(body, lease.version.name)
+                name = msgspec.Raw(msgspec.json.encode(lease.version.name))
+                body = msgspec.json.encode(fields | {"model": name})
                 answer = _refusing(lease, scope, receive, _telling(lease, send))
                 await self.app(_with_length(scope, len(body)), _replay(body, receive), answer)
         except ServeError as error:
@@ -65,14 +64,6 @@ async def _read(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-def _with_model(body: bytes, model: str) -> bytes:
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except UNREADABLE:
-        return body
-    return msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
 
 
 def _with_length(scope: Scope, length: int) -> Scope:
