@@ -35,10 +35,11 @@ class RouteToNewest:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == _NOT_SERVED:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # --root-path
+        if scope["type"] == "http" and path == _NOT_SERVED:
             refusal = ServeError(404, "path", got=_NOT_SERVED, wanted="a route with versions", fix="use /v1")
             return await error_response(refusal)(scope, receive, send)
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _ROUTED:
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in _ROUTED:
             return await self.app(scope, receive, send)
         body = await _read(receive)
         app: Starlette = scope["app"]
