@@ -9,6 +9,7 @@ from typing import Literal
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group
 from grpo_trainer.versions import NO_OFFSETS, VersionOffsets
+from vllm_server.protocol import PROOF_VERSION
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def judge(
     A group's age is that of its oldest sample: the number of updates from the version that sampled it to `version`.
     A sample of a later version, which a former process published before a resume, has age 0. `downweight` multiplies
     the loss of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser does not
-    change.
+    change. A group that a proof's synthetic weights have sampled, while a trainer started again, is always left out.
 
     Args:
         version: version of the weights that are about to be trained.
@@ -43,7 +44,9 @@ def judge(
     for group in groups:
         ages = _ages(group, version, numbering)
         excess = 0 if limit is None else max(0, max(ages, default=0) - limit)
-        if not excess:
+        if any(sample.policy_version == PROOF_VERSION for sample in group.samples):
+            dropped += 1
+        elif not excess:
             kept.append(group)
         elif on_stale == "drop":
             dropped += 1

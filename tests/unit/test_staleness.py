@@ -12,6 +12,7 @@ from grpo_trainer.rollouts.staleness import judge, same_judgement
 from grpo_trainer.rollouts.types import Group, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from tests.unit.factories import sample
+from vllm_server.protocol import PROOF_VERSION
 
 
 def group(*versions: int | None) -> Group:
@@ -32,6 +33,13 @@ def test_a_group_is_as_old_as_its_oldest_sample_and_of_unknown_age_never_too_old
 
 def test_without_a_limit_all_are_kept() -> None:
     assert judge(GROUPS, 50, limit=None).groups == tuple(GROUPS)
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_what_a_proofs_weights_have_sampled_is_not_trained_on(limit: int | None) -> None:
+    judged = judge([GROUPS[0], group(PROOF_VERSION, 5)], 5, limit, on_stale="downweight")
+    assert judged.groups == (GROUPS[0],)
+    assert reduce(judged.metrics)["rollout/dropped_stale_groups"] == 1
 
 
 def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
