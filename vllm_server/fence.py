@@ -53,7 +53,8 @@ class Update:
     timeout_s: float
     started: float
     held: bool = False  # the trainer may write
-    applied: bool = False  # weights that were sent are written
+    applying: bool = False  # the writing of weights that were sent has begun
+    applied: bool = False  # they are written
     ending: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -139,6 +140,10 @@ class Fence:
                 fix="the server was restarted: connect to it again",
             )  # fmt: skip
 
+    def note_applying(self, token: str) -> None:
+        """Note that weights that were sent are being written: from now on an update that fails is torn."""
+        self.held(token).applying = True
+
     def note_applied(self, token: str) -> None:
         """Note that weights that were sent are written."""
         self.held(token).applied = True
@@ -197,7 +202,7 @@ class Fence:
                 fix="apply them first, or end the update with torn",
             )  # fmt: skip
         self._stop_clock(update)
-        if asked.torn and self.sent and not update.applied:
+        if asked.torn and self.sent and not update.applying:
             await self._cancel()
         elif asked.torn:
             await self._tear(update, "the trainer reported that its write was not completed")

@@ -118,7 +118,7 @@ class WeightChannels:
                 not be written, and the weights may be torn.
         """
         self._check_open(asked.channel)
-        self.fence.held(asked.token)
+        self.fence.note_applying(asked.token)
         try:
             answers = await self._call("grpo_weights_apply", asked.channel, asked.version)
         except BaseException as error:  # any worker may have written a part

@@ -127,6 +127,33 @@ def test_a_write_that_fails_poisons_the_weights_and_one_that_never_began_does_no
     assert untouched.fault is None and untouched.updates == 0
 
 
+def test_an_update_that_is_called_torn_while_it_writes_poisons_the_weights() -> None:
+    async def life() -> Fence:
+        workers, fence = Workers(), fence_on(Engine())
+        fence.sent = True
+        made = channels(workers, fence)
+        opened = await made.open(OPEN)
+        token = (await fence.begin(begin())).token
+        writing, answered = asyncio.Event(), asyncio.Event()
+
+        async def half(method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+            writing.set()
+            await answered.wait()
+            return [{}, {"refused": "the trainer is gone"}]
+
+        workers.collective_rpc = half
+        request = WeightsApplyRequest(channel=opened.channel, version=1, token=token)
+        applying = asyncio.create_task(made.apply(request))
+        await writing.wait()
+        await fence.end(UpdateEndRequest(token=token, version=3, torn=True))
+        answered.set()
+        with pytest.raises(ServeError):
+            await applying
+        return fence
+
+    assert asyncio.run(life()).fault is not None
+
+
 def test_a_newer_channel_replaces_the_older() -> None:
     async def life() -> None:
         workers = Workers()
