@@ -406,10 +406,18 @@ class Adapters:
         """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""
         self.models.lora_requests.pop(name, None)
         await self.engine.remove_lora(adapter_id)
+        _forget_names()
 
     def request(self, name: str, adapter_id: int, path: str) -> Any:
         """Return the `LoRARequest` of a request that this adapter answers."""
         return lora_request_class()(lora_name=name, lora_int_id=adapter_id, lora_path=path)
+
+
+def _forget_names() -> None:
+    """Clear vLLM's metric of running and waiting adapters: it keeps a series for each set of names there ever was."""
+    registry = importlib.import_module("prometheus_client").REGISTRY
+    if (gauge := registry._names_to_collectors.get("vllm:lora_requests_info")) is not None:
+        gauge.clear()
 
 
 async def call_workers(engine: Engine, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
