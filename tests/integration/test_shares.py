@@ -78,7 +78,6 @@ def test_a_small_request_does_not_wait_for_a_large_one(server: Serving) -> None:
         ("/v1/completions", {"model": "policy", "prompt": "1", "n": MORE}),
         ("/v1/completions", {"model": "policy", "prompt": ["1"] * FULL_LENGTHS, "n": 2}),
         ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "1"}], "n": MORE}),
-        ("/invocations", {"model": "policy", "prompt": "1", "n": MORE}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
