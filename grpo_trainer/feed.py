@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from grpo_common.trace import stage
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.config.train import RolloutConfig
-from grpo_trainer.errors import TrainingError
+from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
@@ -30,6 +31,8 @@ from grpo_trainer.versions import NO_OFFSETS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+LAST_EVALUATION_SECONDS = 600.0
+"""How long the end of a run waits for evaluations of its last step."""
 UNFIT_IN_A_ROW = 16
 """After this many batches in a row without a usable group, environments and model evidently don't fit."""
 
@@ -106,9 +109,16 @@ class BatchFeed:
         """Record that a batch was trained on, and return all trained batches that are not acknowledged yet."""
         return self._client.trained(batch.rollouts)
 
-    def report(self, step: int) -> dict[str, Metric]:
-        """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts."""
+    def report(self, step: int, *, last: bool = False) -> dict[str, Metric]:
+        """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts.
+
+        Args:
+            last: it is the run's last step; wait for evaluations of it, or for a signal.
+        """
         self._client.report(step)
+        if last and (self._config.eval_every or self._client.has_evaluations):
+            with suppress(StoppedError):
+                self._client.wait_until_alone(LAST_EVALUATION_SECONDS)
         metrics: dict[str, Metric] = {}
         for each in self._client.evaluations():
             metrics |= {f"eval/{each.name}/{key}": Mean(value) for key, value in each.metrics.items()}

@@ -160,7 +160,7 @@ def run_steps(
                 progress = progress.after_step(feed.trained(batch), updated=result.updated)
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
-                evaluated = feed.report(progress.step)
+                evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
                 metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows

@@ -226,6 +226,7 @@ class Explainer:
                 queued_sequences=line.sequences_by_env[each.id],
                 buffered_sequences=sum(group.size for group in queue.buffers.get(each.id, ())),
                 received_groups=queue.received[each.id],
+                follows=each.id in queue.followers,
             )
             for each in queue.environments
         ]

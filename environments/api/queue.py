@@ -64,6 +64,7 @@ class RolloutQueue:
         self.last_posted: dict[int, float] = {}
         self.last_granted = 0.0
         self.alive: set[int] = set()
+        self.followers: set[int] = set()  # wait for news
         self.unheard: set[int] = set()  # written down by an earlier API process, and not heard of since
         self.received: Counter[int] = Counter()
         self.line = Line()

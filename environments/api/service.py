@@ -189,6 +189,8 @@ class Service:
             waits: the request said `wait`; its answer has `leased` and `seen` as well.
         """
         self.queue.hear(env_id, self.timer())
+        if waits:
+            self.queue.followers.add(env_id)
         return self.explain.status_env(env_id, self.seen if waits else None)
 
     @property

@@ -156,7 +156,7 @@ class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class EnvStatus(Struct, frozen=True, kw_only=True):
     """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of, `posted_s` since
-    it posted a group."""
+    it posted a group. One that `follows` the run waits for news, and leaves when all steps are done."""
 
     env_id: int
     name: str
@@ -171,6 +171,7 @@ class EnvStatus(Struct, frozen=True, kw_only=True):
     buffered_sequences: int
     received_groups: int
     posted_s: float = 0.0
+    follows: bool = False
 
 
 class LeaseStatus(Struct, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ WAIT_S = 20.0
 """Seconds that an API with such support may hold a status request."""
 REGISTER_AGAIN_S = 0.25
 SAY_WAITING_EVERY_S = 60.0
+HEARD_EVERY_S = 10.0
+"""Seconds between status requests during the last evaluation."""
 GOODBYE_S = 0.8
 """Shutdown limits in seconds: for posting groups that are already scored, and then for disconnecting."""
 LOST_IN_A_ROW = 16
@@ -213,6 +215,15 @@ class Runner:
             await self._until_news()
             if self._failure is not None:
                 raise self._failure
+        if self._evaluation is not None:
+            await self._last_evaluation(self._evaluation)
+
+    async def _last_evaluation(self, evaluation: asyncio.Task[None]) -> None:
+        """Wait for it. The trainer waits as long as this environment is heard of, so that the server stays."""
+        for task in self._generating:
+            task.cancel()
+        while not (await asyncio.wait([evaluation], timeout=HEARD_EVERY_S))[0]:
+            await self._status()
 
     async def _advance(self) -> bool:
         """Start the groups that there is room for; return whether there is nothing left to do."""
@@ -223,7 +234,7 @@ class Runner:
             self._woken.set()
             return False
         self._notice(status)
-        if 0 <= registration.last_step <= status.current_step:
+        if self._is_last(status):
             log.info("the trainer has done its %d steps", registration.last_step)
             return True
         for _ in range(groups_to_start(status, registration, self.config, in_flight) if self._items_left else 0):
@@ -271,7 +282,10 @@ class Runner:
             return None
 
     def _notice(self, status: wire.StatusEnv) -> None:
-        """Report a new step, start an evaluation that is due, and warn if nothing changes."""
+        """Report a new step, start an evaluation that is due, and warn if nothing changes.
+
+        One that takes longer than the steps between two delays the last evaluation, and leaves others out.
+        """
         now, before = time.monotonic(), self._seen
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
             self._moved_at = now
@@ -297,11 +311,16 @@ class Runner:
             self._save_state(status.current_step)
         every = self.config.steps_per_eval or self.registration.eval_every
         due = every and status.current_step // every > before.current_step // every
-        if due and (self._evaluation is None or self._evaluation.done()):
-            self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
+        if due and (self._evaluation is None or self._evaluation.done() or self._is_last(status)):
+            self._evaluation = asyncio.create_task(self._evaluate(status.current_step, self._evaluation))
 
-    async def _evaluate(self, step: int) -> None:
+    def _is_last(self, status: wire.StatusEnv) -> bool:
+        return 0 <= self.registration.last_step <= status.current_step
+
+    async def _evaluate(self, step: int, before: asyncio.Task[None] | None) -> None:
         """Evaluate and report. A failed evaluation only leaves a gap in a plot, so it does not stop training."""
+        if before is not None:
+            await before
         try:
             metrics = await self.env.evaluate()
             log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))

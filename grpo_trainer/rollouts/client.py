@@ -35,6 +35,8 @@ T = TypeVar("T")
 POLL_SECONDS = 0.02
 """Least time between two attempts, if the API does not wait itself."""
 
+ALONE_POLL_SECONDS = 0.1
+
 WAIT_SECONDS = 0.5
 """Time for which the API holds a request if there is no batch yet; it delays a stop by this much at most."""
 
@@ -172,6 +174,33 @@ class RolloutClient:
             return []  # no reason to stop training; the next step asks again
         self._evaluated = max([self._evaluated, *(each.number for each in found)])
         return found
+
+    @property
+    def has_evaluations(self) -> bool:
+        """Whether an environment has evaluated during this run."""
+        return self._evaluated > 0
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Wait until the environments have left that leave after the last step, once they have evaluated it."""
+        deadline = time.monotonic() + seconds
+        said = False
+        while there := self._followers():
+            if time.monotonic() > deadline:
+                log.warning("no longer waiting for the last evaluation of %s", ", ".join(there))
+                return
+            if not said:
+                log.info("waiting for the last evaluation of %s", ", ".join(there))
+                said = True
+            self._check_stop()
+            time.sleep(ALONE_POLL_SECONDS)
+
+    def _followers(self) -> list[str]:
+        try:
+            answer = self._http.get("/status", headers={"Accept": wire.JSON}, timeout=5.0)
+            found = wire.decode(answer.content, wire.Status).environments if answer.is_success else []
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return []
+        return [each.name for each in found if each.alive and each.follows]
 
     def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
         """Acknowledge trained batches that a checkpoint contains; the API never serves them again.

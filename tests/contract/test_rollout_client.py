@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,46 @@ def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> N
     assert not resumed.report(2)  # they were the former trainer's
     refused = httpx.post(url + "/evaluation", json={"env_id": 99, "step": 1, "metrics": {}}, trust_env=False)
     assert refused.status_code == 404 and refused.json()["field"] == "env_id" and "99" in refused.json()["detail"]
+
+
+def test_the_last_step_waits_for_evaluations_of_environments_that_follow_the_run(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others, such as those of Atropos, never leave. A signal ends the wait, and the run ends with its last row."""
+    url, signals = api.url, []
+
+    def check_stop() -> None:
+        if signals:
+            raise StoppedError(signal.SIGINT)
+
+    def post(path: str, **body: object) -> dict[str, Any]:
+        return httpx.post(url + path, json=body, trust_env=False).raise_for_status().json()
+
+    def follow() -> int:
+        env_id = post("/register-env", desired_name="own", **fields)["env_id"]
+        httpx.get(f"{url}/status-env?env_id={env_id}&wait=0", trust_env=False).raise_for_status()
+        return env_id
+
+    rollouts = feed(api, check_stop=check_stop, eval_every=1)
+    api.post(10, 12)
+    rollouts.trained(rollouts.next(0))
+    fields = {"max_token_length": 10, "weight": 1.0, "group_size": 2}
+    post("/register-env", desired_name="foreign", **fields)
+    own = follow()
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO):
+        reported = pool.submit(rollouts.report, 1, last=True)
+        wait_for("the trainer waits", lambda: "the last evaluation of own_0" in caplog.text, api.log)
+        assert not reported.done()
+        post("/evaluation", env_id=own, step=1, metrics={"accuracy": 0.5})
+        post("/disconnect-env", env_id=own)
+        assert reduce(reported.result(20)) == {"eval/own_0/accuracy": 0.5, "eval/own_0/step": 1}
+
+        follow()
+        caplog.clear()
+        reported = pool.submit(rollouts.report, 1, last=True)
+        wait_for("the trainer waits", lambda: "the last evaluation of own_0" in caplog.text, api.log)
+        signals.append(signal.SIGINT)
+        assert not reported.result(20)
 
 
 def test_stale_groups_may_count_less_instead(api: Api) -> None:

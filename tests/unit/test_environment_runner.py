@@ -335,7 +335,7 @@ def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) 
         return [each.step for each in service.evaluations]
 
     with caplog.at_level(logging.INFO):
-        assert asyncio.run(scene())[:1] == [2]
+        assert asyncio.run(scene()) == [2, 3]
     (failed,) = [record for record in caplog.records if record.exc_info]
     assert failed.args == (1,) and failed.exc_info is not None and failed.exc_info[0] is ValueError
 
@@ -473,6 +473,35 @@ def test_a_group_larger_than_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         asyncio.run(scene())
     assert (error.value.field, error.value.got) == ("--env.group_size", "16") and "8 sequences" in error.value.wanted
+
+
+def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the evaluation before still runs; meanwhile the API hears of it."""
+    monkeypatch.setattr(runner, "HEARD_EVERY_S", 0.05)
+
+    async def scene() -> list[int]:
+        service, asked, may_end = await started(), [], asyncio.Event()
+
+        class Slow(Sums):
+            async def evaluate(self) -> dict[str, float]:
+                asked.append(self.curr_step)
+                await may_end.wait()
+                return {"accuracy": 0.5}
+
+        task = asyncio.create_task(serving(Slow(config(steps_per_eval=1), plain), service, asyncio.Event()))
+        await train(service, steps=1)
+        await until(lambda: asked == [1])
+        await train(service, steps=2)
+        heard = service.queue.last_heard[0]
+        await until(lambda: service.queue.last_heard[0] > heard)
+        (environment,) = service.status().environments
+        assert environment.connected and environment.follows
+        may_end.set()
+        await asyncio.wait_for(task, 10)
+        assert not service.status().environments[0].connected
+        return [each.step for each in service.evaluations]
+
+    assert asyncio.run(scene()) == [1, 3]
 
 
 @pytest.mark.parametrize("asked_by", ["the environment", "the trainer"])

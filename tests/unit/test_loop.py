@@ -119,8 +119,8 @@ class Fakes:
     def release(self, batch: ReadyBatch) -> None:
         self.events.append(f"release {batch.rollouts.batch_id}")
 
-    def report(self, step: int) -> dict[str, Any]:
-        self.events.append(f"report {step}")
+    def report(self, step: int, *, last: bool) -> dict[str, Any]:
+        self.events.append(f"report {'last ' if last else ''}{step}")
         return {}
 
     safe_path: Path | None = None
@@ -161,7 +161,7 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
         *("prove", "publish 5", "begin at 0", "clock"),
         *("batch 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
         *("batch 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
-        *("last batch 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
+        *("last batch 6", "begin", "write", "end", "publish 7", "report last 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
         *("final 3/7", "settle b5,b6,b6"),
     ]
     assert fakes.metrics == [1, 2, 3]
