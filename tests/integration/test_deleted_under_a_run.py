@@ -104,7 +104,7 @@ def test_without_its_adapters_or_a_checkpoint_a_run_goes_on(demo_model: Path, tm
 @pytest.mark.parametrize(
     ("wrong", "names"),
     [
-        ("nan", r"scores\[0\]"),
+        ("nan", "a score that is not finite"),
         ("empty", r"\b16 groups\b.*\bempty\b"),
         ("blocks", r"--env\.score_timeout: "),
         ("crashes", r"exit code 3"),
