@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 LAST_EVALUATION_SECONDS = 600.0
-"""How long the end of a run waits for evaluations of its last step."""
+"""Longest time that a run waits for evaluations of its last step."""
 UNFIT_IN_A_ROW = 16
 """After this many batches in a row without a usable group, environments and model evidently don't fit."""
 
@@ -116,10 +116,12 @@ class BatchFeed:
             last: it is the run's last step; wait for evaluations of it, or for a signal.
         """
         self._client.report(step)
+        metrics: dict[str, Metric] = {}
         if last and (self._config.eval_every or self._client.has_evaluations):
+            started = time.perf_counter()
             with suppress(StoppedError):
                 self._client.wait_until_alone(LAST_EVALUATION_SECONDS)
-        metrics: dict[str, Metric] = {}
+            metrics["train/evaluation_time"] = Sum(time.perf_counter() - started)
         for each in self._client.evaluations():
             metrics |= {f"eval/{each.name}/{key}": Mean(value) for key, value in each.metrics.items()}
             metrics[f"eval/{each.name}/step"] = Mean(each.step)

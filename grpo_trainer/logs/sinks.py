@@ -34,7 +34,8 @@ class Sink(Protocol):
 class MetricLog:
     """Reduces a step's metrics once and hands them to every sink.
 
-    A step's seconds are from the end of the step before to its own; those of the first one are from `start`.
+    A step's seconds are from the end of the step before to its own, without waiting for the last evaluation; those of
+    the first one are from `start`.
 
     Args:
         earlier: rows of the steps that a resumed run has behind it; its next row has `train/resumed`.
@@ -62,6 +63,7 @@ class MetricLog:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         numbers = reduce(merge(parts))
+        seconds -= numbers.get("train/evaluation_time", 0.0)
         numbers["train/seconds"] = seconds
         if numbers.get("batch/sequences_trained"):
             numbers["train/tokens_per_second"] = numbers["batch/tokens"] / seconds

@@ -61,8 +61,8 @@ def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
     assert rows[0]["reward/std"] == 0.5
 
 
-def test_the_start_is_not_in_the_first_steps_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 100.0, 102.0, 105.0])  # made, started, a step, another one
+def test_neither_the_start_nor_the_last_evaluation_is_in_a_steps_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 100.0, 102.0, 105.0, 168.0])  # made, started, a step, another one, one that is evaluated
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     log = MetricLog([])
     log.start()
@@ -71,6 +71,7 @@ def test_the_start_is_not_in_the_first_steps_seconds(monkeypatch: pytest.MonkeyP
     assert trained["train/seconds"] == 2.0 and trained["train/tokens_per_second"] == 15.0
     untrained = log.log(2, tokens | {"batch/sequences_trained": Sum(0)})
     assert untrained["train/seconds"] == 3.0 and "train/tokens_per_second" not in untrained
+    assert log.log(3, {"train/evaluation_time": Sum(60.0)})["train/seconds"] == 3.0
 
 
 def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
