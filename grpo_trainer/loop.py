@@ -145,7 +145,8 @@ def run_steps(
             START.enter(FIRST_STEP)
             if samples is not None:
                 samples.take(progress.step + 1, batch.rollouts.groups)
-            with watch.over(f"step {progress.step + 1}"):
+            name = f"step {progress.step + 1}"
+            with watch.over(name):
                 writes = Writes(bridge.updating)
                 try:
                     result = trainer.step(batch, progress.step, writes.updating)
@@ -160,7 +161,9 @@ def run_steps(
                 progress = progress.after_step(feed.trained(batch), updated=result.updated)
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
-                evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
+            # Not watched: it may wait for the last evaluation, and has its own time limits.
+            evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
+            with watch.over(name):
                 metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows

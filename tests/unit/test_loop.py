@@ -217,6 +217,21 @@ def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before() -> N
     assert fakes.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
 
 
+def test_the_wait_for_the_last_evaluation_is_no_step_that_hangs() -> None:
+    class Watch(StepWatch):
+        @contextmanager
+        def over(self, what: str) -> Iterator[None]:
+            fakes.events.append("watched")
+            yield
+            fakes.events.append("unwatched")
+
+    fakes: Any = Fakes(False)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=1)
+    run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes, watch=Watch(60.0))
+    step = ["watched", "publish 5", "unwatched", "report last 1", "watched", "save 1/5 b5", "settle ", "unwatched"]
+    assert fakes.events[-10:-2] == step
+
+
 @pytest.mark.parametrize(
     ("method", "error", "call", "saved"),
     [
