@@ -31,6 +31,7 @@ from grpo_trainer.parallel.world import (
 )
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
+from grpo_trainer.signals import ending_signals
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.build import build_followers_bridge
 from grpo_trainer.weights.common import CommonBridge
@@ -53,13 +54,13 @@ def join_others(config: TrainConfig) -> World:
 def follow(config: TrainConfig, world: World) -> None:
     """Carry out rank 0's orders until the last.
 
-    This process ignores SIGINT and SIGTERM. If a signal reaches all processes, rank 0 handles it, and needs the others
-    to finish the step.
+    This process ignores SIGINT, SIGTERM and SIGHUP. If a signal reaches all processes, rank 0 handles it, and needs the
+    others to finish the step.
 
     Raises:
         TrainingError: rank 0 has exited without a last order.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)

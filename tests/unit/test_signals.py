@@ -11,8 +11,10 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from grpo_trainer import cli, run, signals
-from grpo_trainer.errors import StoppedError
+from grpo_trainer import cli, follower, run, signals
+from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.errors import ConfigError, StoppedError
+from grpo_trainer.parallel.world import World
 from grpo_trainer.signals import StopSignal
 
 
@@ -45,3 +47,23 @@ def test_what_is_sent_for_each_thread_of_a_killed_parent_counts_once(monkeypatch
         monkeypatch.setattr(signals, "ONCE_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a closed terminal: the first needs the others to save."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    found: list[object] = []
+
+    def build_policy(*_: object, **__: object) -> None:
+        found.extend(map(signal.getsignal, numbers))
+        raise ConfigError(field="the test's end")
+
+    monkeypatch.setattr(follower, "build_policy", build_policy)
+    try:
+        with pytest.raises(ConfigError):
+            follower.follow(TrainConfig(model=ModelConfig(name="m")), World())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert found == [signal.SIG_IGN] * 3
