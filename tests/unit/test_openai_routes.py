@@ -47,6 +47,7 @@ async def model_of(path: str, root_path: str = "") -> str:
     [
         ("/v1/completions", "", "policy-v1"),
         ("/v1/messages", "", "policy-v1"),
+        ("/cohere/v2/chat", "", "policy-v1"),
         ("/llm/v1/completions", "/llm", "policy-v1"),
         ("/v1/completions", "/llm", "policy-v1"),
         ("/tokenize", "", "base"),

@@ -19,7 +19,7 @@ _FAILED = 500
 
 _ROUTED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
-    | {"/v1/systemone", "/generative_scoring", "/inference/v1/generate"}
+    | {"/v1/systemone", "/generative_scoring", "/inference/v1/generate", "/cohere/v2/chat"}
 )
 _NOT_SERVED = "/invocations"  # SageMaker's: takes its model from a header, and without it answers by the base model
 
