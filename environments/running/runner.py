@@ -284,7 +284,7 @@ class Runner:
     def _notice(self, status: wire.StatusEnv) -> None:
         """Report a new step, start an evaluation that is due, and warn if nothing changes.
 
-        One that takes longer than the steps between two delays the last evaluation, and leaves others out.
+        While one runs, others that fall due are left out; only that of the last step waits for it.
         """
         now, before = time.monotonic(), self._seen
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):

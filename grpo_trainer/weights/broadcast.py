@@ -299,9 +299,8 @@ class BroadcastBridge(WeightBridge):
         assert self._info is not None and self._sender is not None and self._buckets is not None
         started = time.perf_counter()
         sender, sent = self._sender, 0.0
-        stored = self._weights.of(
-            version, self._buckets.dtype
-        )  # before the server waits: other processes may have to take part
+        # Before the server waits: other processes may have to take part.
+        stored = self._weights.of(version, self._buckets.dtype)
         if sender.is_ahead:
             sender.send(version, stored)
         if self._staged:
