@@ -183,21 +183,24 @@ class RolloutClient:
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until the environments have left that leave after the last step, once they have evaluated it."""
         deadline = time.monotonic() + seconds
-        said = False
-        while there := self._followers():
+        there: list[str] = []
+        while (found := self._followers()) is None or found:
+            if found and not there:
+                log.info("waiting for the last evaluation of %s", ", ".join(found))
+            there = found or there
             if time.monotonic() > deadline:
-                log.warning("no longer waiting for the last evaluation of %s", ", ".join(there))
+                log.warning("no longer waiting for the last evaluation of %s", ", ".join(there) or "the environments")
                 return
-            if not said:
-                log.info("waiting for the last evaluation of %s", ", ".join(there))
-                said = True
             self._check_stop()
             time.sleep(ALONE_POLL_SECONDS)
 
-    def _followers(self) -> list[str]:
+    def _followers(self) -> list[str] | None:
+        """Return the names of these environments; None: the API did not answer."""
         try:
             answer = self._http.get("/status", headers={"Accept": wire.JSON}, timeout=5.0)
             found = wire.decode(answer.content, wire.Status).environments if answer.is_success else []
+        except httpx.TransportError:
+            return None
         except (httpx.HTTPError, msgspec.DecodeError):
             return []
         return [each.name for each in found if each.alive and each.follows]

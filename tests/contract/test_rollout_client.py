@@ -447,6 +447,25 @@ def test_the_last_step_waits_for_evaluations_of_environments_that_follow_the_run
         assert reported.result(20).keys() == {"train/evaluation_time"}
 
 
+def test_a_status_that_does_not_come_ends_no_wait_for_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"env_id": 0, "name": "own_0", "group_size": 2, "weight": 1.0, "connected": True, "alive": True}
+    env |= {"reserved": 0, "idle_s": 0.0, "queued_groups": 0, "queued_sequences": 0, "buffered_sequences": 0}
+    there = {"current_step": 1, "queue_size": 0, "environments": [env | {"received_groups": 0, "follows": True}]}
+    answers: list[Any] = [there, httpx.ReadTimeout("busy"), there, {"current_step": 1, "queue_size": 0}]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        said = answers.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return httpx.Response(200, json=said)
+
+    client = RolloutClient(RolloutConfig(url="http://api"), registration(), do_nothing)
+    with httpx.Client(base_url="http://api", transport=httpx.MockTransport(answer)) as http:
+        monkeypatch.setattr(client, "_http", http)
+        client.wait_until_alone(60)
+    assert not answers
+
+
 def test_stale_groups_may_count_less_instead(api: Api) -> None:
     api.post(10, version=1)
     api.post(12, version=4)
