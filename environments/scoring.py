@@ -30,6 +30,8 @@ REPORT_S = 30.0
 """Seconds of scoring after which the log shows the stack of the code."""
 MOVES_S = 1.0
 """Seconds without a callback after which the event loop counts as blocked."""
+LEAST_PAUSE_S = 0.01
+"""Shortest wait: a group's clock may stand still just before a mark."""
 LOOK_AGAIN_S = 1.0
 """Seconds between two attempts to interrupt code that blocks the event loop."""
 UNBLOCK = (
@@ -152,6 +154,7 @@ class Scoring:
                 self._changed.wait(self._pause())
                 under_way = list(self._under_way.values())
             late = [scored for scored in under_way if scored.age >= min(REPORT_S, self._seconds)]
+            late.sort(key=lambda scored: -scored.age)
             if late:
                 with contextlib.suppress(RuntimeError):  # the event loop has closed, so no task waits for a result
                     self._look(late)
@@ -162,7 +165,8 @@ class Scoring:
             return None
         age = max((each.age for each in self._under_way.values() if not each.given_up), default=self._seconds)
         marks = (min(REPORT_S, self._seconds), self._seconds)
-        return min((mark - age for mark in marks if mark > age), default=LOOK_AGAIN_S)
+        pause = min((mark - age for mark in marks if mark > age), default=LOOK_AGAIN_S)
+        return max(pause, LEAST_PAUSE_S)
 
     def _look(self, late: list[_Scored]) -> None:
         """Report late groups, and give up those whose time is up."""
