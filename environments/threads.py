@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Clock:
-    """The time that some work takes. While all its calls wait for a thread or a judge, the clock stands still.
+    """Measures the seconds that a group's scoring takes. It stops while all its calls wait for a thread or a judge.
 
     Attributes:
         workers: idents of the threads that currently work for it.

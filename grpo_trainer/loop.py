@@ -35,7 +35,7 @@ from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.server_client import present, wait_for_servers
-from grpo_trainer.shutdown import RunState, Writes, save_on_exit
+from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
@@ -105,10 +105,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             rollouts.close()
             metrics.close()
             checkpoints.close()
-    path = config.log_dir / METRICS_FILE
-    log.info("%s", last_line(rows_so_far(path)))
-    if config.logging.benchmark:
-        print_time_split(path, Console(file=sys.stdout))
+    _say_how_it_went(config)
 
 
 def run_steps(
@@ -145,15 +142,12 @@ def run_steps(
             START.enter(FIRST_STEP)
             if samples is not None:
                 samples.take(progress.step + 1, batch.rollouts.groups)
-            name = f"step {progress.step + 1}"
-            with watch.over(name):
+            with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
                     result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
-                    broken_off = world is not None and world.is_working  # then nothing is saved
-                    if writes.landed or (writes.refused and trainer.optimizer.prepared and not broken_off):
-                        # What is saved contains this batch, so it counts as trained.
+                    if counts_as_trained(writes, trainer, world):
                         progress = progress.after_step(feed.trained(batch), updated=True)
                     else:
                         feed.release(batch)
@@ -163,7 +157,7 @@ def run_steps(
                     published = bridge.publish(progress.policy_version)
             # Not watched: it may wait for the last evaluation, and has its own time limits.
             evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
-            with watch.over(name):
+            with watch.over(f"step {progress.step}"):
                 metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
@@ -188,6 +182,13 @@ def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Calla
     if config.owns_server or config.shares_weights or not world.alone:
         return lambda: None
     return partial(wait_for_servers, config.vllm, stop.check)
+
+
+def _say_how_it_went(config: TrainConfig) -> None:
+    path = config.log_dir / METRICS_FILE
+    log.info("%s", last_line(rows_so_far(path)))
+    if config.logging.benchmark:
+        print_time_split(path, Console(file=sys.stdout))
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ from grpo_trainer.feed import BatchFeed
 from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,12 @@ class Writes:
             self.refused, self.torn = False, True
             yield
             self.torn, self.landed = False, True
+
+
+def counts_as_trained(writes: Writes, trainer: Trainer, world: World | None) -> bool:
+    """Return whether the batch of a step that failed is in what is saved: in the weights, or in prepared ones."""
+    broken_off = world is not None and world.is_working  # then nothing is saved
+    return writes.landed or (writes.refused and trainer.optimizer.prepared and not broken_off)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,15 @@ class Arrivals:
         self._newest = now
         return True
 
+    def check(self) -> None:
+        """Raise the first signal as an error.
+
+        Raises:
+            StoppedError: a signal arrived; the error has its exit code.
+        """
+        if self.numbers:
+            raise StoppedError(self.numbers[0])
+
 
 def ending_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that end a command in order. A closed terminal ends none that `nohup` started."""
@@ -55,9 +64,8 @@ def stopped_at_once() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not arrived.numbers:
-            raise
-        raise StoppedError(arrived.numbers[0]) from None
+        arrived.check()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -94,7 +102,6 @@ class StopSignal:
         Raises:
             StoppedError: a signal arrived; the error has its exit code.
         """
-        if self._arrived.numbers:
-            raise StoppedError(self._arrived.numbers[0])
+        self._arrived.check()
         for check in self._watched:
             check()

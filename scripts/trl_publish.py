@@ -34,8 +34,8 @@ from grpo_trainer.launch.ports import claim_ports
 
 HOST = "127.0.0.1"
 WARM_UP = 16
-"""Publishes that are not counted. In vLLM 0.25 each uses two others of PyTorch's 32 streams, on both sides, and each
-stream needs memory of its own."""
+"""Publishes that are not counted. In vLLM 0.25 each publish uses two of PyTorch's 32 streams on both sides, in turn.
+Each stream allocates memory when it is first used."""
 
 
 def publish_figures(client: Any, model: torch.nn.Module, repeat: int) -> dict[str, Any]:

@@ -30,8 +30,8 @@ class Explainer:
         """How much is queued, counted as the asking environment does: in groups of that environment's size.
 
         Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
-        counted for who waits for news, and has `seen` what there is. Where no batch can be made of what all
-        environments' parts of one come to, because their groups differ in size, each is told of room for one more.
+        counted for who waits for news, and has `seen` what there is. If the environments' groups differ in size, their
+        parts may make no batch. Each environment is then told of room for one more group.
 
         Raises:
             UnknownEnvironment: never registered.
@@ -82,8 +82,12 @@ class Explainer:
         for each in queue.alive:
             if all(one < part for one, part in zip(self._queued(each), self._parts(each), strict=True)):
                 return False
-        sizes = {queue.environments[each].request.group_size for each in queue.alive} | set(queue.line.groups_by_size)
-        return not queue.batch_ready and can_make(queue.run.trainer.batch_size, sizes)
+        return not queue.batch_ready and can_make(queue.run.trainer.batch_size, self._sizes())
+
+    def _sizes(self) -> set[int]:
+        """Sizes of the groups that are queued, and of those that environments will post."""
+        queue = self.queue
+        return {queue.environments[each].request.group_size for each in queue.alive} | set(queue.line.groups_by_size)
 
     def _refresh(self) -> None:
         queue = self.queue
@@ -176,8 +180,7 @@ class Explainer:
             return []
         target = queue.run.trainer.batch_size
         found = []
-        expected = {queue.environments[each].request.group_size for each in queue.alive}
-        sizes = expected | set(line.groups_by_size)
+        sizes = self._sizes()
         if sizes and not can_make(target, sizes):
             listed = ", ".join(str(size) for size in sorted(sizes))
             found.append(

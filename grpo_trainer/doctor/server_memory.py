@@ -75,7 +75,7 @@ def _is_planned(config: RunConfig, machine: Machine) -> bool:
 
 
 def _knows_server(config: RunConfig, machine: Machine) -> bool:
-    """Return whether the memory plan knows how much of a GPU the server uses: no arguments of its own say it."""
+    """Return whether the memory plan knows how much of a GPU the server uses. It does unless `SIZES` are given."""
     given = {key_of(flag) for flag, _ in arguments(config.trainer.vllm.extra_args)}
     return machine.on_gpu and not given & SIZES
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 import httpx
 
-from grpo_trainer.errors import ProcessFailedError, StoppedError, from_os_error
+from grpo_trainer.errors import ProcessFailedError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.plan import ProcessSpec
@@ -148,8 +148,7 @@ class Supervisor:
 
     def _check(self) -> None:
         """Raise an error if anything ends the run early."""
-        if self._signals.numbers:
-            raise StoppedError(self._signals.numbers[0])
+        self._signals.check()
         self._check_run()
         for child in self.children:
             if child.log_error is not None:
