@@ -31,6 +31,7 @@ from grpo_trainer.parallel.world import (
 )
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
+from grpo_trainer.server_client import servers_there
 from grpo_trainer.signals import ending_signals
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.build import build_followers_bridge
@@ -63,7 +64,7 @@ def follow(config: TrainConfig, world: World) -> None:
     for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config, world=world)
-    trainer = Trainer(policy.model, config, world=world)
+    trainer = Trainer(policy.model, config, world=world, before_measuring=servers_there(config))
     checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
     with build_followers_bridge(config, policy, world) or nullcontext() as bridge:
         run_worker(world, trainer, checkpoints, bridge)

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from rich.console import Console
 
@@ -34,7 +33,7 @@ from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
-from grpo_trainer.server_client import present, wait_for_servers
+from grpo_trainer.server_client import present, servers_there
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
@@ -76,7 +75,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             policy = build_policy(config, stop.check, world)
             START.enter("compile")
             trainer = Trainer(
-                policy.model, config, stop.check, world=world, before_measuring=_servers_there(config, world, stop)
+                policy.model, config, stop.check, world=world, before_measuring=servers_there(config, stop.check)
             )
         START.enter("resume")
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
@@ -170,18 +169,6 @@ def run_steps(
     final = checkpoints.save(progress, final=True) if config.checkpoints.saves else None
     feed.settle(progress.batches)
     log.info("trained %d steps; the final weights are %s", progress.step, final or "not saved")
-
-
-def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Callable[[], None]:
-    """Return a function that waits until servers that start at the same time have allocated their memory.
-
-    The trainer calls it before it measures free memory. There is nothing to wait for if the trainer starts the server
-    itself later, if it shares the weights of a running server, or if there are several trainer processes, which start
-    after the servers.
-    """
-    if config.owns_server or config.shares_weights or not world.alone:
-        return lambda: None
-    return partial(wait_for_servers, config.vllm, stop.check)
 
 
 def _say_how_it_went(config: TrainConfig) -> None:

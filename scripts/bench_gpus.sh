@@ -113,17 +113,19 @@ for part in "${parts[@]}"; do
             sync "broadcast-$shape-staging-off" "$shape" --bridge broadcast --transport nccl --staging off --skip-load
         done
         ;;
-    copies) # single copy on two GPUs, and on one of them
+    copies) # single copy on two GPUs, and on one of them; all of a 7B model on one GPU needs states in 8 bits
         for shape in $shapes; do
-            layout "copies-$shape-two" "$shape" shared_vllm -- --trainer-gpus 2
-            CUDA_VISIBLE_DEVICES=0 layout "copies-$shape-one" "$shape" shared_vllm
+            states=()
+            [ "$shape" != 7b ] || states=(--optimizer adamw_8bit)
+            layout "copies-$shape-two" "$shape" shared_vllm -- --trainer-gpus 2 "${states[@]}"
+            CUDA_VISIBLE_DEVICES=0 layout "copies-$shape-one" "$shape" shared_vllm -- "${states[@]}"
         done
         ;;
-    shards) # one copy of a model over two GPUs; a 32B shape does not fit on one
+    shards) # one copy of a model over two GPUs; 14B does not fit on one of 80 GB, 32B not on one of 141
         shards=(--trainer-gpus 2 --server.tensor-parallel-size 2)
         for shape in ${SHAPES:-7b 32b}; do
             size=() states=()
-            [ "$shape" != 32b ] || size=(--dummy-weights --sequences 64) states=(--optimizer adamw_8bit)
+            [ "$shape" = 7b ] || size=(--dummy-weights --sequences 64) states=(--optimizer adamw_8bit)
             layout "shards-$shape" "$shape" shared_vllm "${size[@]}" -- "${shards[@]}" "${states[@]}"
         done
         ;;

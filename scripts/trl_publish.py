@@ -6,8 +6,8 @@ of `trl vllm-serve`, and generates nothing during a publish. The trainer's weigh
 float32, which is GRPOTrainer's default. Prints one JSON line, to compare with
 `grpo bench sync --bridge broadcast --transport nccl --server-gpus 1`.
 
-Not run yet on GPUs. Needs two of them, `pip install --no-deps trl==1.16.0`, what TRL needs (accelerate, datasets), and
-a vLLM that it supports (0.22 to 0.31).
+Needs two GPUs, `pip install --no-deps trl==1.16.0`, what TRL needs (accelerate, datasets), and a vLLM that it supports
+(0.22 to 0.31).
 """
 
 from __future__ import annotations

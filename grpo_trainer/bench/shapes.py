@@ -10,7 +10,7 @@ from typing import Literal
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.doctor.model import ModelShape
 
-ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "32b"]
+ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "14b", "32b"]
 POSITIONS = 32_768
 SHAPE_HELP = "Shape of the model; its weights are random."
 CACHE_BYTES_TINY = 64 << 20
@@ -46,6 +46,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "0.5b": qwen2(896, 4864, 24, 14, 2, 151_936, tied=True),
         "1.5b": qwen2(1536, 8960, 28, 12, 2, 151_936, tied=True),
         "7b": qwen2(3584, 18_944, 28, 28, 4, 152_064, tied=False),
+        "14b": qwen2(5120, 13_824, 48, 40, 8, 152_064, tied=False),
         "32b": qwen2(5120, 27_648, 64, 40, 8, 152_064, tied=False),
     }
 )

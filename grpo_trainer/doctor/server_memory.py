@@ -87,7 +87,7 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     does not know the model: vLLM measures then.
     """
     trainer = config.trainer
-    if trainer.owns_server or config.options.trainer_gpus > 1 or not _knows_server(config, machine):
+    if trainer.owns_server or not _knows_server(config, machine):
         return None
     if trainer.vllm.in_8_bits:  # the plan's weights and tokens have 16
         return None

@@ -134,13 +134,10 @@ def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
     """Return whether the trainer may use a GPU while the server starts on it.
 
     A server that measures the free memory for its cache would count the trainer's memory as used, and vLLM exits with
-    an error if memory is freed during the measurement. Several trainer processes measure together, after all servers
-    have started.
+    an error if memory is freed during the measurement.
     """
-    if config.trainer.owns_server:
-        return True
     is_fixed = cache_bytes is not None or says_cache_size(config.trainer.vllm.extra_args)
-    return is_fixed and config.options.trainer_gpus == 1
+    return config.trainer.owns_server or is_fixed
 
 
 SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})

@@ -49,11 +49,14 @@ def test_all_start_together_where_nobody_measures_a_gpu() -> None:
     assert names_of(plan({"server.extra_args": "--kv-cache-memory-bytes=1000"}, on_gpu=True)) == together
 
 
-def test_a_trainer_comes_later_where_the_server_measures_the_gpu_or_several_would() -> None:
-    assert names_of(plan(on_gpu=True)) == [["api", "server", "env-arithmetic"], ["trainer"]]
+def test_several_trainer_processes_start_with_the_server_too() -> None:
     config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"})
     made = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True, cache_bytes=1000)
-    assert names_of(made) == [["api", "server", "env-arithmetic"], ["trainer", "trainer-1"]]
+    assert names_of(made) == [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]
+
+
+def test_a_trainer_comes_later_where_the_server_measures_the_gpu() -> None:
+    assert names_of(plan(on_gpu=True)) == [["api", "server", "env-arithmetic"], ["trainer"]]
 
 
 def test_the_servers_cache_is_as_large_as_was_planned() -> None:

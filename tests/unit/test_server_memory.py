@@ -42,7 +42,6 @@ def test_it_is_what_the_servers_share_leaves(model: Path) -> None:
     [
         {"weight_bridge_mode": "none"},
         {"weight_bridge_mode": "lora_restart"},
-        {"trainer_gpus": "2"},
         {"server.extra_args": "--kv-cache-memory-bytes,1000000"},
         {"server.extra_args": "--kv_cache_memory_bytes=1000000"},
         {"server.quantization": "fp8"},

@@ -29,6 +29,7 @@ OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "max_tokens_per_microbatch": 1024,
         },
         "7b": {"max_tokens_per_microbatch": 12_288},
+        "14b": {"max_tokens_per_microbatch": 8192},
         "32b": {"max_tokens_per_microbatch": 8192},
     }
 )
@@ -79,7 +80,7 @@ class Work(Section):
         1024, help="Maximum tokens of a completion (default: 1024; with --shape tiny 48).", ge=1
     )
     max_tokens_per_microbatch: int = option(
-        16_384, help="Maximum tokens of a microbatch (default: 16384; 7b: 12288; 32b: 8192; tiny: 1024).", gt=1
+        16_384, help="Maximum tokens of a microbatch (default: 16384; 7b: 12288; 14b, 32b: 8192; tiny: 1024).", gt=1
     )
 
     @property
