@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_server.step_logprobs import give_back
+from vllm_server.step_logprobs import Row, Step, give_back, unpack
 from vllm_server.worker import step_logprobs
 
 
@@ -47,7 +50,8 @@ def scheduled(tokens: list[int], clients: list[int], wanting: list[bool]) -> Any
 
 
 def read(outputs: EngineCoreOutputs) -> dict[str, Any]:
-    def plain(own: LogprobsLists | None) -> Any:
+    def plain(own: Any) -> Any:
+        own = own.lists() if isinstance(own, Row) else own
         return None if own is None else [array.tolist() for array in own[:3]]
 
     return {output.request_id: plain(output.new_logprobs) for output in outputs.outputs}
@@ -76,6 +80,31 @@ def test_requests_get_what_vllm_would_have_sent(
         got = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in sent])
         give_back(got.outputs)
         assert read(got) == read(expected[client])
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(("wanted", "columns"), [(0, 1), (0, 3), (2, 3), (-1, 3)])
+def test_a_request_keeps_of_its_rows_what_vllm_would_have_kept(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, columns: int, flat: bool
+) -> None:
+    def processor() -> LogprobsProcessor:
+        return LogprobsProcessor(None, FlatLogprobs() if flat else [], None, 0.0, wanted, None)
+
+    step, expected, kept = lists(4, columns), processor(), processor()
+    for row in (2, 0):
+        expected._update_sample_logprobs(step.slice_request(row, 1))
+    monkeypatch.setattr(AsyncMPClient, "get_output_async", AsyncMPClient.get_output_async)
+    monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs)
+    unpack()
+    rows = Step(step)
+    for row in (2, 0):
+        new: Any = Row(rows, row)
+        kept._update_sample_logprobs(new)
+    assert kept.cumulative_logprob == expected.cumulative_logprob
+    got, ours = expected.logprobs, kept.logprobs
+    if isinstance(got, FlatLogprobs) and isinstance(ours, FlatLogprobs):  # without ranks
+        ours.ranks = got.ranks
+    assert ours == got
 
 
 def test_a_step_is_three_arrays() -> None:
