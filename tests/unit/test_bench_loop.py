@@ -109,7 +109,7 @@ def test_the_usual_conditions(shape: str, most: int) -> None:
     asked = build(LoopOptions, {"shape": shape})
     config = config_of(run_process(asked, Path("m"), Path("r"), ()).argv)
     trainer, (environment,) = config.trainer, config.environments
-    assert (trainer.sequences_per_step, trainer.training_steps, trainer.model.seq_len) == (256, 20, 256 + 1024)
+    assert (trainer.sequences_per_step, trainer.training_steps, trainer.model.seq_len) == (256, 25, 256 + 1024)
     assert trainer.compute.max_tokens_per_microbatch == most
     assert environment.name == ENVIRONMENT
     assert environment.env == {"group_size": "8", "prompt_tokens": "256", "completion_mean": "350.0"}
@@ -191,7 +191,7 @@ ROWS = [
 
 
 def test_a_mean_step_by_hand() -> None:
-    window = Window.after(ROWS, warmup_steps=1)
+    window = Window.of(ROWS, 1, 3)
     assert (window.begin, window.end, window.seconds, window.groups) == (100.0, 110.0, 10.0, 4.0)
     assert step_figures(window) == {
         "step_s": 5.0,
@@ -202,13 +202,14 @@ def test_a_mean_step_by_hand() -> None:
         "checkpoint_share": 0.1,
         "staleness": {"mean": 0.75, "max": 2.0},
     }
+    assert Window.of(ROWS, 1, 2).rows == ROWS[1:2]
     with pytest.raises(ConfigError) as error:
-        Window.after(ROWS, warmup_steps=3)
+        Window.of(ROWS, 3, 9)
     assert error.value.field == "--warmup-steps"
 
 
 def test_publishing_that_lies_within_the_step_is_counted_once() -> None:
-    window = Window.after([ROWS[0], *({**each, "publish/write_time": 0.1} for each in ROWS[1:])], warmup_steps=1)
+    window = Window.of([ROWS[0], *({**each, "publish/write_time": 0.1} for each in ROWS[1:])], 1, 3)
     split = {"wait_s": 1.0, "step_s": 1.5, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.5}
     assert step_figures(window)["split"] == split
     assert start_figures(70.0, {}, window.rows[0])["first_batch"] == 32.0  # 104 less 2
@@ -216,13 +217,13 @@ def test_publishing_that_lies_within_the_step_is_counted_once() -> None:
 
 def test_sending_weights_is_no_part_of_the_step_though_they_are_written_within_a_fence() -> None:
     sent = {"publish/write_time": 0.1, "publish/send_time": 0.3}
-    window = Window.after([ROWS[0], *({**each, **sent} for each in ROWS[1:])], warmup_steps=1)
-    assert step_figures(window) == step_figures(Window.after(ROWS, warmup_steps=1))
+    window = Window.of([ROWS[0], *({**each, **sent} for each in ROWS[1:])], 1, 3)
+    assert step_figures(window) == step_figures(Window.of(ROWS, 1, 3))
     assert start_figures(70.0, {}, window.rows[0])["first_batch"] == 31.5  # 104 less 2.5
 
 
 def test_cpu_time_between_looks_is_used_evenly() -> None:
-    window = Window.after(ROWS, warmup_steps=1)
+    window = Window.of(ROWS, 1, 3)
     looks = [
         Look(96.0, {"api": 1.0, "model": 50.0}),
         Look(104.0, {"api": 2.0, "environment": 0.2}),  # at 100: 1.5 and 0.1
@@ -248,7 +249,7 @@ def test_what_a_server_can_hold() -> None:
 
 
 def test_how_busy_a_server_was() -> None:
-    window = Window.after(ROWS, warmup_steps=1)
+    window = Window.of(ROWS, 1, 3)
     loads = [
         Load(99.0, 50.0),
         Load(101.0, 10.0),

@@ -44,20 +44,21 @@ class Window:
     rows: Sequence[Row]
 
     @classmethod
-    def after(cls, rows: Sequence[Row], warmup_steps: int) -> Window:
-        """Return the steps after the first `warmup_steps`.
+    def of(cls, rows: Sequence[Row], warmup_steps: int, steps: int) -> Window:
+        """Return the steps after the first `warmup_steps`, up to step `steps`.
 
         Raises:
             ConfigError: there is none.
         """
-        if len(rows) <= warmup_steps:
+        measured = rows[warmup_steps:steps]
+        if not measured:
             raise ConfigError(
                 "no step is left to measure",
                 field="--warmup-steps",
                 got=f"{warmup_steps}, of {len(rows)} steps that the run took",
                 wanted="fewer than the run takes",
             )
-        return cls(rows[warmup_steps - 1]["time"], rows[-1]["time"], rows[warmup_steps:])
+        return cls(rows[warmup_steps - 1]["time"], measured[-1]["time"], measured)
 
     def total(self, key: str) -> float:
         """Return a metric's sum over the steps; steps without it count as 0."""

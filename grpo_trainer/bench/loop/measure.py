@@ -70,7 +70,7 @@ def as_dict(
     info = watch.info
     if info is None:
         raise ServerError(field="inference server", got="no answer while the run went on", wanted="one")
-    window = Window.after(rows, options.warmup_steps)
+    window = Window.of(rows, options.warmup_steps, options.steps)
     holds = can_hold(
         watch.cache_tokens, info.max_num_seqs, window.total("batch/tokens") / window.total("batch/sequences")
     )
@@ -80,7 +80,7 @@ def as_dict(
         "shape": options.model.shape,
         **options.work.model_dump(),
         "group_size": GROUP,
-        "steps": len(rows),
+        "steps": options.warmup_steps + len(window.rows),
         "warmup_steps": options.warmup_steps,
         "run_options": list(more),
         "device": ", ".join(dict.fromkeys(names)) if names else cpu_name(),

@@ -17,7 +17,9 @@ from vllm_server.protocol.lora import Transport
 
 GROUP = 8
 """Completions of a prompt."""
-
+LAST_STEPS = 5
+"""Steps at the end of a run that are not measured. Their groups are generated before, so that training, alone on the
+machine, is faster."""
 
 OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
@@ -93,7 +95,10 @@ class LoopOptions(Section):
     """Run."""
 
     steps: int = option(
-        20, help="Optimisation steps; with fewer than 20 the layers are not compiled, and the figures are lower.", ge=2
+        20,
+        help=f"Optimisation steps, warm-up included; {LAST_STEPS} more follow, which are not measured. With fewer than "
+        "15 the layers are not compiled, and the figures are lower.",
+        ge=2,
     )
     warmup_steps: int = option(3, help="First steps that are not measured.", ge=1)
     dummy_weights: bool = option(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_trainer.bench.loop.options import GROUP, LoopOptions
+from grpo_trainer.bench.loop.options import GROUP, LAST_STEPS, LoopOptions
 from grpo_trainer.bench.shapes import CACHE_BYTES_TINY
 from grpo_trainer.launch.plan import ProcessSpec
 
@@ -34,7 +34,7 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
         "model-name": model,
         "run-dir": run_dir,
         "weight-bridge-mode": choice.bridge,
-        "training-steps": options.steps,
+        "training-steps": options.steps + LAST_STEPS,
         "batch-size": GROUP,
         "gradient-accumulation-steps": work.sequences // GROUP,
         "seq-len": work.seq_len,
