@@ -1,9 +1,10 @@
-"""The work of every trainer process except rank 0: it carries out the orders of rank 0."""
+"""What several trainer processes do at the start, and the work of all but rank 0: it carries out rank 0's orders."""
 
 from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -31,8 +32,8 @@ from grpo_trainer.parallel.world import (
 )
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
-from grpo_trainer.server_client import servers_there
-from grpo_trainer.signals import ending_signals
+from grpo_trainer.server_client import wait_for_servers
+from grpo_trainer.signals import StopSignal, ending_signals
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.build import build_followers_bridge
 from grpo_trainer.weights.common import CommonBridge
@@ -52,19 +53,40 @@ def join_others(config: TrainConfig) -> World:
     return join(config.distributed, on_gpu=on_gpu)
 
 
+def servers_there(
+    config: TrainConfig, world: World, check_stop: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Return a function that waits until servers that start at the same time have allocated their memory.
+
+    All trainer processes call it before they measure the free memory of their GPUs; rank 0 asks the servers. There is
+    nothing to wait for if the trainer starts the server itself later, or if it shares the weights of a running server.
+    """
+    if config.owns_server or config.shares_weights:
+        return lambda: None
+
+    def wait() -> None:
+        if world.leads:
+            wait_for_servers(config.vllm, check_stop)
+        world.gather(None)
+
+    return wait
+
+
 def follow(config: TrainConfig, world: World) -> None:
     """Carry out rank 0's orders until the last.
 
-    This process ignores SIGINT, SIGTERM and SIGHUP. If a signal reaches all processes, rank 0 handles it, and needs the
-    others to finish the step.
+    Once this process has its model, it ignores SIGINT, SIGTERM and SIGHUP. If a signal reaches all processes, rank 0
+    handles it, and needs the others to finish the step.
 
     Raises:
+        StoppedError: a signal arrived while this process waited for its server.
         TrainingError: rank 0 has exited without a last order.
     """
+    with StopSignal() as stop:
+        policy = build_policy(config, stop.check, world)
     for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
-    policy = build_policy(config, world=world)
-    trainer = Trainer(policy.model, config, world=world, before_measuring=servers_there(config))
+    trainer = Trainer(policy.model, config, world=world, before_measuring=servers_there(config, world))
     checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
     with build_followers_bridge(config, policy, world) or nullcontext() as bridge:
         run_worker(world, trainer, checkpoints, bridge)

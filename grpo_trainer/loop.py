@@ -18,7 +18,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
-from grpo_trainer.follower import follow, join_others
+from grpo_trainer.follower import follow, join_others, servers_there
 from grpo_trainer.logs.console import Output, RunConsole
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
@@ -33,7 +33,7 @@ from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
-from grpo_trainer.server_client import present, servers_there
+from grpo_trainer.server_client import present
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
@@ -75,7 +75,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             policy = build_policy(config, stop.check, world)
             START.enter("compile")
             trainer = Trainer(
-                policy.model, config, stop.check, world=world, before_measuring=servers_there(config, stop.check)
+                policy.model, config, stop.check, world=world, before_measuring=servers_there(config, world, stop.check)
             )
         START.enter("resume")
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)

@@ -18,7 +18,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_common.roster import read_members, read_served
 from grpo_trainer import background
-from grpo_trainer.config.train import TrainConfig, VllmConfig
+from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
 from grpo_trainer.quick_post import Answer, QuickPost
@@ -307,17 +307,6 @@ def answers(url: str, seconds: float = 2.0) -> bool:
     except httpx.TransportError:
         return False
     return True
-
-
-def servers_there(config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Return a function that waits until servers that start at the same time have allocated their memory.
-
-    Each trainer process calls it before it measures the free memory of its GPU. There is nothing to wait for if the
-    trainer starts the server itself later, or if it shares the weights of a running server.
-    """
-    if config.owns_server or config.shares_weights:
-        return lambda: None
-    return partial(wait_for_servers, config.vllm, check_stop)
 
 
 def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:

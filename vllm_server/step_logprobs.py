@@ -1,7 +1,7 @@
 """Logprobs in the server's process: the rows of a step (`worker/step_logprobs.py`) given to their requests.
 
 vLLM converts each row of a request by itself, and decodes its tokens to text. `POST /generate` returns no such text. So
-the rows of its requests are converted together, once a step, and decoded never: with 280 requests a token takes 14
+the rows of its requests are converted together, once a step, and are never decoded: with 280 requests a token takes 14
 instead of 26 µs of this process's time (two slow CPU cores).
 """
 
@@ -12,6 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from vllm_server import seams
+
+FEW = 64
+"""Up to this many logprobs in a row, all rows of a step are converted together. A request for those of the whole
+vocabulary gives each row of its step as many."""
 
 
 class Step:
@@ -34,6 +38,11 @@ class Step:
         """Their logprobs."""
         return self.lists.logprobs.tolist()
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The sampled tokens' ranks."""
+        return self.lists.sampled_token_ranks.tolist()
+
 
 class Row:
     """What a request gets of a step, in the place of vLLM's LogprobsLists of one position."""
@@ -49,19 +58,19 @@ class Row:
         return self.step.lists.slice_request(self.number, 1)
 
     def slice_request(self, first: int, positions: int) -> Any:
-        """Return vLLM's LogprobsLists of some of its positions, as that class has it."""
+        """Return vLLM's LogprobsLists of some of its positions, as `LogprobsLists.slice_request` does."""
         return self.lists().slice_request(first, positions)
 
     def append_to(self, processor: Any) -> None:
-        """Append to the flat logprobs of a request's LogprobsProcessor, without ranks and decoded tokens."""
+        """Append to the flat logprobs of a request's LogprobsProcessor, without decoded tokens."""
         count = None if processor.num_logprobs == -1 else processor.num_logprobs + 1  # another request may want more
         ids, values = self.step.ids[self.number][:count], self.step.logprobs[self.number][:count]
-        flat, missing = processor.logprobs, [None] * len(ids)
+        flat = processor.logprobs
         flat.start_indices.append(len(flat.logprobs))
         flat.token_ids += ids
         flat.logprobs += values
-        flat.ranks += missing
-        flat.decoded_tokens += missing
+        flat.ranks += (self.step.ranks[self.number], *range(1, len(ids)))
+        flat.decoded_tokens += [None] * len(ids)
         flat.end_indices.append(len(flat.logprobs))
         processor.cumulative_logprob += values[0]
 
@@ -97,12 +106,13 @@ def unpack() -> None:
 
 
 def give_back(outputs: Sequence[Any]) -> None:
-    """Give each of a step's outputs its own row: a `Row`, or `LogprobsLists` where the ids have further columns."""
+    """Give each of a step's outputs its own row: a `Row`, or `LogprobsLists` of rows that are long or have more ids."""
     for output in outputs:
         packed = output.new_logprobs
         if packed is not None and packed.cu_num_generated_tokens is not None:
             lists = packed._replace(cu_num_generated_tokens=None)
-            step = Step(lists) if lists.logprob_token_ids.shape == lists.logprobs.shape else None
+            ids, values = lists.logprob_token_ids, lists.logprobs
+            step = Step(lists) if ids.shape == values.shape and values.shape[1] <= FEW else None
             for number, place in enumerate(packed.cu_num_generated_tokens):
                 outputs[place].new_logprobs = lists.slice_request(number, 1) if step is None else Row(step, number)
             return

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma3Config
 
+from grpo_trainer import follower
 from grpo_trainer.batch.batching import deal, ready
 from grpo_trainer.batch.microbatches import TrainingSequence
 from grpo_trainer.config.distributed import DistributedConfig
@@ -37,7 +38,7 @@ from grpo_trainer.errors import (
     PeerGoneError,
     TrainingError,
 )
-from grpo_trainer.follower import run_worker
+from grpo_trainer.follower import run_worker, servers_there
 from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.parallel import shard_states
@@ -96,6 +97,38 @@ def test_one_process_is_alone_and_each_of_several_needs_a_gpu(monkeypatch: pytes
     with pytest.raises(ConfigError) as crowded:
         join(DistributedConfig(trainer_rank=999, world_size=1000, init_method="tcp://127.0.0.1:1"), on_gpu=True)
     assert crowded.value.field == "rank 999 of 1000" and "GPU" in crowded.value.wanted
+
+
+class Meeting(World):
+    """One of two processes; the other arrives at once."""
+
+    met = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.met += 1
+        return [value] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
+def test_all_processes_wait_until_the_first_has_found_the_servers(
+    monkeypatch: pytest.MonkeyPatch, mode: str, rank: int
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(follower, "wait_for_servers", lambda config, _: asked.append(config))
+    config, world = build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), Meeting(rank, 2)
+    servers_there(config, world)()
+    assert (len(asked), world.met) == (1 - rank, 1)
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart", "shared_vllm"])
+def test_there_is_no_server_to_wait_for_before_the_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(follower, "wait_for_servers", lambda *_: pytest.fail("it waits"))
+    world = Meeting(0, 2)
+    servers_there(build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), world)()
+    assert not world.met
 
 
 def test_a_world_of_one_gives_no_orders() -> None:

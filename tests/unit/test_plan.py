@@ -50,9 +50,11 @@ def test_all_start_together_where_nobody_measures_a_gpu() -> None:
 
 
 def test_several_trainer_processes_start_with_the_server_too() -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"})
-    made = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True, cache_bytes=1000)
-    assert names_of(made) == [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]
+    flags = {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"}
+    own = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
+    for config, cache_bytes in ((build_run({}, flags), 1000), (build_run({}, flags | own), None)):
+        made = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True, cache_bytes=cache_bytes)
+        assert names_of(made) == [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]
 
 
 def test_a_trainer_comes_later_where_the_server_measures_the_gpu() -> None:

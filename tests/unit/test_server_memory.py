@@ -37,6 +37,13 @@ def test_it_is_what_the_servers_share_leaves(model: Path) -> None:
     assert planned_cache(config, MACHINE) == share - weights - SERVER_WORKSPACE - (3 + SPARE_ADAPTERS) * adapter
 
 
+def test_servers_of_several_trainers_have_a_planned_size_too(model: Path) -> None:
+    two = replace(MACHINE, gpus=MACHINE.gpus[:1] * 2)
+    alone = planned_cache(run_of(model, weight_bridge_mode="shared_vllm"), two)
+    assert planned_cache(run_of(model, weight_bridge_mode="shared_vllm", trainer_gpus="2"), two) == alone
+    assert planned_cache(run_of(model, trainer_gpus="2"), two) == planned_cache(run_of(model), two)
+
+
 @pytest.mark.parametrize(
     "flags",
     [

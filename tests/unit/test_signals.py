@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -55,11 +57,12 @@ def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch:
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     found: list[object] = []
 
-    def build_policy(*_: object, **__: object) -> None:
+    def trainer(*_: object, **__: object) -> None:
         found.extend(map(signal.getsignal, numbers))
         raise ConfigError(field="the test's end")
 
-    monkeypatch.setattr(follower, "build_policy", build_policy)
+    monkeypatch.setattr(follower, "build_policy", lambda *_: SimpleNamespace(model=None))
+    monkeypatch.setattr(follower, "Trainer", trainer)
     try:
         with pytest.raises(ConfigError):
             follower.follow(TrainConfig(model=ModelConfig(name="m")), World())
@@ -67,3 +70,15 @@ def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert found == [signal.SIG_IGN] * 3
+
+
+def test_a_trainer_process_that_follows_does_not_wait_for_its_server_after_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build_policy(_: object, check_stop: Callable[[], None], __: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        check_stop()
+
+    monkeypatch.setattr(follower, "build_policy", build_policy)
+    with pytest.raises(StoppedError):
+        follower.follow(TrainConfig(model=ModelConfig(name="m")), World())

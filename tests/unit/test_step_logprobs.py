@@ -17,7 +17,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_server.step_logprobs import Row, Step, give_back, unpack
+from vllm_server.step_logprobs import FEW, Row, Step, give_back, unpack
 from vllm_server.worker import step_logprobs
 
 
@@ -100,11 +100,16 @@ def test_a_request_keeps_of_its_rows_what_vllm_would_have_kept(
     for row in (2, 0):
         new: Any = Row(rows, row)
         kept._update_sample_logprobs(new)
-    assert kept.cumulative_logprob == expected.cumulative_logprob
-    got, ours = expected.logprobs, kept.logprobs
-    if isinstance(got, FlatLogprobs) and isinstance(ours, FlatLogprobs):  # without ranks
-        ours.ranks = got.ranks
-    assert ours == got
+    assert (kept.logprobs, kept.cumulative_logprob) == (expected.logprobs, expected.cumulative_logprob)
+
+
+@pytest.mark.parametrize(("ids", "columns"), [(1, 1), (3, 1), (FEW, FEW), (FEW + 1, FEW + 1)])
+def test_rows_with_further_ids_or_of_a_vocabulary_are_vllms(ids: int, columns: int) -> None:
+    own = lists(2, columns)._replace(logprob_token_ids=np.zeros((2, ids), np.int32), cu_num_generated_tokens=[0, 1])
+    outputs = [EngineCoreOutput("0", [7], new_logprobs=own), EngineCoreOutput("1", [7])]
+    give_back(outputs)
+    expected = Row if ids == columns <= FEW else LogprobsLists
+    assert [type(output.new_logprobs) for output in outputs] == [expected] * 2
 
 
 def test_a_step_is_three_arrays() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_trainer.bench.loop.options import GROUP
+from grpo_trainer.bench.loop.options import GROUP, LAST_STEPS
 from grpo_trainer.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -44,19 +44,19 @@ class Window:
     rows: Sequence[Row]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], warmup_steps: int, steps: int) -> Window:
-        """Return the steps after the first `warmup_steps`, up to step `steps`.
+    def of(cls, rows: Sequence[Row], warmup_steps: int) -> Window:
+        """Return the steps after the first `warmup_steps` and before the last `LAST_STEPS`.
 
         Raises:
             ConfigError: there is none.
         """
-        measured = rows[warmup_steps:steps]
+        measured = rows[warmup_steps : max(0, len(rows) - LAST_STEPS)]
         if not measured:
             raise ConfigError(
                 "no step is left to measure",
                 field="--warmup-steps",
                 got=f"{warmup_steps}, of {len(rows)} steps that the run took",
-                wanted="fewer than the run takes",
+                wanted=f"fewer than the run takes, less {LAST_STEPS}",
             )
         return cls(rows[warmup_steps - 1]["time"], measured[-1]["time"], measured)
 

@@ -70,7 +70,7 @@ def as_dict(
     info = watch.info
     if info is None:
         raise ServerError(field="inference server", got="no answer while the run went on", wanted="one")
-    window = Window.of(rows, options.warmup_steps, options.steps)
+    window = Window.of(rows, options.warmup_steps)
     holds = can_hold(
         watch.cache_tokens, info.max_num_seqs, window.total("batch/tokens") / window.total("batch/sequences")
     )
