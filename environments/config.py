@@ -55,11 +55,11 @@ class BaseEnvConfig(BaseModel):
     rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="URL of the rollout API")
     rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it requires one")
     total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last step")
-    max_concurrent_groups: int = Field(
-        default=64,
+    max_concurrent_groups: int | None = Field(
+        default=None,
         ge=1,
         validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
-        description="limit of groups generated at the same time",
+        description="limit of groups generated at the same time; unset: in a run its batches are the limit",
     )
     max_batches_offpolicy: int | None = Field(
         default=None,

@@ -200,7 +200,7 @@ class Simulation:
         self._generating, self._queued = 0, 0
         self._started: Counter[int] = Counter()
         self._running = RunningShare()
-        self._pace = BaseEnvConfig(tokenizer_name="", group_size=setup.group_size, max_concurrent_groups=sys.maxsize)
+        self._pace = BaseEnvConfig(tokenizer_name="", group_size=setup.group_size)
         self._registration = Registration(0, "", setup.batch_groups * setup.group_size, -1, -1)
         self._environments = _Stage(self._host, setup.environments, costs.environment)
         self._api = _Stage(self._host, 1, costs.api)

@@ -30,7 +30,7 @@ class VerifiersConfig(BaseEnvConfig):
     temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature")
     max_tokens: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: all the room left")
     max_turns: int | None = Field(default=None, ge=1, description="limit of a rollout's turns")
-    max_concurrent_groups: int = Field(default=8, ge=1, description="limit of groups generated at the same time")
+    max_concurrent_groups: int | None = Field(default=8, ge=1, description="limit of groups generated at the same time")
     max_concurrent_episodes: int = Field(default=32, ge=1, description="limit of concurrent rollouts, each a process")
     episode_retries: int = Field(default=1, ge=0, description="retries of a failed rollout")
     eval_tasks: int = Field(default=16, ge=1, description="evaluation tasks: the first ones, which are not trained on")

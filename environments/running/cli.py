@@ -40,6 +40,9 @@ COMMANDS = {
     "evaluate": "print the policy's metrics as one line of JSON",
 }
 
+PROCESSED_AT_ONCE = 64
+"""Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
+
 BLOCKED_S = 1.0
 """Seconds after which a signal interrupts code that blocks the event loop."""
 
@@ -154,7 +157,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     written, dropped, in_a_row = list[wire.ScoredData](), Counter[str](), 0
     try:
         while len(written) < groups:
-            at_once = min(groups - len(written), env.config.max_concurrent_groups)
+            at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
             items = [item for _ in range(at_once) if (item := await env.get_next_item()) is not None]
             if not items:
                 raise EnvironmentFailed(

@@ -116,7 +116,9 @@ def groups_to_start(
     if config.min_batch_allocation is not None:
         reserved = math.ceil(batches * batch * config.min_batch_allocation)
         room = max(room, reserved - status.self_queue_size - in_flight.groups)
-    return max(0, min(room, config.max_concurrent_groups - in_flight.groups))
+    if config.max_concurrent_groups is not None:
+        room = min(room, config.max_concurrent_groups - in_flight.groups)
+    return max(0, room)
 
 
 def _to_keep_a_batch_running(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:

@@ -104,6 +104,11 @@ def test_one_batch_of_completions_is_kept_running(seen: wire.StatusEnv, in_fligh
     assert groups_to_start(seen, registration(last_step=10), config(), in_flight) == wanted
 
 
+def test_batches_alone_limit_the_groups_in_flight_by_default() -> None:
+    seen, in_flight = status(leased=200), InFlight(1, 0, running_share=0.1)  # a batch of 400 sequences is 200 groups
+    assert groups_to_start(seen, registration(400), config(), in_flight) == 3 * 200 - 1
+
+
 @pytest.mark.parametrize(
     ("max_staleness", "seen", "in_flight", "wanted"),
     [
@@ -157,7 +162,7 @@ class Run:
         ahead = registration(2 * self.batch, STEPS, self.max_staleness)
         in_flight = InFlight(len(self.generating), min((version for _, version in self.generating), default=None))
         seen = status(self.step, len(self.queue), leased=sum(map(len, self.leased)))
-        for _ in range(groups_to_start(seen, ahead, config(max_concurrent_groups=1000), in_flight)):
+        for _ in range(groups_to_start(seen, ahead, config(), in_flight)):
             heapq.heappush(self.generating, (self.now + next(self.durations), self.step))
             self.started += 1
 
