@@ -66,6 +66,12 @@ layout() {
     loop "${@:1:3}" "${options[@]}" --checkpoint-interval never
 }
 
+# states_of SHAPE: sets `states`. All of a 7B trainer on one GPU needs states in 8 bits, as in configs.
+states_of() {
+    states=()
+    [ "$1" != 7b ] || states=(--optimizer adamw_8bit)
+}
+
 needs_two() { [ "$gpus" -ge 2 ] || { echo "$1 needs two GPUs; nvidia-smi lists $gpus" >&2 && exit 1; }; }
 
 for part in "${parts[@]}"; do
@@ -113,10 +119,9 @@ for part in "${parts[@]}"; do
             sync "broadcast-$shape-staging-off" "$shape" --bridge broadcast --transport nccl --staging off --skip-load
         done
         ;;
-    copies) # single copy on two GPUs, and on one of them; all of a 7B model on one GPU needs states in 8 bits
+    copies) # single copy on two GPUs, and on one of them
         for shape in $shapes; do
-            states=()
-            [ "$shape" != 7b ] || states=(--optimizer adamw_8bit)
+            states_of "$shape"
             layout "copies-$shape-two" "$shape" shared_vllm -- --trainer-gpus 2 "${states[@]}"
             CUDA_VISIBLE_DEVICES=0 layout "copies-$shape-one" "$shape" shared_vllm -- "${states[@]}"
         done
@@ -129,10 +134,9 @@ for part in "${parts[@]}"; do
             layout "shards-$shape" "$shape" shared_vllm "${size[@]}" -- "${shards[@]}" "${states[@]}"
         done
         ;;
-    layouts) # which layout for which size; all of a 7B trainer on one GPU needs states in 8 bits, as in configs
+    layouts) # which layout for which size
         for shape in $shapes; do
-            states=()
-            [ "$shape" != 7b ] || states=(--optimizer adamw_8bit)
+            states_of "$shape"
             layout "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1 "${states[@]}"
             layout "layouts-$shape-lora_only" "$shape" lora_only --transport nccl -- --server.gpus 1
             layout "layouts-$shape-lora_only-copies" "$shape" lora_only --share-base -- --trainer-gpus 2
