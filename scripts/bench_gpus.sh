@@ -140,7 +140,8 @@ for part in "${parts[@]}"; do
             layout "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1 "${states[@]}"
             layout "layouts-$shape-lora_only" "$shape" lora_only --transport nccl -- --server.gpus 1
             layout "layouts-$shape-lora_only-copies" "$shape" lora_only --share-base -- --trainer-gpus 2
-            layout "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1"
+            layout "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1" \
+                "${states[@]}"
         done
         ;;
     cluster) # two Ray nodes of one GPU each: adapters by NCCL, a server joins, another leaves

@@ -1,9 +1,9 @@
-"""vLLM's bookkeeping of KV blocks is the same, whether or not needless allocations are skipped."""
+"""vLLM's bookkeeping of KV blocks is the same, whether or not ours skips a part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_server.worker.kv_blocks import skip_needless_allocations
+from vllm_server.worker.kv_blocks import skip_needless_bookkeeping
 
 SIZE = 4
 """Tokens of a block."""
@@ -41,13 +41,20 @@ def request(name: str, prompt: int) -> Request:
 
 
 @pytest.fixture(scope="module")
-def vllms() -> Iterator[Callable[..., Any]]:
-    """vLLM's own function; within the module, managers have ours."""
+def vllms() -> Iterator[Vllms]:
+    """vLLM's own functions; within the module, managers have ours."""
     init_none_hash(sha256)
-    own = KVCacheManager.allocate_slots
-    skip_needless_allocations()
+    own = Vllms(KVCacheManager.allocate_slots, KVCacheManager.cache_blocks)
+    skip_needless_bookkeeping()
     yield own
-    KVCacheManager.allocate_slots = own
+    KVCacheManager.allocate_slots, KVCacheManager.cache_blocks = own
+
+
+class Vllms(NamedTuple):
+    """Functions of `KVCacheManager`."""
+
+    allocate: Callable[..., Any]
+    cache: Callable[..., None]
 
 
 def ids(blocks: Any) -> Any:
@@ -63,7 +70,7 @@ def ids(blocks: Any) -> Any:
     steps=st.integers(1, 20),
 )
 def test_blocks_and_prefix_cache_are_those_of_vllm(
-    vllms: Callable[..., Any],
+    vllms: Vllms,
     spec: type[KVCacheSpec],
     caching: bool,
     prompts: list[int],
@@ -76,7 +83,7 @@ def test_blocks_and_prefix_cache_are_those_of_vllm(
 
     def both(one: Request, other: Request, count: int, **more: Any) -> bool:
         mine = ours.allocate_slots(one, count, num_lookahead_tokens=drafts, **more)
-        assert ids(mine) == ids(vllms(theirs, other, count, num_lookahead_tokens=drafts, **more))
+        assert ids(mine) == ids(vllms.allocate(theirs, other, count, num_lookahead_tokens=drafts, **more))
         return mine is not None
 
     running = []
@@ -96,6 +103,9 @@ def test_blocks_and_prefix_cache_are_those_of_vllm(
                 each.num_computed_tokens += 1
                 if ahead:
                     each.append_output_token_ids(token)
+            if ahead:  # vLLM's scheduler does this when it gets the token
+                ours.cache_blocks(one, one.num_computed_tokens)
+                vllms.cache(theirs, other, other.num_computed_tokens)
     assert ours.block_pool.get_num_free_blocks() == theirs.block_pool.get_num_free_blocks()
     for group, other in zip(
         ours.coordinator.single_type_managers, theirs.coordinator.single_type_managers, strict=True
@@ -108,7 +118,7 @@ def test_blocks_and_prefix_cache_are_those_of_vllm(
     assert ids(ours.get_computed_blocks(later)[0]) == ids(theirs.get_computed_blocks(again)[0])
 
 
-def test_most_tokens_ask_nothing_of_vllm(vllms: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_tokens_ask_nothing_of_vllm(vllms: Vllms, monkeypatch: pytest.MonkeyPatch) -> None:
     made, one = manager(FullAttentionSpec, caching=True), request("one", 5)
     assert made.allocate_slots(one, 5, num_lookahead_tokens=0, has_scheduled_reqs=True) is not None
     one.num_computed_tokens, one.status = 5, RequestStatus.RUNNING

@@ -27,7 +27,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     finite.zero_new_blocks()  # for the scheduler in this process; worker processes do it in `extension`
     stops.look_up_in_sets()
-    kv_blocks.skip_needless_allocations()
+    kv_blocks.skip_needless_bookkeeping()
     step_logprobs.pack()
     run = replaced or EngineCoreProc.run_engine_core
     run(*args, **kwargs)
