@@ -18,10 +18,10 @@ run=$out/run port=6399 nodes=()
 
 # shellcheck disable=SC2329 # called by the trap
 finish() {
-    local node
     [ -z "${training:-}" ] || kill "$training" 2>/dev/null || true
     [ -z "${training:-}" ] || wait "$training" 2>/dev/null || true
-    for node in "${nodes[@]}"; do kill "$node" 2>/dev/null && wait "$node" 2>/dev/null || true; done
+    kill "${nodes[@]}" 2>/dev/null || true # all at once: each takes many seconds to end
+    wait "${nodes[@]}" 2>/dev/null || true
 }
 trap finish EXIT
 
