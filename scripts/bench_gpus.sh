@@ -2,7 +2,7 @@
 # Measures on GPUs and writes each result, a JSON line with its command before it, to FOLDER/NAME.json. Models have random
 # weights, or have learnt sums (fp8); each is written once.
 #
-#   scripts/bench_gpus.sh FOLDER                     on one GPU: loop disk fp8 shared; on two: the parts that need two
+#   scripts/bench_gpus.sh FOLDER                     on one GPU: loop pace disk fp8 shared; on two: the parts that need two
 #   scripts/bench_gpus.sh FOLDER link broadcast      these parts
 #   SHAPES="1.5b" STEPS=12 SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
@@ -20,7 +20,7 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ ${#parts[@]} -eq 0 ] && [ "$gpus" -ge 2 ]; then
     parts=(link broadcast copies shards layouts cluster losses tensor_parallel)
 elif [ ${#parts[@]} -eq 0 ]; then
-    parts=(loop disk fp8 shared)
+    parts=(loop pace disk fp8 shared)
 fi
 shapes=${SHAPES:-"7b 1.5b 0.5b"}
 models=${MODELS:-/dev/shm/grpo-bench}
@@ -76,7 +76,7 @@ needs_two() { [ "$gpus" -ge 2 ] || { echo "$1 needs two GPUs; nvidia-smi lists $
 
 for part in "${parts[@]}"; do
     case $part in
-    loop | disk | fp8 | shared) ;;
+    loop | pace | disk | fp8 | shared) ;;
     *) needs_two "$part" ;;
     esac
     case $part in
@@ -85,6 +85,13 @@ for part in "${parts[@]}"; do
         loop loop-7b-lora_only-share-base 7b lora_only --share-base
         loop loop-7b-lora_only 7b lora_only
         loop loop-0.5b-shared_vllm 0.5b shared_vllm
+        ;;
+    pace) # what sets a server's pace
+        [ -f "$models/1.5b/config.json" ] || "$PYTHON" -m grpo_trainer.bench.random_model 1.5b "$models/1.5b"
+        for sequences in 128 256 512; do
+            measure "pace-1.5b-$sequences" "$PYTHON" scripts/server_pace.py "$models/1.5b" --sequences $sequences \
+                --log "$out/pace-1.5b-$sequences-server.log"
+        done
         ;;
     disk) # all weights into a server on the same GPU, without a restart
         for transport in disk cuda_ipc; do
@@ -158,7 +165,7 @@ for part in "${parts[@]}"; do
             --gpu-memory-utilization 0.3 --load-seconds 10 --baseline-repeat 0 --json
         ;;
     *)
-        echo "no part is called $part; there are: loop disk fp8 shared link broadcast copies shards layouts cluster losses tensor_parallel" >&2
+        echo "no part is called $part; there are: loop pace disk fp8 shared link broadcast copies shards layouts cluster losses tensor_parallel" >&2
         exit 2
         ;;
     esac
