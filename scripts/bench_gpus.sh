@@ -6,8 +6,8 @@
 #   scripts/bench_gpus.sh FOLDER link broadcast      these parts
 #   SHAPES="1.5b" STEPS=12 SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
-# SHAPES: of the parts that need two GPUs. STEPS: of each loop; layers are compiled however few they are. ONLY: measure only
-# results whose name matches this expression. MODELS: folder of the models, 20 GB (default: /dev/shm/grpo-bench).
+# SHAPES: of the parts that need two GPUs. STEPS: of each loop, 6 at least; layers are compiled however few they are. ONLY:
+# measure only results whose name matches this expression. MODELS: folder of the models, 20 GB (default: /dev/shm/grpo-bench).
 # What has a result is skipped: the same command goes on after an interruption.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

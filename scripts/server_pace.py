@@ -12,6 +12,7 @@ import asyncio
 import gzip
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -44,6 +45,8 @@ WARM_UP_SECONDS = 8.0
 START_SECONDS = 600.0
 LONGEST = 12
 """Kernels, and calls of CUDA, that are listed."""
+STEP = re.compile(r"execute_")
+"""Begin of the name by which vLLM's worker marks a forward pass in a trace."""
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 
@@ -94,14 +97,11 @@ class Server:
             "engine_cpu": round((last.engine_cpu - first.engine_cpu) / passed, 3),
         }
 
-    async def trace(self, seconds: float) -> float:
-        """Have vLLM's profiler write its traces. Return the steps that they have."""
+    async def trace(self, seconds: float) -> None:
+        """Have vLLM's profiler write its traces."""
         await self._post("/start_profile")
-        first = await self.read()
         await asyncio.sleep(seconds)
-        last = await self.read()
         await self._post("/stop_profile")
-        return last.steps - first.steps
 
     async def _post(self, route: str) -> None:
         async with self._http.post(route) as answer:
@@ -125,14 +125,21 @@ async def ask_for_ever(http: aiohttp.ClientSession, number: int, vocabulary: int
             await answer.read()
 
 
-def kernel_figures(events: Iterable[dict[str, Any]], steps: float) -> dict[str, Any]:
+def kernel_figures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return what a trace says of one step: milliseconds of all kernels together, of the longest, and of calls of CUDA.
 
     Args:
         events: of Chrome's trace format, as PyTorch's profiler writes it; times in microseconds.
-        steps: number of the engine's steps in the trace.
+
+    Raises:
+        ServerError: no step is among them.
     """
     timed = [event for event in events if "dur" in event]
+    marks = [event for event in timed if event.get("cat") == "user_annotation" and STEP.match(event["name"])]
+    if not (steps := len(marks)):
+        raise ServerError(
+            field="vLLM's profiler", got="a trace without a step", wanted="several", fix="--trace-seconds"
+        )
     busy_us = end = 0.0
     kernels: Counter[str] = Counter()
     for event in sorted((event for event in timed if event.get("cat") in ON_GPU), key=lambda event: event["ts"]):
@@ -149,7 +156,7 @@ def kernel_figures(events: Iterable[dict[str, Any]], steps: float) -> dict[str, 
         return {name: round(us / steps / 1e3, 3) for name, us in found.most_common(LONGEST)}
 
     return {
-        "traced_steps": round(steps),
+        "traced_steps": steps,
         "kernels_ms": round(busy_us / steps / 1e3, 3) if kernels else None,
         "kernels": longest(kernels),
         "calls_ms": longest(calls),
@@ -169,8 +176,10 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(data) if files[0].suffix == ".gz" else data)["traceEvents"]
 
 
-async def measure(url: str, server: Child, vocabulary: int, sequences: int, seconds: float, traced: float) -> Any:
-    """Keep a server busy. Return its rates, and the number of steps that its profiler traced."""
+async def measure(
+    url: str, server: Child, vocabulary: int, sequences: int, seconds: float, traced: float
+) -> dict[str, float]:
+    """Keep a server busy. Return its rates; then its profiler writes a trace."""
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as http:
         deadline = time.monotonic() + START_SECONDS
@@ -185,10 +194,12 @@ async def measure(url: str, server: Child, vocabulary: int, sequences: int, seco
                 raise ServerError(field="server", got="no answer", wanted=f"one within {START_SECONDS:.0f} s")
             await asyncio.sleep(0.5)
 
-        async def watched() -> tuple[dict[str, float], float]:
+        async def watched() -> dict[str, float]:
             await asyncio.sleep(WARM_UP_SECONDS)
             own = Server(http, server.pid)
-            return await own.rates(seconds), await own.trace(traced)
+            rates = await own.rates(seconds)
+            await own.trace(traced)
+            return rates
 
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(ask_for_ever(http, number, vocabulary)) for number in range(sequences)]
@@ -223,8 +234,8 @@ def main(
         server = Child(ProcessSpec("server", tuple(argv)), log)
         try:
             url = f"http://127.0.0.1:{port}"
-            rates, steps = asyncio.run(measure(url, server, vocabulary, sequences, seconds, trace_seconds))
-            traced = kernel_figures(read_events(Path(name)), steps)
+            rates = asyncio.run(measure(url, server, vocabulary, sequences, seconds, trace_seconds))
+            traced = kernel_figures(read_events(Path(name)))
         finally:
             server.note_family()
             server.kill()

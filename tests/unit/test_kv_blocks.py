@@ -122,16 +122,25 @@ def test_most_tokens_ask_nothing_of_vllm(vllms: Vllms, monkeypatch: pytest.Monke
     made, one = manager(FullAttentionSpec, caching=True), request("one", 5)
     assert made.allocate_slots(one, 5, num_lookahead_tokens=0, has_scheduled_reqs=True) is not None
     one.num_computed_tokens, one.status = 5, RequestStatus.RUNNING
-    asked: list[int] = []
-    whole = made.coordinator.get_num_blocks_to_allocate
+    allocated: list[int] = []
+    cached: list[int] = []
+    coordinator = made.coordinator
+    allocate, cache = coordinator.get_num_blocks_to_allocate, coordinator.cache_blocks
 
-    def watched(**more: Any) -> int:
-        asked.append(one.num_computed_tokens)
-        return whole(**more)
+    def watched_allocate(**more: Any) -> int:
+        allocated.append(one.num_computed_tokens)
+        return allocate(**more)
 
-    monkeypatch.setattr(made.coordinator, "get_num_blocks_to_allocate", watched)
+    def watched_cache(request: Request, tokens: int) -> None:
+        cached.append(tokens)
+        cache(request, tokens)
+
+    monkeypatch.setattr(coordinator, "get_num_blocks_to_allocate", watched_allocate)
+    monkeypatch.setattr(coordinator, "cache_blocks", watched_cache)
     for token in range(12):
-        one.append_output_token_ids(token)
         made.allocate_slots(one, 1, num_lookahead_tokens=0)
         one.num_computed_tokens += 1
-    assert asked == [7, 8, 11, 12, 15, 16]  # a block becomes full and is cached; a new one begins
+        one.append_output_token_ids(token)
+        made.cache_blocks(one, one.num_computed_tokens)
+    assert allocated == [8, 12, 16]  # a new block begins
+    assert cached == [8, 8, 12, 12, 16, 16]  # one is complete; vLLM looks again when it allocates

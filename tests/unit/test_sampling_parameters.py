@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -16,18 +16,22 @@ from vllm_server.worker.sampling_parameters import copy_when_changed
 NAMES = ("temperature", "top_p", "top_k", "min_p", "seeds")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _changed() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def vllms() -> Iterator[Callable[..., object]]:
+    """vLLM's own `add_request`."""
     with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(buffer_utils, "NonUvaBuffer"):
+            pytest.skip("vLLM before 0.32 keeps sampling parameters only where there is a GPU")
         patch.setattr(buffer_utils, "is_uva_available", lambda: False)  # in main memory
         for name in ("add_request", "apply_staged_writes"):
             patch.setattr(SamplingStates, name, getattr(SamplingStates, name))  # vLLM's own, after the module
+        vllms = SamplingStates.add_request
         copy_when_changed()
-        yield
+        yield vllms
 
 
 @given(steps=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=12))
-def test_the_gpu_has_every_parameter_after_each_step(steps: list[list[int]]) -> None:
+def test_the_gpu_has_every_parameter_after_each_step(vllms: Callable[..., object], steps: list[list[int]]) -> None:
     """`steps`: the rows that new requests take before each step."""
     states = SamplingStates(8, 100)
     for number, rows in enumerate(steps):
@@ -42,3 +46,9 @@ def test_the_gpu_has_every_parameter_after_each_step(steps: list[list[int]]) -> 
             kept = getattr(states, name)
             assert kept.gpu.tolist() == kept.np.tolist()
             assert number == 0 or (kept.gpu.data_ptr() == old.data_ptr()) is not bool(rows)
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.7}, {"top_p": 0.9}])
+def test_vllm_learns_whether_a_request_changes_logits(vllms: Callable[..., object], given: dict[str, float]) -> None:
+    params = SamplingParams(**given)  # type: ignore[arg-type]
+    assert SamplingStates(8, 100).add_request(3, params) == vllms(SamplingStates(8, 100), 3, params)

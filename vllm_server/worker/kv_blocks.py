@@ -39,9 +39,7 @@ def skip_needless_bookkeeping() -> None:
 
     def cache_blocks(self: Any, request: Any, num_computed_tokens: int) -> None:
         blocks = plain_blocks(self)
-        # while the prompt is computed, newer versions also cache a block that it fills in part
-        decodes = num_computed_tokens > request.num_prompt_tokens
-        if blocks is None or not (decodes and _has_cached(blocks, request, num_computed_tokens)):
+        if blocks is None or not _has_cached(blocks, request, num_computed_tokens):
             cache(self, request, num_computed_tokens)
 
     manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks

@@ -22,9 +22,9 @@ def copy_when_changed() -> None:
     states = seams.found("vllm.v1.worker.gpu.sample.states", "SamplingStates", "add_request", "apply_staged_writes")
     add, copy = states.add_request, states.apply_staged_writes
 
-    def add_request(self: Any, *args: Any, **more: Any) -> None:
+    def add_request(self: Any, *args: Any, **more: Any) -> Any:
         vars(self)[_COPIED] = False
-        add(self, *args, **more)
+        return add(self, *args, **more)  # newer versions return whether the parameters change logits
 
     def apply_staged_writes(self: Any) -> None:
         if not vars(self).get(_COPIED):

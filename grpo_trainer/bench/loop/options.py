@@ -100,7 +100,12 @@ class LoopOptions(Section):
         "15 the layers are not compiled, and the figures are lower.",
         ge=2,
     )
-    warmup_steps: int = option(3, help="First steps that are not measured.", ge=1)
+    warmup_steps: int = option(
+        5,
+        help="First steps that are not measured. The first batches are generated together; then the trainer waits for "
+        "the next.",
+        ge=1,
+    )
     dummy_weights: bool = option(
         False,
         help="Write only the model's configuration. The server fills in dummy weights (--load-format dummy), and the "
