@@ -87,7 +87,7 @@ for part in "${parts[@]}"; do
         loop loop-0.5b-shared_vllm 0.5b shared_vllm
         ;;
     pace) # what sets a server's pace
-        [ -f "$models/1.5b/config.json" ] || "$PYTHON" -m grpo_trainer.bench.random_model 1.5b "$models/1.5b"
+        "$PYTHON" -m grpo_trainer.bench.random_model 1.5b "$models/1.5b"
         for sequences in 128 256 512; do
             measure "pace-1.5b-$sequences" "$PYTHON" scripts/server_pace.py "$models/1.5b" --sequences $sequences \
                 --log "$out/pace-1.5b-$sequences-server.log"

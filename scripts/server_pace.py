@@ -12,13 +12,11 @@ import asyncio
 import gzip
 import json
 import random
-import re
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +32,7 @@ from environments.synthetic_server import stop_token_ids
 from grpo_trainer.bench.figures import RUNNING, TOKENS, counter_total
 from grpo_trainer.bench.loop.options import GROUP, Work
 from grpo_trainer.errors import GrpoError, ServerError
-from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 
@@ -42,10 +40,9 @@ STEPS = "vllm:iteration_tokens_total_count"
 """vLLM's counter of engine steps."""
 WORK = Work()
 WARM_UP_SECONDS = 8.0
-START_SECONDS = 600.0
 LONGEST = 12
 """Kernels, and calls of CUDA, that are listed."""
-STEP = re.compile(r"execute_")
+STEP = "execute_"
 """Begin of the name by which vLLM's worker marks a forward pass in a trace."""
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 CALLS = frozenset({"cuda_runtime", "cuda_driver"})
@@ -64,11 +61,11 @@ class Reading:
 
 
 class Server:
-    """A running server, as its client sees it and as the kernel does."""
+    """The server that this process has started, as its client sees it and as the kernel does."""
 
-    def __init__(self, http: aiohttp.ClientSession, pid: int) -> None:
+    def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
-        family = psutil.Process(pid).children(recursive=True)
+        family = psutil.Process().children(recursive=True)
         self._engine = next(each for each in family if "EngineCore" in " ".join(each.cmdline()))
 
     async def read(self) -> Reading:
@@ -135,7 +132,7 @@ def kernel_figures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         ServerError: no step is among them.
     """
     timed = [event for event in events if "dur" in event]
-    marks = [event for event in timed if event.get("cat") == "user_annotation" and STEP.match(event["name"])]
+    marks = [event for event in timed if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)]
     if not (steps := len(marks)):
         raise ServerError(
             field="vLLM's profiler", got="a trace without a step", wanted="several", fix="--trace-seconds"
@@ -176,27 +173,14 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(data) if files[0].suffix == ".gz" else data)["traceEvents"]
 
 
-async def measure(
-    url: str, server: Child, vocabulary: int, sequences: int, seconds: float, traced: float
-) -> dict[str, float]:
+async def measure(url: str, vocabulary: int, sequences: int, seconds: float, traced: float) -> dict[str, float]:
     """Keep a server busy. Return its rates; then its profiler writes a trace."""
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as http:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            if server.exit_code is not None:
-                raise server.ended()
-            with suppress(aiohttp.ClientError):
-                async with http.get("/health") as answer:
-                    if answer.ok:
-                        break
-            if time.monotonic() > deadline:
-                raise ServerError(field="server", got="no answer", wanted=f"one within {START_SECONDS:.0f} s")
-            await asyncio.sleep(0.5)
 
         async def watched() -> dict[str, float]:
             await asyncio.sleep(WARM_UP_SECONDS)
-            own = Server(http, server.pid)
+            own = Server(http)
             rates = await own.rates(seconds)
             await own.trace(traced)
             return rates
@@ -231,15 +215,17 @@ def main(
         argv = [sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port)]
         argv += ["--max-model-len", str(WORK.seq_len), "--max-num-seqs", "1024"]
         argv += ["--profiler-config", json.dumps(profiler), *context.args]
-        server = Child(ProcessSpec("server", tuple(argv)), log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            rates = asyncio.run(measure(url, server, vocabulary, sequences, seconds, trace_seconds))
-            traced = kernel_figures(read_events(Path(name)))
-        finally:
-            server.note_family()
-            server.kill()
-            server.close()
+        url = f"http://127.0.0.1:{port}"
+        spec = ProcessSpec("server", tuple(argv), ready_url=f"{url}/health")
+        with OwnedServer(lambda model, version: spec, log, Path(name) / "served") as server:
+            server.start(str(model), 0)
+            server.wait_ready()
+            try:
+                rates = asyncio.run(measure(url, vocabulary, sequences, seconds, trace_seconds))
+            except* aiohttp.ClientError:
+                server.check()  # if the server has ended, its last lines are the error
+                raise
+        traced = kernel_figures(read_events(Path(name)))
     print(json.dumps({"sequences": sequences, "server_options": context.args, **rates, **traced}))
 
 

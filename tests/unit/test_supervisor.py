@@ -9,7 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +107,16 @@ def runs(pid: int) -> bool:
 
 def assert_gone(all_pids: list[int]) -> None:
     assert all_pids and not [pid for pid in all_pids if runs(pid)]
+
+
+@contextmanager
+def started_with(number: int, disposition: signal.Handlers) -> Iterator[None]:
+    """As if the tests had been started with this disposition of a signal: `nohup` makes them ignore a hang-up."""
+    before = signal.signal(number, disposition)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def test_runs_to_the_end_in_order_and_leaves_nothing(
@@ -331,12 +342,8 @@ def test_a_signal_that_is_sent_twice_at_once_leaves_time_to_save(
         time.sleep(60)
     """
     trainer = spec("trainer", saves, str(int(number)), ends_run=True, stop_seconds=5)
-    before = signal.signal(number, signal.SIG_DFL)  # where `nohup` started the tests, a hang-up is ignored
-    try:
-        with pytest.raises(StoppedError), make() as supervisor:
-            supervisor.run([[trainer]])
-    finally:
-        signal.signal(number, before)
+    with started_with(number, signal.SIG_DFL), pytest.raises(StoppedError), make() as supervisor:
+        supervisor.run([[trainer]])
     assert "saved" in (tmp_path / "logs" / "trainer.log").read_text().splitlines()
 
 
@@ -438,16 +445,12 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
 @pytest.mark.parametrize("by_nohup", [False, True])
 def test_a_closed_terminal_ends_the_run_unless_nohup_started_it(make: Callable[[], Supervisor], by_nohup: bool) -> None:
     code = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
-    try:
-        with make() as supervisor:
-            if by_nohup:
+    with started_with(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL), make() as supervisor:
+        if by_nohup:
+            supervisor.run([[spec("trainer", code, ends_run=True)]])
+        else:
+            with pytest.raises(StoppedError):
                 supervisor.run([[spec("trainer", code, ends_run=True)]])
-            else:
-                with pytest.raises(StoppedError):
-                    supervisor.run([[spec("trainer", code, ends_run=True)]])
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_orphan_of_a_process_ends_with_it(make: Callable[[], Supervisor], tmp_path: Path) -> None:
