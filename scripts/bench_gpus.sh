@@ -88,9 +88,9 @@ for part in "${parts[@]}"; do
         ;;
     pace) # what sets a server's pace
         "$PYTHON" -m grpo_trainer.bench.random_model 1.5b "$models/1.5b"
-        for sequences in 128 256 512; do
-            measure "pace-1.5b-$sequences" "$PYTHON" scripts/server_pace.py "$models/1.5b" --sequences $sequences \
-                --log "$out/pace-1.5b-$sequences-server.log"
+        for groups in 48 96; do
+            measure "pace-1.5b-$groups" "$PYTHON" scripts/server_pace.py "$models/1.5b" --groups $groups \
+                --log "$out/pace-1.5b-$groups-server.log"
         done
         ;;
     disk) # all weights into a server on the same GPU, without a restart

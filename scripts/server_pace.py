@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """What sets a server's pace under the load of `grpo bench loop`: a step's time, its CPU time, and its kernels' time.
 
-python scripts/server_pace.py MODEL [--sequences 256] [OPTIONS OF grpo serve]
+python scripts/server_pace.py MODEL [--groups 80] [OPTIONS OF grpo serve]
 
 Starts a server, measures it for --seconds, and then has vLLM's profiler trace --trace-seconds of it. Prints one JSON
-line. The GPU sets the pace if `kernels_ms` is near `step_ms`; the engine's process does if its main thread computes all
-of the time. The profiler slows the host and not the kernels, so times of calls are longer than without it.
+line. The GPU sets the pace if `kernels_ms` is near `step_ms`; a process does if its share in `main_thread_cpu` is
+near 1. The profiler slows the host and not the kernels, so times of calls are longer than without it.
 """
 
 import asyncio
@@ -36,8 +36,6 @@ from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 
-STEPS = "vllm:iteration_tokens_total_count"
-"""vLLM's counter of engine steps."""
 WORK = Work()
 WARM_UP_SECONDS = 8.0
 LONGEST = 12
@@ -50,14 +48,16 @@ CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 
 @dataclass(frozen=True)
 class Reading:
-    """Counters of a server and of its engine's process at one time."""
+    """Counters of a server and of its processes at one time, in seconds and tokens.
+
+    Attributes:
+        main_threads: CPU seconds of the main thread of each process.
+    """
 
     seconds: float
     tokens: float
-    steps: float
     running: float
-    main_cpu: float
-    engine_cpu: float
+    main_threads: dict[str, float]
 
 
 class Server:
@@ -65,20 +65,23 @@ class Server:
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
-        family = psutil.Process().children(recursive=True)
-        self._engine = next(each for each in family if "EngineCore" in " ".join(each.cmdline()))
+        (front_end,) = psutil.Process().children()
+        self._processes = {"front_end": front_end}
+        for child in front_end.children(recursive=True):
+            command = " ".join(child.cmdline())
+            for name, title in (("engine", "EngineCore"), ("worker", "Worker")):
+                if title in command:
+                    self._processes[name] = child
 
     async def read(self) -> Reading:
         async with self._http.get("/metrics") as answer:
             metrics = await answer.text()
-        main = next(thread for thread in self._engine.threads() if thread.id == self._engine.pid)
-        whole = self._engine.cpu_times()
-        tokens, steps, running = (counter_total(metrics, name) for name in (TOKENS, STEPS, RUNNING))
-        now = time.perf_counter()
-        return Reading(now, tokens, steps, running, main.user_time + main.system_time, whole.user + whole.system)
+        tokens, running = (counter_total(metrics, name) for name in (TOKENS, RUNNING))
+        mains = {name: _main_thread_cpu(process) for name, process in self._processes.items()}
+        return Reading(time.perf_counter(), tokens, running, mains)
 
-    async def rates(self, seconds: float) -> dict[str, float]:
-        """Return a step's time and tokens, and the share of a CPU core that the engine uses."""
+    async def rates(self, seconds: float) -> dict[str, Any]:
+        """Return a step's time and tokens, and the share of a CPU core that each process's main thread uses."""
         first = await self.read()
         running = []
         while time.perf_counter() < first.seconds + seconds:
@@ -86,12 +89,14 @@ class Server:
             running.append((await self.read()).running)
         last = await self.read()
         passed = last.seconds - first.seconds
+        tokens_per_s, mean = (last.tokens - first.tokens) / passed, sum(running) / len(running)
         return {
-            "tokens_per_s": round((last.tokens - first.tokens) / passed, 1),
-            "running_mean": round(sum(running) / len(running), 1),
-            "step_ms": round(1e3 * passed / (last.steps - first.steps), 3),
-            "main_thread_cpu": round((last.main_cpu - first.main_cpu) / passed, 3),
-            "engine_cpu": round((last.engine_cpu - first.engine_cpu) / passed, 3),
+            "tokens_per_s": round(tokens_per_s, 1),
+            "running_mean": round(mean, 1),
+            "step_ms": round(1e3 * mean / tokens_per_s, 3),  # a step gives each running sequence a token
+            "main_thread_cpu": {
+                name: round((used - first.main_threads[name]) / passed, 3) for name, used in last.main_threads.items()
+            },
         }
 
     async def trace(self, seconds: float) -> None:
@@ -105,21 +110,41 @@ class Server:
             answer.raise_for_status()
 
 
-async def ask_for_ever(http: aiohttp.ClientSession, number: int, vocabulary: int) -> None:
-    """Ask for one completion after the other. `GROUP` askers have the same prompts, as completions of a group do."""
-    draw = random.Random(number // GROUP)
-    sampling = {
-        "max_tokens": WORK.completion_len,
-        "temperature": 1.0,
-        "logprobs": 0,
-        "stop_token_ids": [*stop_token_ids(vocabulary, WORK.completion_mean, eos=0)],
-    }
-    while True:
-        prompt = draw.choices(range(vocabulary), k=WORK.prompt_len)
-        async with http.post("/generate", json={"prompt": {"prompt_token_ids": prompt}, **sampling}) as answer:
+def _main_thread_cpu(process: psutil.Process) -> float:
+    main = next(thread for thread in process.threads() if thread.id == process.pid)
+    return main.user_time + main.system_time
+
+
+class Asker:
+    """Asks for one group of completions after the other, as an environment does."""
+
+    def __init__(self, http: aiohttp.ClientSession, number: int, vocabulary: int) -> None:
+        self._http, self._vocabulary = http, vocabulary
+        self._draw = random.Random(number)
+        self._sampling = {
+            "n": GROUP,
+            "max_tokens": WORK.completion_len,
+            "temperature": 1.0,
+            "logprobs": 0,
+            "stop_token_ids": [*stop_token_ids(vocabulary, WORK.completion_mean, eos=0)],
+        }
+
+    async def once(self) -> None:
+        """Ask for one group.
+
+        Raises:
+            ServerError: the server refused.
+        """
+        prompt = self._draw.choices(range(self._vocabulary), k=WORK.prompt_len)
+        body = {"prompt": {"prompt_token_ids": prompt}, **self._sampling}
+        async with self._http.post("/generate", json=body) as answer:
             if answer.status != 200:
-                raise ServerError(field="/generate", got=(await answer.text())[:300], wanted="a completion")
+                raise ServerError(field="/generate", got=(await answer.text())[:300], wanted="completions")
             await answer.read()
+
+    async def for_ever(self) -> None:
+        while True:
+            await self.once()
 
 
 def kernel_figures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -160,8 +185,8 @@ def kernel_figures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of the engine's trace.
+def trace_of(folder: Path) -> bytes:
+    """Return the engine's trace, as JSON.
 
     Raises:
         ServerError: vLLM's profiler wrote none.
@@ -170,23 +195,25 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     if not files:
         raise ServerError(field="vLLM's profiler", got="no trace", wanted="one of rank 0", fix="see the server's log")
     data = files[0].read_bytes()
-    return json.loads(gzip.decompress(data) if files[0].suffix == ".gz" else data)["traceEvents"]
+    return gzip.decompress(data) if files[0].suffix == ".gz" else data
 
 
-async def measure(url: str, vocabulary: int, sequences: int, seconds: float, traced: float) -> dict[str, float]:
+async def measure(url: str, vocabulary: int, groups: int, seconds: float, traced: float) -> dict[str, Any]:
     """Keep a server busy. Return its rates; then its profiler writes a trace."""
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as http:
 
-        async def watched() -> dict[str, float]:
+        async def watched() -> dict[str, Any]:
             await asyncio.sleep(WARM_UP_SECONDS)
             own = Server(http)
             rates = await own.rates(seconds)
             await own.trace(traced)
             return rates
 
+        await Asker(http, 0, vocabulary).once()  # a server compiles at its first request, for a minute on a CPU
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(ask_for_ever(http, number, vocabulary)) for number in range(sequences)]
+            askers = [Asker(http, number, vocabulary) for number in range(groups)]
+            asking = [tasks.create_task(asker.for_ever()) for asker in askers]
             watching = tasks.create_task(watched())
             found = await watching
             for task in asking:
@@ -197,10 +224,11 @@ async def measure(url: str, vocabulary: int, sequences: int, seconds: float, tra
 def main(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Folder of a model with random weights.")],
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences in flight.")] = 256,
+    groups: Annotated[int, typer.Option(min=1, help=f"Groups of {GROUP} completions in flight.")] = 80,
     seconds: Annotated[float, typer.Option(min=1.0, help="Time in which rates are measured.")] = 15.0,
     trace_seconds: Annotated[float, typer.Option(min=0.1, help="Time that is traced.")] = 1.0,
     log: Annotated[Path, typer.Option(help="The server's log.")] = Path("server_pace.log"),
+    trace_file: Annotated[Path | None, typer.Option(help="Keep the trace here, as gzipped JSON for Perfetto.")] = None,
 ) -> None:
     """Measure a server under the load of `grpo bench loop`. Other options go to the server."""
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
@@ -221,12 +249,15 @@ def main(
             server.start(str(model), 0)
             server.wait_ready()
             try:
-                rates = asyncio.run(measure(url, vocabulary, sequences, seconds, trace_seconds))
+                rates = asyncio.run(measure(url, vocabulary, groups, seconds, trace_seconds))
             except* aiohttp.ClientError:
                 server.check()  # if the server has ended, its last lines are the error
                 raise
-        traced = kernel_figures(read_events(Path(name)))
-    print(json.dumps({"sequences": sequences, "server_options": context.args, **rates, **traced}))
+        trace = trace_of(Path(name))
+    if trace_file:
+        trace_file.write_bytes(gzip.compress(trace))
+    traced = kernel_figures(json.loads(trace)["traceEvents"])
+    print(json.dumps({"groups": groups, "server_options": context.args, **rates, **traced}))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from grpo_common.connections import Connections, raise_descriptor_limit
-from vllm_server import forking, step_logprobs
+from vllm_server import forking, output_blocks
 from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
@@ -181,7 +181,7 @@ def run(
     _end_promptly(launcher)
     if not getattr(args, "numa_bind", False):  # NUMA binding works on a new program, not on a fork
         _fork_engines()
-    step_logprobs.unpack()
+    output_blocks.unpack()
     found("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
     # vLLM stops the engine first and then waits for in-flight requests, by default without a limit. A stopped engine
     # never answers them.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_server import seams, step_logprobs
+from vllm_server import output_blocks, seams
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, pack
@@ -66,7 +66,7 @@ def collect() -> None:
             lists = lists._replace(logprob_token_ids=np.concatenate([ids[:, :columns], ids[:, end:]], axis=1))
         return lists
 
-    step_logprobs.pass_through(take)
+    output_blocks.pass_through(take)
 
 
 def experts_of(logprobs: Any, shape: RoutedShape, length: int) -> bytes:

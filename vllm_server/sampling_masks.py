@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_server import step_logprobs
+from vllm_server import output_blocks
 from vllm_server.errors import ServeError
 from vllm_server.protocol.sampling_masks import LONGEST
 
@@ -31,7 +31,7 @@ def collect() -> None:
             lists = lists._replace(logprob_token_ids=ids[:, :columns])
         return lists
 
-    step_logprobs.pass_through(take)
+    output_blocks.pass_through(take)
 
 
 def kept_of(logprobs: Any) -> Mapping[int, NDArray[np.integer]]:

@@ -1,0 +1,211 @@
+"""A completion's tokens and logprobs reach its request in blocks, through vLLM's own messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_server.output_blocks import give_back, unpack
+from vllm_server.worker import output_blocks
+from vllm_server.worker.output_blocks import BLOCK, FEW
+
+
+@dataclass
+class Wish:
+    """A request: when it is answered, whether it wants logprobs, which front end asks, and how many tokens it gets."""
+
+    kind: RequestOutputKind
+    logprobs: bool
+    client: int
+    length: int
+    stop: str | None = None
+
+
+@dataclass
+class Engine:
+    """Steps of a scheduler: each request that has not ended gets one token a step.
+
+    The token of position p of request r is 1000 r + p, and row r of a step has logprobs that depend on both.
+    """
+
+    wishes: list[Wish]
+    columns: int = 1
+    position: int = 0
+    requests: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, wish in enumerate(self.wishes):
+            params = SamplingParams(output_kind=wish.kind, stop=wish.stop)
+            self.requests[str(number)] = SimpleNamespace(sampling_params=params)
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Return what the front ends get, as it arrives there."""
+        running = [number for number, wish in enumerate(self.wishes) if wish.length > self.position]
+        scheduled = SimpleNamespace(num_scheduled_tokens={str(number): 1 for number in running})
+        made = Scheduler.update_from_output(self, scheduled, SimpleNamespace(logprobs=self.lists()))  # pyright: ignore
+        self.position += 1
+        return {client: arrived(outputs) for client, outputs in made.items()}
+
+    def lists(self) -> LogprobsLists:
+        rows = len(self.wishes)
+        ids = 1000 * np.arange(rows, dtype=np.int32)[:, None] + self.position + np.arange(self.columns, dtype=np.int32)
+        return LogprobsLists(ids, (-ids / 7).astype(np.float32), np.arange(rows, dtype=np.int32) + self.position)
+
+
+def vllms(self: Engine, scheduled: Any, ran: Any) -> dict[int, EngineCoreOutputs]:
+    """Make a step's outputs, as vLLM's scheduler does."""
+    made: dict[int, EngineCoreOutputs] = {}
+    for name in scheduled.num_scheduled_tokens:
+        number, wish = int(name), self.wishes[int(name)]
+        output = EngineCoreOutput(name, [1000 * number + self.position])
+        output.new_logprobs = ran.logprobs.slice_request(number, 1) if wish.logprobs else None
+        if self.position == wish.length - 1:
+            output.finish_reason = FinishReason.STOP
+            del self.requests[name]
+        made.setdefault(wish.client, EngineCoreOutputs()).outputs.append(output)
+    return made
+
+
+def arrived(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    sent: Any = MsgpackEncoder().encode(outputs)
+    got = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in sent])
+    give_back(got.outputs)
+    return got
+
+
+@pytest.fixture(autouse=True)
+def blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "update_from_output", vllms)
+        output_blocks.send_in_blocks()
+        yield
+
+
+def rows_of(lists: Any) -> list[Any]:
+    """Return (ids, logprobs, rank) of each position."""
+    return [] if lists is None else [[*row] for row in zip(*(array.tolist() for array in lists[:3]), strict=True)]
+
+
+whole, delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+wishes = st.builds(
+    Wish,
+    st.sampled_from([whole, whole, delta]),
+    st.booleans(),
+    st.integers(0, 1),
+    st.integers(1, 2 * BLOCK + 3),
+    st.sampled_from([None, None, "a stop string"]),
+)
+
+
+@given(asked=st.lists(wishes, max_size=6), columns=st.lists(st.sampled_from([1, 1, 3]), min_size=40, max_size=40))
+def test_requests_get_the_tokens_and_logprobs_that_vllm_would_have_sent(asked: list[Wish], columns: list[int]) -> None:
+    engine, seen = Engine(asked), {number: ([], [], []) for number in range(len(asked))}
+    expected = {number: [] for number in seen}
+    for engine.columns in columns:
+        for number in seen:
+            expected[number] += rows_of(engine.lists().slice_request(number, 1))
+        for client, outputs in engine.step().items():
+            for output in outputs.outputs:
+                number = int(output.request_id)
+                assert asked[number].client == client and len(output.new_token_ids) <= BLOCK
+                tokens, rows, reasons = seen[number]
+                tokens += output.new_token_ids
+                rows += rows_of(output.new_logprobs)
+                reasons.append(output.finish_reason)
+        for number, (tokens, _, _) in seen.items():
+            if asked[number].kind is delta or asked[number].stop:
+                assert len(tokens) == min(engine.position, asked[number].length), "nothing waits"
+    for number, (tokens, rows, reasons) in seen.items():
+        wish = asked[number]
+        assert tokens == [1000 * number + position for position in range(wish.length)]
+        assert rows == (expected[number][: wish.length] if wish.logprobs else [])
+        assert reasons == [None] * (len(reasons) - 1) + [FinishReason.STOP]
+
+
+def test_a_block_is_sent_when_it_is_full() -> None:
+    engine = Engine([Wish(whole, True, 0, 100)])
+    sent = [
+        len(output.new_token_ids) for _ in range(50) for output in engine.step().get(0, EngineCoreOutputs()).outputs
+    ]
+    assert sent == [BLOCK] * (50 // BLOCK)
+
+
+def test_what_is_more_than_tokens_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrupt(self: Engine, scheduled: Any, ran: Any) -> dict[int, EngineCoreOutputs]:
+        made = vllms(self, scheduled, ran)
+        if self.position == 3:
+            made[0].outputs[0].num_nans_in_logits = 5
+        return made
+
+    monkeypatch.setattr(Scheduler, "update_from_output", corrupt)
+    output_blocks.send_in_blocks()
+    engine = Engine([Wish(whole, True, 0, 100)])
+    sent = [engine.step()[0].outputs for _ in range(5)]
+    assert [len(outputs) for outputs in sent] == [0, 0, 0, 1, 0]
+    assert len(sent[3][0].new_token_ids) == 4 and sent[3][0].num_nans_in_logits == 5
+
+
+def test_a_step_is_three_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.give_back", lambda outputs: None)
+    outputs = Engine([Wish(delta, True, 0, 9) for _ in range(512)]).step()[0].outputs
+    assert [output.new_logprobs is not None for output in outputs] == [True] + [False] * 511
+
+
+class Masked(LogprobsLists):
+    """As `worker.sampling_masks.KeptLists`: a subclass, with further ids in a row."""
+
+
+@pytest.mark.parametrize("kind", ["masks", "drafts", "many"])
+def test_other_logprobs_are_sent_as_vllm_does_after_the_block(kind: str) -> None:
+    engine = Engine([Wish(whole, True, 0, 100)])
+    for _ in range(3):
+        assert not engine.step()[0].outputs
+    own = engine.lists()
+    if kind == "masks":
+        own = Masked(*own)
+    elif kind == "drafts":
+        own = own._replace(cu_num_generated_tokens=[0, 1])
+    else:
+        own = LogprobsLists(*(np.zeros((1, FEW + 1), dtype) for dtype in (np.int32, np.float32)), np.zeros(1, np.int32))
+    scheduled, ran = SimpleNamespace(num_scheduled_tokens={"0": 1}), SimpleNamespace(logprobs=own)
+    made = Scheduler.update_from_output(engine, scheduled, ran)  # pyright: ignore
+    first, second = arrived(made[0]).outputs
+    assert (first.new_token_ids, second.new_token_ids) == ([0, 1, 2], [3])
+    assert len(rows_of(first.new_logprobs)) == 3
+    assert rows_of(second.new_logprobs) == rows_of(own.slice_request(0, 1))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(("wanted", "columns"), [(0, 1), (0, 3), (2, 3), (-1, 3)])
+def test_a_request_keeps_of_its_rows_what_vllm_would_have_kept(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, columns: int, flat: bool
+) -> None:
+    def processor() -> LogprobsProcessor:
+        return LogprobsProcessor(None, FlatLogprobs() if flat else [], None, 0.0, wanted, None)
+
+    engine, expected, kept = Engine([Wish(whole, True, 0, 9)] * 4, columns), processor(), processor()
+    lists = engine.lists()
+    for first, positions in ((2, 1), (0, 3)):
+        expected._update_sample_logprobs(lists.slice_request(first, positions))
+    monkeypatch.setattr(AsyncMPClient, "get_output_async", AsyncMPClient.get_output_async)
+    monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs)
+    unpack()
+    for first, positions in ((2, 1), (0, 3)):
+        kept._update_sample_logprobs(lists.slice_request(first, positions))
+    assert (kept.logprobs, kept.cumulative_logprob) == (expected.logprobs, expected.cumulative_logprob)

@@ -1,0 +1,189 @@
+"""Send a completion's tokens to the server's process in blocks of 16. vLLM sends each token by itself.
+
+Only a complete answer needs them, so nobody waits for a block. A stream gets each token at once; so does a request with
+stop strings, which vLLM finds in the server's process. The logprobs of all blocks of a step travel as three arrays:
+vLLM sends three for each request, and many small arrays are slow to encode and to decode. The first output with
+logprobs has the rows of all, and says to which outputs they belong; `vllm_server.output_blocks` gives each its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+
+from vllm_server import seams
+
+BLOCK = 16
+"""Tokens. A completion that is aborted loses those of its last block."""
+FEW = 64
+"""Logprobs of a token that are put into a block. A request for those of the whole vocabulary gives each row of its step
+as many; such a step is sent as vLLM does."""
+
+_BLOCK = "_grpo_block"
+"""Attribute of vLLM's request: its block that is not full yet."""
+
+
+class Step:
+    """The logprobs of a step, in the place of vLLM's LogprobsLists. Requests take the number of their row."""
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = lists
+        self.columns: int = lists.logprobs.shape[1]
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """Token ids by row, the sampled one first."""
+        return self._lists.logprob_token_ids.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[list[float]]:
+        """Their logprobs."""
+        return self._lists.logprobs.tolist()
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The sampled tokens' ranks."""
+        return self._lists.sampled_token_ranks.tolist()
+
+    def slice_request(self, row: int, positions: int) -> Any:
+        """Return what vLLM keeps as an output's `new_logprobs`."""
+        return row if positions == 1 else self._lists.slice_request(row, positions)
+
+
+class Block:
+    """Tokens of a completion, and their logprobs.
+
+    Attributes:
+        columns: logprobs of a token; 0: the request wants none.
+        ids: token ids of all rows in turn.
+        logprobs: likewise.
+        ranks: of the sampled tokens.
+    """
+
+    __slots__ = ("columns", "ids", "logprobs", "ranks", "tokens")
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.tokens: list[int] = []
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int] = []
+
+    def add(self, tokens: Sequence[int], row: int | None, step: Step | None) -> None:
+        """Add a step's tokens: one, with its row of logprobs, or several without any."""
+        self.tokens += tokens
+        if row is not None and step is not None:
+            self.ids += step.ids[row]
+            self.logprobs += step.logprobs[row]
+            self.ranks.append(step.ranks[row])
+
+
+def send_in_blocks() -> None:
+    """Call this in the engine's process, before it takes requests.
+
+    Raises:
+        FatalError: this vLLM makes its outputs elsewhere.
+    """
+    scheduler = seams.found("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output")
+    blocks = Blocks(
+        output=seams.found("vllm.v1.engine", "EngineCoreOutput"),
+        lists=seams.found("vllm.v1.outputs", "LogprobsLists"),
+        complete=seams.found("vllm.sampling_params", "RequestOutputKind", "FINAL_ONLY").FINAL_ONLY,
+    )
+    vllms: Callable[..., dict[int, Any]] = scheduler.update_from_output
+
+    def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:
+        requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
+        if step := blocks.step(ran.logprobs):
+            ran = copy.copy(ran)
+            ran.logprobs = step
+        made = vllms(self, scheduled, ran)
+        for outputs in made.values():
+            outputs.outputs = blocks.pack(blocks.due(outputs.outputs, requests, step))
+        return made
+
+    scheduler.update_from_output = update_from_output
+
+
+class Blocks:
+    """What becomes of a step's outputs.
+
+    Args:
+        output: vLLM's EngineCoreOutput.
+        lists: vLLM's LogprobsLists.
+        complete: vLLM's kind of a request that is answered once, when it is complete.
+    """
+
+    def __init__(self, *, output: Any, lists: Any, complete: Any) -> None:
+        self._output, self._lists, self._complete = output, lists, complete
+        carried = {"request_id", "new_token_ids", "new_logprobs"}
+        self._rest = attrgetter(*(name for name in output.__struct_fields__ if name not in carried))
+        self._nothing = self._rest(output("", []))
+
+    def step(self, logprobs: Any) -> Step | None:
+        """Return a step's logprobs by rows; None: there are none, or those of a request with masks, drafts or many."""
+        if type(logprobs) is not self._lists or logprobs.cu_num_generated_tokens is not None:
+            return None
+        return Step(logprobs) if logprobs.logprobs.shape[1] <= FEW else None
+
+    def due(self, outputs: Iterable[Any], requests: Mapping[str, Any], step: Step | None) -> list[Any]:
+        """Return the outputs that are sent now, with the blocks of their requests."""
+        sent = []
+        for output in outputs:
+            if (request := requests.get(output.request_id)) is None:
+                sent.append(output)
+                continue
+            state, row = vars(request), output.new_logprobs
+            block: Block | None = state.pop(_BLOCK, None)
+            joins = row is None or type(row) is int
+            columns = 0 if row is None or step is None else step.columns
+            if block is not None and not (joins and block.columns == columns):
+                sent.append(self._output(output.request_id, block.tokens, block))
+                block = None
+            if joins:
+                block = block or Block(columns)
+                block.add(output.new_token_ids, row, step)
+                if len(block.tokens) < BLOCK and self._waits(request, output):
+                    state[_BLOCK] = block
+                    continue
+                output.new_token_ids, output.new_logprobs = block.tokens, block
+            sent.append(output)
+        return sent
+
+    def _waits(self, request: Any, output: Any) -> bool:
+        """Return whether an output has nothing but tokens, of a request that is answered when it is complete."""
+        params = request.sampling_params
+        return (
+            params is not None
+            and params.output_kind is self._complete
+            and not params.stop
+            and all(map(is_, self._rest(output), self._nothing))
+        )
+
+    def pack(self, outputs: list[Any]) -> list[Any]:
+        """Replace blocks with the same number of columns by one LogprobsLists, in the first of their outputs.
+
+        Its `cu_num_generated_tokens`, which vLLM leaves empty in an output, are the places of the outputs. An output
+        has as many rows as tokens.
+        """
+        places: dict[int, list[int]] = {}
+        blocks: dict[int, list[Block]] = {}
+        for place, output in enumerate(outputs):
+            block = output.new_logprobs
+            if type(block) is Block:
+                output.new_logprobs = None
+                if block.columns:
+                    places.setdefault(block.columns, []).append(place)
+                    blocks.setdefault(block.columns, []).append(block)
+        for columns, owners in places.items():
+            ids = np.array([each for block in blocks[columns] for each in block.ids], np.int32)
+            logprobs = np.array([each for block in blocks[columns] for each in block.logprobs], np.float32)
+            ranks = np.array([each for block in blocks[columns] for each in block.ranks], np.int32)
+            rows = (-1, columns)
+            outputs[owners[0]].new_logprobs = self._lists(ids.reshape(rows), logprobs.reshape(rows), ranks, owners)
+        return outputs
