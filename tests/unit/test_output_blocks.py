@@ -182,7 +182,8 @@ def test_other_logprobs_are_sent_as_vllm_does_after_the_block(kind: str) -> None
     elif kind == "drafts":
         own = own._replace(cu_num_generated_tokens=[0, 1])
     else:
-        own = LogprobsLists(*(np.zeros((1, FEW + 1), dtype) for dtype in (np.int32, np.float32)), np.zeros(1, np.int32))
+        many = np.zeros((1, FEW + 1), np.int32)
+        own = LogprobsLists(many, many.astype(np.float32), np.zeros(1, np.int32))
     scheduled, ran = SimpleNamespace(num_scheduled_tokens={"0": 1}), SimpleNamespace(logprobs=own)
     made = Scheduler.update_from_output(engine, scheduled, ran)  # pyright: ignore
     first, second = arrived(made[0]).outputs
