@@ -92,6 +92,20 @@ def test_an_engine_that_dies_is_told_and_ends_the_server(tmp_path: Path) -> None
         assert "vllm_server: the engine" in server.log.read_text()
 
 
+@pytest.mark.parametrize("killed", ["server", "worker"])
+def test_a_worker_in_its_own_process_serves_and_none_outlives_another(tmp_path: Path, killed: str) -> None:
+    with serving(tmp_path, "--distributed-executor-backend", "mp") as server:
+        server.publish()
+        answer = server.post("/generate", {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "logprobs": 0}).json()
+        assert [len(answer[key][0]) for key in ("token_ids", "logprobs")] == [40, 40]
+        everyone = [server.process.pid, *family(server.process.pid)]
+        (worker,) = [pid for pid, name in family(server.process.pid).items() if "Worker" in name]
+        os.kill(worker if killed == "worker" else server.process.pid, signal.SIGKILL)
+        assert server.process.wait(60) == (1 if killed == "worker" else -signal.SIGKILL)
+        wait_for("all processes to end", lambda: not alive(everyone), server.log, 60)
+        assert killed == "server" or "vllm_server: the engine" in server.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [

@@ -17,6 +17,11 @@ from torch import Tensor
 from vllm_server import seams
 from vllm_server.worker.packed import PackedAdapter
 
+_COUNTERS = {
+    "vllm.v1.worker.gpu_model_runner": "count_nans_per_row",
+    "vllm.v1.worker.gpu.sample.sampler": "get_num_nans",
+}
+"""vLLM's functions that count NaN, by the module that calls them: in its older model runner, and in the newer one."""
 COUNTED = "rows_not_finite"
 """Attribute of a tensor of logits: what `rows_with_nan` returns for it."""
 
@@ -74,9 +79,10 @@ def mark_logits() -> None:
         return logits if logits is None else marked(logits)
 
     processor.forward = forward
-    runner = seams.seam(("vllm.v1.worker.gpu_model_runner",))
-    if hasattr(runner, "count_nans_per_row"):  # vLLM's own makes a mask of all logits
-        vars(runner)["count_nans_per_row"] = rows_with_nan
+    for name, counts in _COUNTERS.items():  # vLLM's own read all logits once more, and one makes a mask of them
+        module = seams.seam((name,))
+        if hasattr(module, counts):
+            vars(module)[counts] = rows_with_nan
 
 
 def marked(logits_NV: Tensor) -> Tensor:

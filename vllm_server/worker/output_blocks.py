@@ -9,8 +9,7 @@ logprobs has the rows of all, and says to which outputs they belong; `vllm_serve
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, is_
 from typing import Any
 
@@ -28,27 +27,22 @@ _BLOCK = "_grpo_block"
 """Attribute of vLLM's request: its block that is not full yet."""
 
 
-class Step:
-    """The logprobs of a step, in the place of vLLM's LogprobsLists. Requests take the number of their row."""
+class Rows:
+    """The logprobs of a step, in the place of vLLM's LogprobsLists. Requests take the number of their row.
+
+    Attributes:
+        columns: logprobs of a token.
+        ids: token ids of all rows in turn, the sampled one first. Flat lists are no work for the garbage collector.
+        logprobs: likewise.
+        ranks: of the sampled tokens.
+    """
 
     def __init__(self, lists: Any) -> None:
         self._lists = lists
         self.columns: int = lists.logprobs.shape[1]
-
-    @cached_property
-    def ids(self) -> list[list[int]]:
-        """Token ids by row, the sampled one first."""
-        return self._lists.logprob_token_ids.tolist()
-
-    @cached_property
-    def logprobs(self) -> list[list[float]]:
-        """Their logprobs."""
-        return self._lists.logprobs.tolist()
-
-    @cached_property
-    def ranks(self) -> list[int]:
-        """The sampled tokens' ranks."""
-        return self._lists.sampled_token_ranks.tolist()
+        self.ids: list[int] = lists.logprob_token_ids.ravel().tolist()
+        self.logprobs: list[float] = lists.logprobs.ravel().tolist()
+        self.ranks: list[int] = lists.sampled_token_ranks.tolist()
 
     def slice_request(self, row: int, positions: int) -> Any:
         """Return what vLLM keeps as an output's `new_logprobs`."""
@@ -56,31 +50,27 @@ class Step:
 
 
 class Block:
-    """Tokens of a completion, and their logprobs.
+    """Tokens of a completion, and their logprobs as in `Rows`, with 0 columns if the request wants none.
 
     Attributes:
-        columns: logprobs of a token; 0: the request wants none.
-        ids: token ids of all rows in turn.
-        logprobs: likewise.
-        ranks: of the sampled tokens.
+        waits: whether the request is answered when it is complete.
     """
 
-    __slots__ = ("columns", "ids", "logprobs", "ranks", "tokens")
+    __slots__ = ("columns", "ids", "logprobs", "ranks", "tokens", "waits")
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, *, waits: bool) -> None:
         self.columns = columns
+        self.waits = waits
         self.tokens: list[int] = []
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.ranks: list[int] = []
 
-    def add(self, tokens: Sequence[int], row: int | None, step: Step | None) -> None:
-        """Add a step's tokens: one, with its row of logprobs, or several without any."""
-        self.tokens += tokens
-        if row is not None and step is not None:
-            self.ids += step.ids[row]
-            self.logprobs += step.logprobs[row]
-            self.ranks.append(step.ranks[row])
+    def add(self, rows: Rows, row: int) -> None:
+        first, last = row * self.columns, (row + 1) * self.columns
+        self.ids += rows.ids[first:last]
+        self.logprobs += rows.logprobs[first:last]
+        self.ranks.append(rows.ranks[row])
 
 
 def send_in_blocks() -> None:
@@ -99,12 +89,12 @@ def send_in_blocks() -> None:
 
     def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:
         requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
-        if step := blocks.step(ran.logprobs):
+        if rows := blocks.rows(ran.logprobs):
             ran = copy.copy(ran)
-            ran.logprobs = step
+            ran.logprobs = rows
         made = vllms(self, scheduled, ran)
         for outputs in made.values():
-            outputs.outputs = blocks.pack(blocks.due(outputs.outputs, requests, step))
+            outputs.outputs = blocks.pack(blocks.due(outputs.outputs, requests, rows))
         return made
 
     scheduler.update_from_output = update_from_output
@@ -125,13 +115,13 @@ class Blocks:
         self._rest = attrgetter(*(name for name in output.__struct_fields__ if name not in carried))
         self._nothing = self._rest(output("", []))
 
-    def step(self, logprobs: Any) -> Step | None:
+    def rows(self, logprobs: Any) -> Rows | None:
         """Return a step's logprobs by rows; None: there are none, or those of a request with masks, drafts or many."""
         if type(logprobs) is not self._lists or logprobs.cu_num_generated_tokens is not None:
             return None
-        return Step(logprobs) if logprobs.logprobs.shape[1] <= FEW else None
+        return Rows(logprobs) if logprobs.logprobs.shape[1] <= FEW else None
 
-    def due(self, outputs: Iterable[Any], requests: Mapping[str, Any], step: Step | None) -> list[Any]:
+    def due(self, outputs: Iterable[Any], requests: Mapping[str, Any], rows: Rows | None) -> list[Any]:
         """Return the outputs that are sent now, with the blocks of their requests."""
         sent = []
         for output in outputs:
@@ -139,31 +129,27 @@ class Blocks:
                 sent.append(output)
                 continue
             state, row = vars(request), output.new_logprobs
-            block: Block | None = state.pop(_BLOCK, None)
             joins = row is None or type(row) is int
-            columns = 0 if row is None or step is None else step.columns
-            if block is not None and not (joins and block.columns == columns):
+            columns = 0 if row is None or rows is None else rows.columns
+            block: Block | None = state.get(_BLOCK)
+            if block and not (joins and block.columns == columns):
                 sent.append(self._output(output.request_id, block.tokens, block))
-                block = None
-            if joins:
-                block = block or Block(columns)
-                block.add(output.new_token_ids, row, step)
-                if len(block.tokens) < BLOCK and self._waits(request, output):
-                    state[_BLOCK] = block
-                    continue
-                output.new_token_ids, output.new_logprobs = block.tokens, block
-            sent.append(output)
+                block = state[_BLOCK] = None
+            if not joins:
+                sent.append(output)
+                continue
+            if block is None:
+                block = state[_BLOCK] = Block(columns, waits=self._waits(request.sampling_params))
+            block.tokens += output.new_token_ids
+            if row is not None and rows is not None:
+                block.add(rows, row)
+            if len(block.tokens) >= BLOCK or not block.waits or not all(map(is_, self._rest(output), self._nothing)):
+                output.new_token_ids, output.new_logprobs, state[_BLOCK] = block.tokens, block, None
+                sent.append(output)
         return sent
 
-    def _waits(self, request: Any, output: Any) -> bool:
-        """Return whether an output has nothing but tokens, of a request that is answered when it is complete."""
-        params = request.sampling_params
-        return (
-            params is not None
-            and params.output_kind is self._complete
-            and not params.stop
-            and all(map(is_, self._rest(output), self._nothing))
-        )
+    def _waits(self, params: Any) -> bool:
+        return params is not None and params.output_kind is self._complete and not params.stop
 
     def pack(self, outputs: list[Any]) -> list[Any]:
         """Replace blocks with the same number of columns by one LogprobsLists, in the first of their outputs.
@@ -171,19 +157,19 @@ class Blocks:
         Its `cu_num_generated_tokens`, which vLLM leaves empty in an output, are the places of the outputs. An output
         has as many rows as tokens.
         """
-        places: dict[int, list[int]] = {}
-        blocks: dict[int, list[Block]] = {}
+        owners: dict[int, dict[int, Block]] = {}
         for place, output in enumerate(outputs):
             block = output.new_logprobs
             if type(block) is Block:
                 output.new_logprobs = None
                 if block.columns:
-                    places.setdefault(block.columns, []).append(place)
-                    blocks.setdefault(block.columns, []).append(block)
-        for columns, owners in places.items():
-            ids = np.array([each for block in blocks[columns] for each in block.ids], np.int32)
-            logprobs = np.array([each for block in blocks[columns] for each in block.logprobs], np.float32)
-            ranks = np.array([each for block in blocks[columns] for each in block.ranks], np.int32)
-            rows = (-1, columns)
-            outputs[owners[0]].new_logprobs = self._lists(ids.reshape(rows), logprobs.reshape(rows), ranks, owners)
+                    owners.setdefault(block.columns, {})[place] = block
+        for columns, blocks in owners.items():
+            ids, logprobs, ranks = (
+                np.array([each for block in blocks.values() for each in getattr(block, name)], dtype)
+                for name, dtype in (("ids", np.int32), ("logprobs", np.float32), ("ranks", np.int32))
+            )
+            shape = len(ranks), columns
+            packed = self._lists(ids.reshape(shape), logprobs.reshape(shape), ranks, [*blocks])
+            outputs[min(blocks)].new_logprobs = packed
         return outputs
