@@ -4,8 +4,9 @@
 python scripts/server_pace.py MODEL [--groups 80] [OPTIONS OF grpo serve]
 
 Starts a server, measures it for --seconds, and then has vLLM's profiler trace --trace-seconds of it. Prints one JSON
-line. The GPU sets the pace if `kernels_ms` is near `step_ms`; a process does if its share in `main_thread_cpu` is
-near 1. The profiler slows the host and not the kernels, so times of calls are longer than without it.
+line. The GPU sets the pace if `kernels_ms` is near `step_ms`. With `--distributed-executor-backend uni` a process does
+if its share in `main_thread_cpu` is near 1. With `mp` engine and worker busy-wait, so their shares say nothing. The
+profiler slows the host and not the kernels, so times of calls are longer than without it.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 
 from grpo_common.connections import SERVER_IDLE_S
-from vllm_server import compat, sockets
+from vllm_server import compat, executor, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import (
@@ -39,9 +39,6 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 
 
 vLLM's default has 51 sizes up to 512. A start with adapters captured these twice in 18 s (135M parameters, one H200).
 Batches above the largest size run without a graph, and Python then limits a small model's steps."""
-
-CORES_OF_A_WORKER = 8
-"""A machine with as many CPU cores has some to spare for a worker's own process, which never sleeps."""
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -141,7 +138,7 @@ def parse(argv: list[str]) -> Namespace:
     if args.return_routed_experts:
         os.environ[EXPERTS_VARIABLE] = "1"
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # experts are recorded in the older one
-    _place_worker(args)
+    executor.choose(args)
     if compat.device_type() != "cpu":
         _plan_graphs(args)
     compat.validate_args(args)
@@ -268,24 +265,6 @@ def _logits_dtype(asked: str) -> str:
     if asked != "auto":
         return asked
     return "float32" if compat.device_type() == "cuda" else "model"
-
-
-def _place_worker(args: Namespace) -> None:
-    """Choose the process of a single worker, unless the user sets an executor.
-
-    In a process of its own it prepares a step while the engine's process schedules the next one: 34 % more tokens/s
-    (1.5B, one H100, 250 sequences). But it starts some 10 s later, since it makes its own imports, and both processes
-    busy-wait for each other. On two cores that halves the tokens/s of a small model.
-    """
-    if args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size > 1:
-        return  # vLLM has a process for each worker
-    on_cpu = compat.device_type() == "cpu"
-    if args.distributed_executor_backend is None:
-        spare = not on_cpu and len(os.sched_getaffinity(0)) >= CORES_OF_A_WORKER
-        args.distributed_executor_backend = "mp" if spare else "uni"
-    if on_cpu and args.distributed_executor_backend == "uni":
-        # vLLM turns "uni" into "mp" on the CPU unless this says 0; the engine has its own process either way.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _positive(text: str) -> int:

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from grpo_trainer.bench.figures import counter_total
 from tests import warm
 from tests.integration.serving import Serving, save_tiny_model, serving
 from tests.processes import ROOT, alive, family, tail, wait_for
@@ -98,6 +99,8 @@ def test_a_worker_in_its_own_process_serves_and_none_outlives_another(tmp_path: 
         server.publish()
         answer = server.post("/generate", {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "logprobs": 0}).json()
         assert [len(answer[key][0]) for key in ("token_ids", "logprobs")] == [40, 40]
+        waits = counter_total(server.get("/metrics").text, "vllm:inter_token_latency_seconds_count")
+        assert waits == 3, "the engine sends the first token, two blocks of 16 and the rest"
         everyone = [server.process.pid, *family(server.process.pid)]
         (worker,) = [pid for pid, name in family(server.process.pid).items() if "Worker" in name]
         os.kill(worker if killed == "worker" else server.process.pid, signal.SIGKILL)

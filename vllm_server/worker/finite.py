@@ -20,8 +20,9 @@ from vllm_server.worker.packed import PackedAdapter
 _COUNTERS = {
     "vllm.v1.worker.gpu_model_runner": "count_nans_per_row",
     "vllm.v1.worker.gpu.sample.sampler": "get_num_nans",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler": "get_num_nans",
 }
-"""vLLM's functions that count NaN, by the module that calls them: in its older model runner, and in the newer one."""
+"""vLLM's functions that count NaN, by the module that calls them: of its older model runner, then of the newer one."""
 COUNTED = "rows_not_finite"
 """Attribute of a tensor of logits: what `rows_with_nan` returns for it."""
 
@@ -80,7 +81,10 @@ def mark_logits() -> None:
 
     processor.forward = forward
     for name, counts in _COUNTERS.items():  # vLLM's own read all logits once more, and one makes a mask of them
-        module = seams.seam((name,))
+        try:
+            module = seams.seam((name,))
+        except ImportError:  # it has Triton's kernels, which a CPU has not
+            continue
         if hasattr(module, counts):
             vars(module)[counts] = rows_with_nan
 
