@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
@@ -52,7 +54,8 @@ class Engine:
     def __post_init__(self) -> None:
         for number, wish in enumerate(self.wishes):
             params = SamplingParams(output_kind=wish.kind, stop=wish.stop)
-            self.requests[str(number)] = SimpleNamespace(sampling_params=params)
+            request = SimpleNamespace(request_id=str(number), client_index=wish.client, sampling_params=params)
+            self.requests[request.request_id] = request
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Return what the front ends get, as it arrives there."""
@@ -82,6 +85,11 @@ def vllms(self: Engine, scheduled: Any, ran: Any) -> dict[int, EngineCoreOutputs
     return made
 
 
+def pause_scheduler(self: Any, mode: str = "abort", clear_cache: bool = True) -> tuple[str, bool]:
+    """Pause as vLLM's engine does, which ends all requests in the mode "abort"."""
+    return mode, clear_cache
+
+
 def arrived(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
     sent: Any = MsgpackEncoder().encode(outputs)
     got = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in sent])
@@ -93,6 +101,7 @@ def arrived(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
 def blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "update_from_output", vllms)
+        patch.setattr(EngineCoreProc, "pause_scheduler", pause_scheduler)
         output_blocks.send_in_blocks()
         yield
 
@@ -165,6 +174,22 @@ def test_a_step_is_three_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.give_back", lambda outputs: None)
     outputs = Engine([Wish(delta, True, 0, 9) for _ in range(512)]).step()[0].outputs
     assert [output.new_logprobs is not None for output in outputs] == [True] + [False] * 511
+
+
+def test_a_pause_that_aborts_requests_first_sends_what_they_have() -> None:
+    engine = Engine([Wish(whole, True, 0, 99), Wish(whole, False, 1, 99), Wish(delta, True, 0, 99)])
+    for _ in range(BLOCK + 3):
+        engine.step()
+    core: Any = SimpleNamespace(scheduler=engine, output_queue=SimpleQueue())
+    assert EngineCoreProc.pause_scheduler(core, "keep", clear_cache=False) == ("keep", False)
+    assert core.output_queue.empty()
+    assert EngineCoreProc.pause_scheduler(core) == ("abort", True)
+    sent = dict(core.output_queue.get() for _ in range(2))
+    (first,), (second,) = (arrived(sent[client]).outputs for client in (0, 1))
+    assert (first.request_id, first.new_token_ids) == ("0", [BLOCK, BLOCK + 1, BLOCK + 2])
+    assert len(rows_of(first.new_logprobs)) == 3
+    assert (second.request_id, second.new_token_ids) == ("1", [1000 + BLOCK + more for more in range(3)])
+    assert second.new_logprobs is None and core.output_queue.empty()
 
 
 class Masked(LogprobsLists):

@@ -9,6 +9,7 @@ logprobs has the rows of all, and says to which outputs they belong; `vllm_serve
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, is_
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from vllm_server import seams
 
 BLOCK = 16
-"""Tokens. A completion that is aborted loses those of its last block."""
+"""Tokens of a block."""
 FEW = 64
 """Logprobs of a token that are put into a block. A request for those of the whole vocabulary gives each row of its step
 as many; such a step is sent as vLLM does."""
@@ -77,7 +78,7 @@ def send_in_blocks() -> None:
     """Call this in the engine's process, before it takes requests.
 
     Raises:
-        FatalError: this vLLM makes its outputs elsewhere.
+        FatalError: this vLLM makes its outputs, or pauses, elsewhere.
     """
     scheduler = seams.found("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output")
     blocks = Blocks(
@@ -85,7 +86,10 @@ def send_in_blocks() -> None:
         lists=seams.found("vllm.v1.outputs", "LogprobsLists"),
         complete=seams.found("vllm.sampling_params", "RequestOutputKind", "FINAL_ONLY").FINAL_ONLY,
     )
+    engine = seams.found("vllm.v1.engine.core", "EngineCoreProc", "pause_scheduler")
+    message = seams.found("vllm.v1.engine", "EngineCoreOutputs")
     vllms: Callable[..., dict[int, Any]] = scheduler.update_from_output
+    pause: Callable[..., Any] = engine.pause_scheduler
 
     def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:
         requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
@@ -97,7 +101,14 @@ def send_in_blocks() -> None:
             outputs.outputs = blocks.pack(blocks.due(outputs.outputs, requests, rows))
         return made
 
-    scheduler.update_from_output = update_from_output
+    @functools.wraps(pause)  # vLLM reads its signature
+    def pause_scheduler(self: Any, mode: str = "abort", *args: Any, **more: Any) -> Any:
+        if mode == "abort":  # answers what the requests have so far
+            for client, outputs in blocks.begun(self.scheduler.requests.values()).items():
+                self.output_queue.put_nowait((client, message(outputs=blocks.pack(outputs))))
+        return pause(self, mode, *args, **more)
+
+    scheduler.update_from_output, engine.pause_scheduler = update_from_output, pause_scheduler
 
 
 class Blocks:
@@ -147,6 +158,15 @@ class Blocks:
                 output.new_token_ids, output.new_logprobs, state[_BLOCK] = block.tokens, block, None
                 sent.append(output)
         return sent
+
+    def begun(self, requests: Iterable[Any]) -> dict[int, list[Any]]:
+        """Return the blocks that are not full, as outputs by client."""
+        outputs: dict[int, list[Any]] = {}
+        for request in requests:
+            if block := vars(request).pop(_BLOCK, None):
+                output = self._output(request.request_id, block.tokens, block)
+                outputs.setdefault(request.client_index, []).append(output)
+        return outputs
 
     def _waits(self, params: Any) -> bool:
         return params is not None and params.output_kind is self._complete and not params.stop
