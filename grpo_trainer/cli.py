@@ -109,6 +109,9 @@ def run(
     run_config = _read_run(ctx, {**options, **on_cluster}, config, env)
     if as_json and not dry_run:
         raise ConfigError(field="--json", got="no --dry-run", wanted="--dry-run with it", fix="add --dry-run")
+    if slurm and dry_run:
+        fix = f"leave out --dry-run: --slurm starts nothing, and {slurm} shows what the job will start"
+        raise ConfigError(field="--dry-run", got="--slurm, too", wanted="one of them", fix=fix)
     if slurm:
         _write_job(run_config, slurm, gpus_per_node)
         return

@@ -36,7 +36,8 @@ class Listed:
     Attributes:
         total_steps: what it set out to do; None: not known.
         reward: mean of the last five steps; None: no step has one.
-        state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running.
+        state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running; damaged:
+            its options or its rows cannot be read.
         changed: when its last step was written, Unix seconds.
     """
 
@@ -71,7 +72,10 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _listed(folder: Path) -> Listed:
-    settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
+    try:
+        settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
+    except ValueError:  # neither TOML nor JSON; the other runs are listed all the same
+        return Listed(str(folder), None, None, 0, None, None, "damaged", folder.stat().st_mtime)
     steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
     rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
     checkpoints = folder / "checkpoints"

@@ -45,6 +45,18 @@ def test_what_a_run_is(tmp_path: Path) -> None:
     assert list_runs(tmp_path)[0].mode is None
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("metrics.jsonl", b'{"step": 1\n'), ("metrics.jsonl", b"\xff\n"), ("config/trainer.toml", b"a =")],
+)
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, file: str, text: bytes) -> None:
+    write_run(tmp_path / "sound", [row(1)])
+    folder = write_run(tmp_path / "damaged", [row(1)])
+    (folder / file).write_bytes(text)
+    states = {Path(run.folder).name: run.state for run in list_runs(tmp_path)}
+    assert states == {"sound": "stopped", "damaged": "damaged"}
+
+
 def test_only_the_end_of_a_long_run_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [row(n) for n in range(1, 2000)], steps=1999)
     assert (folder / "metrics.jsonl").stat().st_size > 2 * LAST_BYTES

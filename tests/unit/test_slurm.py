@@ -182,6 +182,14 @@ def test_the_end_of_the_jobs_time_reaches_the_run(job: Path) -> None:
     assert log.read_text().splitlines()[-1] == "grpo ends"
 
 
+def test_the_command_writes_no_script_with_a_dry_run(tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--dry-run", "--slurm", str(path)]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ConfigError) and done.exception.field == "--dry-run"
+    assert not path.exists()
+
+
 def test_the_command_writes_the_script_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "job.sbatch", tmp_path / "run"
     words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--run-dir", str(folder)]
