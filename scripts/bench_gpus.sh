@@ -86,11 +86,11 @@ for part in "${parts[@]}"; do
         loop loop-7b-lora_only 7b lora_only
         loop loop-0.5b-shared_vllm 0.5b shared_vllm
         ;;
-    pace) # what sets a server's pace
+    pace) # what sets a server's pace, with the worker in the engine's process and in its own
         "$PYTHON" -m grpo_trainer.bench.random_model 1.5b "$models/1.5b"
-        for groups in 48 96; do
-            measure "pace-1.5b-$groups" "$PYTHON" scripts/server_pace.py "$models/1.5b" --groups $groups \
-                --log "$out/pace-1.5b-$groups-server.log"
+        for executor in uni mp; do
+            measure "pace-1.5b-$executor" "$PYTHON" scripts/server_pace.py "$models/1.5b" --log "$out/pace-1.5b-$executor-server.log" \
+                --distributed-executor-backend $executor
         done
         ;;
     disk) # all weights into a server on the same GPU, without a restart
