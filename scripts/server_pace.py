@@ -13,6 +13,7 @@ import asyncio
 import gzip
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -186,8 +187,8 @@ def kernel_figures(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def trace_of(folder: Path) -> bytes:
-    """Return the engine's trace, as JSON.
+def trace_in(folder: Path) -> Path:
+    """Return the file with the engine's trace.
 
     Raises:
         ServerError: vLLM's profiler wrote none.
@@ -195,8 +196,12 @@ def trace_of(folder: Path) -> bytes:
     files = sorted(folder.glob("*rank0*.json*"))
     if not files:
         raise ServerError(field="vLLM's profiler", got="no trace", wanted="one of rank 0", fix="see the server's log")
-    data = files[0].read_bytes()
-    return gzip.decompress(data) if files[0].suffix == ".gz" else data
+    return files[0]
+
+
+def read_events(trace: Path) -> list[dict[str, Any]]:
+    data = trace.read_bytes()
+    return json.loads(gzip.decompress(data) if trace.suffix == ".gz" else data)["traceEvents"]
 
 
 async def measure(url: str, vocabulary: int, groups: int, seconds: float, traced: float) -> dict[str, Any]:
@@ -229,7 +234,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=1.0, help="Time in which rates are measured.")] = 15.0,
     trace_seconds: Annotated[float, typer.Option(min=0.1, help="Time that is traced.")] = 1.0,
     log: Annotated[Path, typer.Option(help="The server's log.")] = Path("server_pace.log"),
-    trace_file: Annotated[Path | None, typer.Option(help="Keep the trace here, as gzipped JSON for Perfetto.")] = None,
+    trace_file: Annotated[Path | None, typer.Option(help="Keep the trace here, as vLLM's profiler writes it.")] = None,
 ) -> None:
     """Measure a server under the load of `grpo bench loop`. Other options go to the server."""
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
@@ -254,10 +259,10 @@ def main(
             except* aiohttp.ClientError:
                 server.check()  # if the server has ended, its last lines are the error
                 raise
-        trace = trace_of(Path(name))
-    if trace_file:
-        trace_file.write_bytes(gzip.compress(trace))
-    traced = kernel_figures(json.loads(trace)["traceEvents"])
+        trace = trace_in(Path(name))
+        if trace_file:
+            shutil.copyfile(trace, trace_file)
+        traced = kernel_figures(read_events(trace))
     print(json.dumps({"groups": groups, "server_options": context.args, **rates, **traced}))
 
 

@@ -1,9 +1,9 @@
 """Where a server's only worker runs: in the engine's process, or in its own.
 
-In its own process it prepares a step while the engine's process schedules the next one. On an H100 with a 1.5B model
-that gave a server with a GPU of its own 34 % more tokens/s, and a run on one GPU 13 % more (docs/benchmarks.md). But
-both processes busy-wait for each other while they generate: on two cores that halves the tokens/s of a small model. And
-the server starts later, since the worker makes its own imports.
+A worker in its own process prepares a step while the engine's process schedules the next one. On an H100, a server of a
+1.5B model generated 34 % more tokens/s in this way, and a run on one GPU 13 % more (docs/benchmarks.md). It has two
+costs. Both processes busy-wait for each other while they generate: on two cores, a small model then generates half as
+many tokens/s. The worker makes its own imports, so the server starts later.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from vllm_server import compat
+from vllm_server.protocol import WORKER_QUEUE_BYTES
 
 CORES = 8
 """CPU cores for each GPU, of which a worker's own process may use one."""
-QUEUE_BYTES = 512 << 20
-"""Free bytes in /dev/shm with which there is room for vLLM's queues between the two processes: 160 and 240 MiB."""
-
 _SHM, _QUOTA, _GPUS = Path("/dev/shm"), Path("/sys/fs/cgroup/cpu.max"), Path("/proc/driver/nvidia/gpus")
 
 
@@ -38,7 +36,7 @@ def choose(args: Namespace) -> None:
 
 def _has_room() -> bool:
     gpus = len(list(_GPUS.glob("*"))) or 1
-    return _cores() >= CORES * gpus and _SHM.is_dir() and shutil.disk_usage(_SHM).free >= QUEUE_BYTES
+    return _cores() >= CORES * gpus and _SHM.is_dir() and shutil.disk_usage(_SHM).free >= WORKER_QUEUE_BYTES
 
 
 def _cores() -> float:

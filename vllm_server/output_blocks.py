@@ -55,10 +55,9 @@ def give_back(outputs: Sequence[Any]) -> None:
 
 def append(processor: Any, lists: Any) -> None:
     """Append LogprobsLists to the flat logprobs of a LogprobsProcessor, without decoded tokens."""
-    columns = None if processor.num_logprobs == -1 else processor.num_logprobs + 1  # another request may want more
-    ids, logprobs = lists.logprob_token_ids[:, :columns], lists.logprobs[:, :columns]
-    columns = logprobs.shape[1]
-    flat = processor.logprobs
+    wanted = None if processor.num_logprobs == -1 else processor.num_logprobs + 1  # another request may want more
+    ids, logprobs = lists.logprob_token_ids[:, :wanted], lists.logprobs[:, :wanted]
+    flat, columns = processor.logprobs, logprobs.shape[1]
     begin, end = len(flat.logprobs), len(flat.logprobs) + logprobs.size
     flat.start_indices += range(begin, end, columns)
     flat.end_indices += range(begin + columns, end + 1, columns)

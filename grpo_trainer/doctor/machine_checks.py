@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import GB
+from vllm_server.protocol import WORKER_QUEUE_BYTES
 
 SUPPORTED = {
     "python": ">=3.11,<3.13",
@@ -27,7 +28,7 @@ DRIVERS = {"12": 525, "13": 580}
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, 512 << 20, 1 << 30
+SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
 """Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
 
 

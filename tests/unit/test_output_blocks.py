@@ -37,6 +37,12 @@ class Wish:
     client: int
     length: int
     stop: str | None = None
+    empty: bool = False
+    """Whether its last output has no token."""
+
+    @property
+    def tokens(self) -> int:
+        return self.length - self.empty
 
 
 @dataclass
@@ -60,8 +66,11 @@ class Engine:
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Return what the front ends get, as it arrives there."""
         running = [number for number, wish in enumerate(self.wishes) if wish.length > self.position]
-        scheduled = SimpleNamespace(num_scheduled_tokens={str(number): 1 for number in running})
-        made = Scheduler.update_from_output(self, scheduled, SimpleNamespace(logprobs=self.lists()))  # pyright: ignore
+        order = running[:: (-1) ** self.position]  # vLLM's order of requests is not that of the rows
+        scheduled = SimpleNamespace(num_scheduled_tokens={str(number): 1 for number in order})
+        ran = SimpleNamespace(logprobs=self.lists())
+        made = Scheduler.update_from_output(self, scheduled, ran)  # pyright: ignore
+        assert type(ran.logprobs) is LogprobsLists, "the model runner's own output stays as it is"
         self.position += 1
         return {client: arrived(outputs) for client, outputs in made.items()}
 
@@ -76,9 +85,11 @@ def vllms(self: Engine, scheduled: Any, ran: Any) -> dict[int, EngineCoreOutputs
     made: dict[int, EngineCoreOutputs] = {}
     for name in scheduled.num_scheduled_tokens:
         number, wish = int(name), self.wishes[int(name)]
-        output = EngineCoreOutput(name, [1000 * number + self.position])
-        output.new_logprobs = ran.logprobs.slice_request(number, 1) if wish.logprobs else None
-        if self.position == wish.length - 1:
+        last = self.position == wish.length - 1
+        output = EngineCoreOutput(name, [] if last and wish.empty else [1000 * number + self.position])
+        own = ran.logprobs.slice_request(number, len(output.new_token_ids)) if wish.logprobs else None
+        output.new_logprobs = own
+        if last:
             output.finish_reason = FinishReason.STOP
             del self.requests[name]
         made.setdefault(wish.client, EngineCoreOutputs()).outputs.append(output)
@@ -119,6 +130,7 @@ wishes = st.builds(
     st.integers(0, 1),
     st.integers(1, 2 * BLOCK + 3),
     st.sampled_from([None, None, "a stop string"]),
+    st.booleans(),
 )
 
 
@@ -139,11 +151,11 @@ def test_requests_get_the_tokens_and_logprobs_that_vllm_would_have_sent(asked: l
                 reasons.append(output.finish_reason)
         for number, (tokens, _, _) in seen.items():
             if asked[number].kind is delta or asked[number].stop:
-                assert len(tokens) == min(engine.position, asked[number].length), "nothing waits"
+                assert len(tokens) == min(engine.position, asked[number].tokens), "nothing waits"
     for number, (tokens, rows, reasons) in seen.items():
         wish = asked[number]
-        assert tokens == [1000 * number + position for position in range(wish.length)]
-        assert rows == (expected[number][: wish.length] if wish.logprobs else [])
+        assert tokens == [1000 * number + position for position in range(wish.tokens)]
+        assert rows == (expected[number][: wish.tokens] if wish.logprobs else [])
         assert reasons == [None] * (len(reasons) - 1) + [FinishReason.STOP]
 
 
@@ -196,7 +208,7 @@ class Masked(LogprobsLists):
     """As `worker.sampling_masks.KeptLists`: a subclass, with further ids in a row."""
 
 
-@pytest.mark.parametrize("kind", ["masks", "drafts", "many"])
+@pytest.mark.parametrize("kind", ["masks", "drafts", "further ids", "many"])
 def test_other_logprobs_are_sent_as_vllm_does_after_the_block(kind: str) -> None:
     engine = Engine([Wish(whole, True, 0, 100)])
     for _ in range(3):
@@ -206,6 +218,8 @@ def test_other_logprobs_are_sent_as_vllm_does_after_the_block(kind: str) -> None
         own = Masked(*own)
     elif kind == "drafts":
         own = own._replace(cu_num_generated_tokens=[0, 1])
+    elif kind == "further ids":
+        own = own._replace(logprob_token_ids=np.zeros((1, 3), np.int32))
     else:
         many = np.zeros((1, FEW + 1), np.int32)
         own = LogprobsLists(many, many.astype(np.float32), np.zeros(1, np.int32))

@@ -80,6 +80,7 @@ from vllm_server.protocol.routes import (
     LORA_UNLOAD_ROUTE,
     VERSION_END_HEADER,
     VERSION_HEADER,
+    WORKER_QUEUE_BYTES,
 )
 from vllm_server.protocol.update import (
     InFlight,

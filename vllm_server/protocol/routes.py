@@ -7,6 +7,9 @@ DEFAULT_PORT: Final = 9001
 CPU_CACHE_BYTES: Final = 512 << 20
 """Size of the key-value cache on a CPU. vLLM's default is a share of all memory, and vLLM allocates it at start."""
 
+WORKER_QUEUE_BYTES: Final = 512 << 20
+"""Free bytes of /dev/shm that are enough for vLLM's queues to a worker's own process, which take 160 and 240 MiB."""
+
 VERSION_HEADER: Final = "x-policy-version"
 """Response header of vLLM's /v1 completion routes: the version that answered."""
 

@@ -130,7 +130,8 @@ class Blocks:
         """Return a step's logprobs by rows; None: there are none, or those of a request with masks, drafts or many."""
         if type(logprobs) is not self._lists or logprobs.cu_num_generated_tokens is not None:
             return None
-        return Rows(logprobs) if logprobs.logprobs.shape[1] <= FEW else None
+        shape = logprobs.logprobs.shape
+        return Rows(logprobs) if logprobs.logprob_token_ids.shape == shape and shape[1] <= FEW else None
 
     def due(self, outputs: Iterable[Any], requests: Mapping[str, Any], rows: Rows | None) -> list[Any]:
         """Return the outputs that are sent now, with the blocks of their requests."""
