@@ -1,9 +1,9 @@
 """Where a server's only worker runs: in the engine's process, or in its own.
 
 A worker in its own process prepares a step while the engine's process schedules the next one. On an H100, a server of a
-1.5B model generated 34 % more tokens/s in this way, and a run on one GPU 13 % more (docs/benchmarks.md). It has two
-costs. Both processes busy-wait for each other while they generate: on two cores, a small model then generates half as
-many tokens/s. The worker makes its own imports, so the server starts later.
+1.5B model generated 34 % more tokens/s in this way, and a run on one GPU 13 % more (docs/benchmarks.md). It has a cost:
+both processes busy-wait for each other while they generate. On two cores, a small model then generates half as many
+tokens/s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fork engines from a process that has made their imports, instead of importing in each engine.
+"""Fork engines and workers from a process that has made their imports, instead of importing in each of them.
 
 vLLM's own server spawns the engine's process. That process then imports for 6 s (a fast machine) to 16 s what the
 server has just imported. Here a process of multiprocessing's "forkserver" makes these imports while the server makes
@@ -6,7 +6,7 @@ its own. The forkserver starts before the server knows its arguments. Each proce
 the environment that the server has at that moment, as a spawned process would. vLLM reads its variables on use (it
 caches them only once an engine is up); for variables that libraries read while they load, see `too_late`.
 
-Where a fork is not safe, `context` returns None and the engine is spawned.
+A forked engine forks its workers. Where a fork is not safe, `context` returns None, and the engine is spawned.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _taken_over(environment: dict[str, str], kind: type, state: bytes) -> Any:
     threads = os.environ.get(THREADS_VARIABLE)
     os.environ.clear()
     os.environ.update(environment)
+    os.environ[METHOD_VARIABLE] = "fork"  # for its workers; vLLM spawns them if this process has initialised CUDA
     if environment.get(THREADS_VARIABLE, threads) != threads and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP read it only when loaded
     process = object.__new__(kind)

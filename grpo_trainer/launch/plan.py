@@ -200,12 +200,9 @@ def server_process(
         argv += ["--quantization", vllm.quantization]
     if vllm.kv_cache_dtype != "auto":
         argv += ["--kv-cache-dtype", vllm.kv_cache_dtype]
-    spread = {each: degree for each in DEGREES if (degree := getattr(vllm, each)) > 1}
-    for each, degree in spread.items():
-        argv += [VllmConfig.flags()[each], str(degree)]
-    if on_gpu and trainer.owns_server and not spread:
-        # This server starts again for each version. A worker in its own process would make its imports each time.
-        argv += ["--distributed-executor-backend", "uni"]
+    for each in DEGREES:
+        if (degree := getattr(vllm, each)) > 1:
+            argv += [VllmConfig.flags()[each], str(degree)]
     key = {KEY_VARIABLE: vllm.api_key} if vllm.api_key else {}
     return ProcessSpec(
         name=name,

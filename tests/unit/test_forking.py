@@ -34,6 +34,7 @@ def tell(answers, reader):
         "later": os.environ.get("LATER"), "gone": os.environ.get("GONE"), "unpickled": reader.seen,
         "getenv": os.popen("echo $LATER").read().strip(), "forked": importer == os.getppid() != os.getpid(),
         "hears Ctrl-C": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "workers": os.environ.get(forking.METHOD_VARIABLE),
     })
 """
 SCRIPT = """
@@ -86,7 +87,7 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
     assert eval(said) == {  # printed by the script above
         "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
-        "hears Ctrl-C": True,
+        "hears Ctrl-C": True, "workers": "fork",
     }  # fmt: skip
     assert (exit_code, done.returncode) == ("0", 0)
 

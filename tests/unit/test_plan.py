@@ -101,17 +101,6 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
     assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
 
 
-@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
-def test_a_server_that_restarts_with_each_version_has_its_worker_in_the_engines_process(mode: str) -> None:
-    flag, restarts = "--distributed-executor-backend", mode in ("none", "lora_restart")
-    trainer = build_run({}, {"model_name": "demo", "weight_bridge_mode": mode}).trainer
-    argv = server_process(trainer, python="py", on_gpu=True, model="m").argv
-    assert (flag in argv) == restarts and (not restarts or option(argv, flag) == "uni")
-    two = build_run({}, {"model_name": "demo", "weight_bridge_mode": mode, "server.tensor_parallel_size": "2"}).trainer
-    assert flag not in server_process(two, python="py", on_gpu=True, model="m").argv
-    assert flag not in server_process(trainer, python="py", on_gpu=False, model="m").argv
-
-
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart", "shared_vllm"])
 def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> None:
     made = plan({"weight_bridge_mode": mode, "vllm_api_key": "door-1", "rollout_api_key": "door-2"})
