@@ -19,7 +19,15 @@ from vllm.platforms import current_platform
 from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker import finite, logits, routed_experts, sampling_masks, sampling_parameters, seeds
+from vllm_server.worker import (
+    finite,
+    logits,
+    routed_experts,
+    sampled_logprobs,
+    sampling_masks,
+    sampling_parameters,
+    seeds,
+)
 from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
@@ -30,6 +38,7 @@ from vllm_server.worker.transports.nccl import NcclReceiver
 if current_platform.is_cuda():
     install.prepare_worker()
     sampling_parameters.copy_when_changed()
+    sampled_logprobs.prepare_worker()
 elif current_platform.is_cpu():
     seeds.prepare_worker()
 logits.prepare_worker()
