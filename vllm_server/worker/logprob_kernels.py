@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, BLOCKS = 4096, 4
+BLOCK, BLOCKS = 4096, 8
 """Logits that a program reads at once, and how many times it does: together a chunk."""
 
 
