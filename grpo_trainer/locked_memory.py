@@ -5,6 +5,8 @@ On a machine with a GPU it is page-locked: the GPU then copies by itself, severa
 
 from __future__ import annotations
 
+import mmap
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,22 +23,33 @@ class LockedMemory:
 
     Args:
         size: its bytes, see `bytes_for`.
+        shared: whether other processes of this user can map it.
 
     Attributes:
         is_locked: whether it is page-locked.
+        path: opens it in another process, as long as this object or one of its tensors is there; empty: not shared.
+        address: of its first byte.
     """
 
-    def __init__(self, size: int = 0) -> None:
-        self._bytes = np.empty(size, np.uint8)
+    def __init__(self, size: int = 0, *, shared: bool = False) -> None:
+        self.path = ""
+        if shared:  # a file without a name: its memory ends with the last process that has it
+            file = os.memfd_create("grpo")
+            os.ftruncate(file, size)
+            self._bytes = np.frombuffer(mmap.mmap(file, size), np.uint8)
+            weakref.finalize(self._bytes, os.close, file)
+            self.path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            self._bytes = np.empty(size, np.uint8)
+        self.address = self._bytes.ctypes.data
         self._bytes.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
         self._start = 0
         self.is_locked = False
         if size and torch.cuda.is_available():
             runtime: Any = torch.cuda.cudart()
-            address = self._bytes.ctypes.data
-            self.is_locked = int(runtime.cudaHostRegister(address, size, 0)) == 0
+            self.is_locked = int(runtime.cudaHostRegister(self.address, size, 0)) == 0
             if self.is_locked:  # until neither this object nor a tensor needs the memory
-                weakref.finalize(self._bytes, runtime.cudaHostUnregister, address).atexit = False
+                weakref.finalize(self._bytes, runtime.cudaHostUnregister, self.address).atexit = False
 
     def __len__(self) -> int:
         return len(self._bytes)

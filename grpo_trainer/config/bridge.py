@@ -146,7 +146,8 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     transport: Literal["auto", WeightTransport] = option(
         "auto",
         help="How all weights reach the server. cuda_ipc: shared GPU memory; nccl: a broadcast between GPUs; "
-        "gloo: a broadcast between main memories; disk: a folder that both see; auto: the fastest that works.",
+        "main_memory: the server maps sharded weights where they are gathered; gloo: a broadcast between main "
+        "memories; disk: a folder that both see; auto: the fastest that works.",
         flags=("--broadcast-transport",),
     )
     staging: Staging = option(

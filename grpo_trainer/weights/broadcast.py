@@ -41,7 +41,7 @@ from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.gpus import TrainerPlace
 from grpo_trainer.weights.senders.choose import senders
-from grpo_trainer.weights.senders.sender import Way, WeightSender
+from grpo_trainer.weights.senders.sender import Gathered, Way, WeightSender
 from vllm_server.protocol import (
     BridgeInfo,
     Staging,
@@ -79,8 +79,8 @@ class PresentWeights:
         self._shards = {} if gather is None else own()
         self._gather = gather
         self._lock = threading.Lock()
-        self._memory: dict[torch.dtype, LockedMemory] = {}
-        self._gathered: dict[torch.dtype, tuple[int, Mapping[str, Tensor]]] = {}
+        self._places: dict[torch.dtype, Gathered] = {}
+        self._gathered: dict[torch.dtype, int] = {}
 
     def own(self) -> Mapping[str, Tensor]:
         """Return this process's weights, whole or in shards."""
@@ -96,19 +96,29 @@ class PresentWeights:
         if self._gather is None:
             return self.own()
         with self._lock:
-            gathered, weights = self._gathered.pop(dtype, (None, {}))
-            if gathered != version:
-                weights = self._gather(self._keep(dtype))
-            self._gathered[dtype] = version, weights
-            return weights
+            places = self._place(dtype).tensors
+            if self._gathered.pop(dtype, None) != version:
+                free = iter(places.values())
+                # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU.
+                found = self._gather(lambda tensor: next(free).copy_(tensor.to(dtype)))
+                assert list(found) == list(places), "weights are gathered in their own order"
+            self._gathered[dtype] = version
+            return places
 
-    def _keep(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        if dtype not in self._memory:
-            self._memory[dtype] = LockedMemory(bytes_for([tensor.numel() for tensor in self.own().values()], dtype))
-        memory = self._memory[dtype]
-        memory.restart()
-        # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU.
-        return lambda tensor: memory.take(tensor.shape, dtype).copy_(tensor.to(dtype))
+    def gathered(self, dtype: torch.dtype) -> Gathered | None:
+        """Return where weights are gathered in this dtype; None: they are not sharded."""
+        if self._gather is None:
+            return None
+        with self._lock:
+            return self._place(dtype)
+
+    def _place(self, dtype: torch.dtype) -> Gathered:
+        if dtype not in self._places:
+            own = self.own()
+            memory = LockedMemory(bytes_for([tensor.numel() for tensor in own.values()], dtype), shared=True)
+            tensors = {name: memory.take(tensor.shape, dtype) for name, tensor in own.items()}
+            self._places[dtype] = Gathered(memory.path, len(memory), memory.address, tensors)
+        return self._places[dtype]
 
     def forget(self) -> None:
         """Gather again for the next server: the weights change, or the version that they were sent as was given up."""
@@ -221,7 +231,8 @@ class BroadcastBridge(WeightBridge):
     def _open(self, info: BridgeInfo) -> None:
         stored = self._weights.own()
         self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
-        sender, opened = self._reach(Way(self._url, info, self._folder, self._buckets, stored))
+        gathered = self._weights.gathered(self._buckets.dtype)
+        sender, opened = self._reach(Way(self._url, info, self._folder, self._buckets, stored, gathered))
         self._sender, self._channel, self._staged = sender, opened.channel, opened.staged
         log.info(
             "weights go to the server by %s: %.2f GB in %d buckets, %s",

@@ -43,6 +43,8 @@ class TrainerPlace:
 
 def obstacle(transport: Transport | WeightTransport, trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
     """Return why a transport can't work here; None if there is no known reason."""
+    if transport == "main_memory":
+        return _not_beside(trainer, info)
     if transport not in ("cuda_ipc", "nccl"):
         return None
     if not trainer.gpu:
@@ -50,6 +52,15 @@ def obstacle(transport: Transport | WeightTransport, trainer: TrainerPlace, info
     if any(not worker.gpu_uuid for worker in info.workers):
         return Problem("server", "a CPU", "a GPU")
     return _unmappable(trainer, info) if transport == "cuda_ipc" else _not_apart(trainer, info)
+
+
+def _not_beside(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
+    """Return why the server can't map main memory that has the trainer's weights."""
+    if not trainer.sharded:
+        return Problem("trainer", "weights in one process", "weights sharded over processes, and gathered")
+    if trainer.machine != info.machine:
+        return Problem("server", f"machine {info.machine}", f"{trainer.machine}, the trainer's")
+    return None
 
 
 def _unmappable(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:

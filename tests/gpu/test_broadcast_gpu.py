@@ -18,6 +18,10 @@ from grpo_trainer.weights.buckets import Buckets
 from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
+from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.protocol.weights import MainMemorySource, MappedTensor
+from vllm_server.worker.packed import layout_of
+from vllm_server.worker.sources.main_memory import MemoryMap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -52,6 +56,24 @@ def test_gathered_weights_are_page_locked_and_rounded_as_a_gpu_rounds() -> None:
     weights = PresentWeights(lambda: {"w": on_gpu}, lambda keep: {"w": keep(on_gpu)})
     gathered = weights.of(0, torch.bfloat16)["w"]
     assert gathered.is_pinned() and torch.equal(gathered, on_gpu.to(torch.bfloat16).cpu())
+
+
+def test_a_worker_maps_gathered_weights_and_copies_them_to_its_gpu() -> None:
+    on_gpu = torch.randn(1 << 22, device="cuda")
+    weights = PresentWeights(lambda: {"w": on_gpu}, lambda keep: {"w": keep(on_gpu)})
+    place = weights.gathered(torch.bfloat16)
+    assert place is not None
+    tensor = MappedTensor(storage=0, offset=0, shape=[1 << 22], stride=[1], dtype="bfloat16")
+    source = MainMemorySource(path=place.path, nbytes=place.nbytes, tensors={"w": tensor})
+    layout = layout_of(encode_header(lay_out([("w", (1 << 22,))], "BF16"), {}), "")
+    mapped = MemoryMap(source, [layout], torch.device("cuda"))
+    assert mapped.is_locked
+    buffer_E = torch.empty(1 << 22, dtype=torch.bfloat16, device="cuda")
+    for version in (1, 2):
+        on_gpu.mul_(-0.5)
+        weights.of(version, torch.bfloat16)
+        mapped.fill(version, 0, buffer_E)
+        assert torch.equal(buffer_E, on_gpu.to(torch.bfloat16))
 
 
 def test_the_doctor_tries_nccl() -> None:

@@ -465,3 +465,5 @@ def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: d
     assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
     said = (run_dir / "logs" / "trainer.log").read_text()
     assert said.count("synthetic change") == servers.get("server.replicas", 1)
+    transport = servers.get("broadcast-transport", "main_memory")
+    assert said.count(f" by {transport}:") == servers.get("server.replicas", 1)

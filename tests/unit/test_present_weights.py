@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,3 +71,22 @@ def test_they_are_rounded_to_each_servers_dtype_in_memory_that_is_used_again() -
 def test_weights_of_one_process_are_never_copied() -> None:
     own = {"w": torch.zeros(1)}
     assert PresentWeights(lambda: own).of(1, torch.bfloat16) is own
+
+
+def test_another_process_reads_what_was_gathered_last() -> None:
+    shards = Shards()
+    weights = shards.present()
+    place = weights.gathered(torch.bfloat16)
+    assert place is not None and weights.gathered(torch.bfloat16) is place
+    read = [sys.executable, "-c", f"print(open({place.path!r}, 'rb').read().hex(), end='')"]
+    for version in (1, 2):
+        shards.weights["v"] *= version
+        weights.of(version, torch.bfloat16)
+        found = bytes.fromhex(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
+        assert len(found) == place.nbytes
+        for name in ("w", "v"):
+            tensor = place.tensors[name]
+            start = tensor.data_ptr() - place.address
+            there = torch.frombuffer(bytearray(found[start : start + tensor.nbytes]), dtype=torch.bfloat16)
+            assert torch.equal(there, shards.weights[name].to(torch.bfloat16).flatten())
+    assert PresentWeights(shards.own).gathered(torch.bfloat16) is None

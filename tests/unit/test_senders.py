@@ -21,7 +21,10 @@ APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
     [
         (TrainerPlace(OURS, "here"), bridge_info(), {"cuda_ipc"}),
         (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS), {"cuda_ipc", "nccl"}),
-        (TrainerPlace(OURS, "here", sharded=True), bridge_info(SEES_OURS), {"nccl"}),
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(SEES_OURS), {"nccl", "main_memory"}),
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(), {"main_memory"}),  # on our GPU
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(worker(uuid=OTHER), machine="there"), {"nccl"}),
+        (TrainerPlace("", "here", sharded=True), bridge_info(worker(uuid="")), {"main_memory"}),
         (TrainerPlace(OURS, "here"), APART, {"nccl"}),
         (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS, worker(1, OTHER)), {"nccl"}),  # one does not see our GPU
         (TrainerPlace(OURS, "here"), bridge_info(worker(), worker(1, OTHER)), set()),  # and one is on it

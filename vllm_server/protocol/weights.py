@@ -14,9 +14,9 @@ from typing import Literal
 
 import msgspec
 
-WeightTransport = Literal["cuda_ipc", "nccl", "gloo", "disk"]
-"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs or between the processes'
-main memories, or in files that both see."""
+WeightTransport = Literal["cuda_ipc", "nccl", "main_memory", "gloo", "disk"]
+"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs, mapped from its main
+memory, broadcast between the processes' main memories, or in files that both see."""
 
 Staging = Literal["auto", "on", "off"]
 """Whether weights are received into memory of their own while the server generates; auto: if there is room."""
@@ -44,7 +44,7 @@ class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str
 
 
-class IpcView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MappedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor in the trainer's memory: number of its storage, and its place there in elements of its dtype."""
 
     storage: int
@@ -65,10 +65,24 @@ class CudaIpcSource(
 
     gpu_uuid: str
     storages: list[list[int | bool | str]]
-    tensors: dict[str, IpcView]
+    tensors: dict[str, MappedTensor]
 
 
-Source = CudaIpcSource | NcclSource | GlooSource | DiskSource
+class MainMemorySource(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="main_memory"
+):
+    """Main memory of the trainer, which the engine maps. It has the weights of each version when it is asked for.
+
+    `path` opens the memory, of `nbytes` bytes: a file without a name, which ends with the last process that uses it. It
+    is the only storage of `tensors`, which has every tensor of the buckets by name.
+    """
+
+    path: str
+    nbytes: int
+    tensors: dict[str, MappedTensor]
+
+
+Source = CudaIpcSource | NcclSource | MainMemorySource | GlooSource | DiskSource
 
 
 class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

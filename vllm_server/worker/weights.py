@@ -19,13 +19,14 @@ from torch import Tensor
 
 from grpo_common.sharing import VOCABULARY_PADDING
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
-from vllm_server.protocol.weights import CudaIpcSource, NcclSource, Source
+from vllm_server.protocol.weights import CudaIpcSource, MainMemorySource, NcclSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
 from vllm_server.worker.finite import check_finite
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
+from vllm_server.worker.sources.main_memory import MemoryMap
 from vllm_server.worker.sources.nccl import NcclReceiver
 from vllm_server.worker.streams import stream_beside, writing_on
 
@@ -33,7 +34,7 @@ SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
 
 
-Receiver = ParameterMap | NcclReceiver | GlooReceiver | FolderReader
+Receiver = ParameterMap | NcclReceiver | MemoryMap | GlooReceiver | FolderReader
 """A way for buckets to arrive: `fill` receives a bucket of a version into a buffer on any device."""
 
 
@@ -58,6 +59,8 @@ def receiver(
             return ParameterMap(source, layouts)
         case NcclSource():
             return NcclReceiver(source, device, worker_rank)
+        case MainMemorySource():
+            return MemoryMap(source, layouts, device)
         case GlooSource():
             return GlooReceiver(source, worker_rank)
         case DiskSource():

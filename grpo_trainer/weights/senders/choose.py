@@ -9,22 +9,24 @@ from typing import Literal
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.weights.gpus import TrainerPlace, obstacle
-from grpo_trainer.weights.senders.cuda_ipc import IpcSender, NotInPlaceError
+from grpo_trainer.weights.senders.cuda_ipc import IpcSender
 from grpo_trainer.weights.senders.disk import FolderSender
 from grpo_trainer.weights.senders.gloo import GlooSender
+from grpo_trainer.weights.senders.main_memory import MemorySender
 from grpo_trainer.weights.senders.nccl import NcclSender
-from grpo_trainer.weights.senders.sender import Way, WeightSender
+from grpo_trainer.weights.senders.sender import NotInPlaceError, Way, WeightSender
 from vllm_server.protocol import WeightTransport
 from vllm_server.protocol.nccl import NcclError
 
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
     "nccl": NcclSender,
     "cuda_ipc": IpcSender,
+    "main_memory": MemorySender,
     "gloo": GlooSender,
     "disk": FolderSender,
 }
 
-AUTOMATIC: tuple[WeightTransport, ...] = ("nccl", "cuda_ipc", "gloo")
+AUTOMATIC: tuple[WeightTransport, ...] = ("nccl", "cuda_ipc", "main_memory", "gloo")
 """What `auto` tries, in this order: `nccl` has an obstacle if trainer and server share a GPU, `gloo` has none."""
 
 

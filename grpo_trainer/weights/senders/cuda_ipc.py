@@ -7,15 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from grpo_trainer.errors import BridgeError
 from grpo_trainer.weights.gpus import gpu_uuid, handle_of
-from grpo_trainer.weights.senders.sender import Way
+from grpo_trainer.weights.senders.sender import Way, in_place, mapped_tensor
 from vllm_server.protocol import WeightTransport
-from vllm_server.protocol.weights import CudaIpcSource, IpcView
-
-
-class NotInPlaceError(BridgeError):
-    """The weights lie in memory otherwise than a checkpoint has them."""
+from vllm_server.protocol.weights import CudaIpcSource
 
 
 class IpcSender:
@@ -32,26 +27,13 @@ class IpcSender:
         self._device = next(iter(way.stored.values())).device
         numbers: dict[int, int] = {}
         storages, tensors = [], {}
-        for name, parameter in way.stored.items():
-            storage = parameter.untyped_storage()
+        for each in in_place(way.buckets, way.stored, self.name):
+            storage = each.stored.untyped_storage()
             if storage.data_ptr() not in numbers:
                 numbers[storage.data_ptr()] = len(storages)
                 storages.append(handle_of(storage))
-            for final, part in way.buckets.plain(name, parameter.detach()).items():
-                if part.untyped_storage().data_ptr() != storage.data_ptr():
-                    raise NotInPlaceError(
-                        "transformers converts it for a checkpoint, so its memory can't be read in place",
-                        field="--broadcast-transport",
-                        got=f"cuda_ipc for {final}",
-                        fix="use --broadcast-transport gloo",
-                    )
-                tensors[final] = IpcView(
-                    storage=numbers[storage.data_ptr()],
-                    offset=int(part.storage_offset()),
-                    shape=list(part.shape),
-                    stride=list(part.stride()),
-                    dtype=str(part.dtype).removeprefix("torch."),
-                )
+            number = numbers[storage.data_ptr()]
+            tensors[each.name] = mapped_tensor(each.part, number, int(each.part.storage_offset()))
         self.source = CudaIpcSource(gpu_uuid=gpu_uuid(self._device), storages=storages, tensors=tensors)
 
     def join(self) -> None: ...

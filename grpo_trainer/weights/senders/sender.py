@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,28 @@ from torch import Tensor
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.weights.buckets import Buckets
 from vllm_server.protocol import BridgeInfo, WeightTransport
-from vllm_server.protocol.weights import Source
+from vllm_server.protocol.weights import MappedTensor, Source
+
+
+class NotInPlaceError(BridgeError):
+    """The weights lie in memory otherwise than a checkpoint has them."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Where sharded weights are gathered, in main memory.
+
+    Attributes:
+        path: opens the memory in another process.
+        nbytes: its size.
+        address: of its first byte in this process.
+        tensors: the weights there, by the model's names.
+    """
+
+    path: str
+    nbytes: int
+    address: int
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,7 @@ class Way:
         folder: for files; of this server alone.
         buckets: how the weights travel.
         stored: the weights.
+        gathered: where they are gathered; None: they are not sharded.
     """
 
     url: str
@@ -32,6 +54,16 @@ class Way:
     folder: Path
     buckets: Buckets
     stored: Mapping[str, Tensor]
+    gathered: Gathered | None = None
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A tensor of a checkpoint, its values, and the stored tensor that they are a part of."""
+
+    name: str
+    part: Tensor
+    stored: Tensor
 
 
 class WeightSender(Protocol):
@@ -57,6 +89,30 @@ class WeightSender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def in_place(buckets: Buckets, stored: Mapping[str, Tensor], transport: WeightTransport) -> Iterator[InPlace]:
+    """Yield each tensor of a checkpoint as the part of the stored tensor's memory that has it.
+
+    Raises:
+        NotInPlaceError: a tensor of the checkpoint is no part of a stored one.
+    """
+    for name, tensor in stored.items():
+        for final, part in buckets.plain(name, tensor.detach()).items():
+            if part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+                raise NotInPlaceError(
+                    "transformers converts it for a checkpoint, so its memory can't be read in place",
+                    field="--broadcast-transport",
+                    got=f"{transport} for {final}",
+                    fix="use --broadcast-transport gloo",
+                )
+            yield InPlace(final, part, tensor)
+
+
+def mapped_tensor(part: Tensor, storage: int, offset: int) -> MappedTensor:
+    """Return where a tensor is: in the storage of this number, at this offset in elements."""
+    dtype = str(part.dtype).removeprefix("torch.")
+    return MappedTensor(storage=storage, offset=offset, shape=list(part.shape), stride=list(part.stride()), dtype=dtype)
 
 
 def failed(
