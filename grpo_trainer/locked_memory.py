@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from vllm_server.protocol.page_lock import page_lock
 
 ALIGNMENT = 64
 
@@ -23,33 +27,40 @@ class LockedMemory:
 
     Args:
         size: its bytes, see `bytes_for`.
-        shared: whether other processes of this user can map it.
+        shared: whether other processes of this user should be able to map it.
 
     Attributes:
         is_locked: whether it is page-locked.
-        path: opens it in another process, as long as this object or one of its tensors is there; empty: not shared.
         address: of its first byte.
+        name: of the file that it is, if it can be mapped; else empty. The file is in no folder. The kernel frees it
+            when the last process has closed it.
+        path: opens this file as long as this object or one of its tensors is there.
     """
 
     def __init__(self, size: int = 0, *, shared: bool = False) -> None:
-        self.path = ""
-        if shared:  # a file without a name: its memory ends with the last process that has it
-            file = os.memfd_create("grpo")
-            os.ftruncate(file, size)
-            self._bytes = np.frombuffer(mmap.mmap(file, size), np.uint8)
-            weakref.finalize(self._bytes, os.close, file)
-            self.path = f"/proc/{os.getpid()}/fd/{file}"
-        else:
+        self.name = self.path = ""
+        self._bytes = np.empty(0, np.uint8)
+        if shared:
+            with suppress(OSError):  # a sandbox may forbid it
+                self._share(size)
+        if not self.path:
             self._bytes = np.empty(size, np.uint8)
         self.address = self._bytes.ctypes.data
         self._bytes.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
         self._start = 0
-        self.is_locked = False
-        if size and torch.cuda.is_available():
-            runtime: Any = torch.cuda.cudart()
-            self.is_locked = int(runtime.cudaHostRegister(self.address, size, 0)) == 0
-            if self.is_locked:  # until neither this object nor a tensor needs the memory
-                weakref.finalize(self._bytes, runtime.cudaHostUnregister, self.address).atexit = False
+        self.is_locked = bool(size) and torch.cuda.is_available() and page_lock(self._bytes)
+
+    def _share(self, size: int) -> None:
+        name = f"grpo-{secrets.token_hex(8)}"
+        file = os.memfd_create(name)
+        try:
+            os.ftruncate(file, size)
+            self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file, size), np.uint8)
+        except BaseException:
+            os.close(file)
+            raise
+        weakref.finalize(self._bytes, os.close, file)
+        self.name, self.path = name, f"/proc/{os.getpid()}/fd/{file}"
 
     def __len__(self) -> int:
         return len(self._bytes)

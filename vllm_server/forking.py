@@ -1,4 +1,4 @@
-"""Fork engines and workers from a process that has made their imports, instead of importing in each of them.
+"""Fork engines from a process that has made their imports, and workers from the engine, instead of importing in each.
 
 vLLM's own server spawns the engine's process. That process then imports for 6 s (a fast machine) to 16 s what the
 server has just imported. Here a process of multiprocessing's "forkserver" makes these imports while the server makes
@@ -6,7 +6,7 @@ its own. The forkserver starts before the server knows its arguments. Each proce
 the environment that the server has at that moment, as a spawned process would. vLLM reads its variables on use (it
 caches them only once an engine is up); for variables that libraries read while they load, see `too_late`.
 
-A forked engine forks its workers. Where a fork is not safe, `context` returns None, and the engine is spawned.
+Where a fork is not safe, `context` returns None and the engine is spawned. `for_workers` does the same for workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,18 @@ too."""
 _FOR_SPAWNED = (METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY")
 """Variables that require a spawned engine: another start method, or libraries from vLLM's own LD_LIBRARY_PATH."""
 
+_CORES_VARIABLE, _ANY_CORES = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+"""vLLM's variable that gives each worker on a CPU its cores, for OpenMP to read when it is loaded; its value for none.
+NUMA nodes (`--numa-bind`) are given to spawned processes only, too."""
+
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALISED = 3
 
 logger = logging.getLogger("vllm.grpo.forking")
 
 _preloaded: str | None = None
+_forked = False
+"""Whether this process was forked after its imports."""
 
 
 class _Forked(ForkServerProcess):
@@ -63,11 +69,12 @@ class _Context(ForkServerContext):
 
 def _taken_over(environment: dict[str, str], kind: type, state: bytes) -> Any:
     """Rebuild the process object, in the forked process."""
+    global _forked
+    _forked = True
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a spawned process
     threads = os.environ.get(THREADS_VARIABLE)
     os.environ.clear()
     os.environ.update(environment)
-    os.environ[METHOD_VARIABLE] = "fork"  # for its workers; vLLM spawns them if this process has initialised CUDA
     if environment.get(THREADS_VARIABLE, threads) != threads and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP read it only when loaded
     process = object.__new__(kind)
@@ -101,6 +108,18 @@ def context() -> ForkServerContext | None:
         logger.warning("the engine's process is spawned instead of forked, and makes its own imports: %s", reason)
         return None
     return forked
+
+
+def for_workers() -> BaseContext | None:
+    """Return the context that forks an engine's workers; None if a fork is not safe, or the engine was not forked.
+
+    Call this in the engine's process.
+    """
+    if not _forked or cuda_is_initialised() or "--numa-bind" in sys.argv:
+        return None
+    if os.environ.get(_CORES_VARIABLE, _ANY_CORES) != _ANY_CORES:
+        return None
+    return multiprocessing.get_context("fork")
 
 
 def _ask(forked: _Context, preload: str) -> str:

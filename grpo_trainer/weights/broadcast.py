@@ -62,7 +62,8 @@ SECONDS = 600.0
 REASON_SECONDS = 3.0
 """How long the server has to say why a connection was lost."""
 APPLY_SECONDS = 60.0
-"""Time limit of the fence for a staged version."""
+"""Time limit of the fence for a version that is staged, or in memory that the server maps."""
+MAPPED = frozenset[WeightTransport]({"cuda_ipc", "main_memory"})
 
 
 class PresentWeights:
@@ -91,7 +92,7 @@ class PresentWeights:
 
         Args:
             dtype: the server's. Sharded weights are gathered in main memory in this dtype, and overwrite the version
-                before.
+                before. Servers may map this memory: no server may be reading that version any more.
         """
         if self._gather is None:
             return self.own()
@@ -99,9 +100,12 @@ class PresentWeights:
             places = self._place(dtype).tensors
             if self._gathered.pop(dtype, None) != version:
                 free = iter(places.values())
-                # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU.
-                found = self._gather(lambda tensor: next(free).copy_(tensor.to(dtype)))
+                # Cast where the tensor is: `copy_` would bring the GPU's dtype here, and cast on the CPU. The next
+                # tensor is gathered while this one comes here.
+                found = self._gather(lambda tensor: next(free).copy_(tensor.to(dtype), non_blocking=True))
                 assert list(found) == list(places), "weights are gathered in their own order"
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
             self._gathered[dtype] = version
             return places
 
@@ -117,7 +121,7 @@ class PresentWeights:
             own = self.own()
             memory = LockedMemory(bytes_for([tensor.numel() for tensor in own.values()], dtype), shared=True)
             tensors = {name: memory.take(tensor.shape, dtype) for name, tensor in own.items()}
-            self._places[dtype] = Gathered(memory.path, len(memory), memory.address, tensors)
+            self._places[dtype] = Gathered(memory, tensors)
         return self._places[dtype]
 
     def forget(self) -> None:
@@ -318,7 +322,7 @@ class BroadcastBridge(WeightBridge):
             stage = WeightsStageRequest(channel=self._channel, version=version, timeout_s=SECONDS)
             self._delivered(version, stored, lambda: self._server.stage_weights(stage))
             sent = time.perf_counter() - started
-        seconds = APPLY_SECONDS if self._staged else SECONDS
+        seconds = APPLY_SECONDS if self._staged or sender.name in MAPPED else SECONDS
         with self._fence.hold(self._info.boot_id, version, seconds) as token:
             apply = WeightsApplyRequest(channel=self._channel, version=version, token=token)
             if self._staged:

@@ -64,7 +64,8 @@ def test_a_worker_maps_gathered_weights_and_copies_them_to_its_gpu() -> None:
     place = weights.gathered(torch.bfloat16)
     assert place is not None
     tensor = MappedTensor(storage=0, offset=0, shape=[1 << 22], stride=[1], dtype="bfloat16")
-    source = MainMemorySource(path=place.path, nbytes=place.nbytes, tensors={"w": tensor})
+    memory = place.memory
+    source = MainMemorySource(name=memory.name, path=memory.path, nbytes=len(memory), tensors={"w": tensor})
     layout = layout_of(encode_header(lay_out([("w", (1 << 22,))], "BF16"), {}), "")
     mapped = MemoryMap(source, [layout], torch.device("cuda"))
     assert mapped.is_locked

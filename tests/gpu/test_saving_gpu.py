@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen
+from vllm_server.protocol.page_lock import page_lock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -49,6 +51,12 @@ def test_memory_can_be_page_locked_again_after_it_was_freed() -> None:
         assert memory.is_locked
         del memory
         assert tensor.is_pinned()
+
+
+def test_memory_that_can_not_be_page_locked_leaves_no_error_to_the_next_kernel() -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    assert page_lock(memory) and not page_lock(memory)
+    assert float(torch.zeros(3, device="cuda").add_(1).sum()) == 3.0
 
 
 def test_a_background_checkpoint_resumes_weights_optimizer_and_the_gpus_generator(tmp_path: Path) -> None:

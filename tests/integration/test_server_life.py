@@ -103,6 +103,8 @@ def test_a_worker_in_its_own_process_serves_and_none_outlives_another(tmp_path: 
         assert waits == 3, "the engine sends the first token, two blocks of 16 and the rest"
         everyone = [server.process.pid, *family(server.process.pid)]
         (worker,) = [pid for pid, name in family(server.process.pid).items() if "Worker" in name]
+        starts = [Path(f"/proc/{pid}/auxv").read_bytes() for pid in (worker, psutil.Process(worker).ppid())]
+        assert starts[0] == starts[1], "forked: a spawned process has got other addresses from the kernel"
         os.kill(worker if killed == "worker" else server.process.pid, signal.SIGKILL)
         assert server.process.wait(60) == (1 if killed == "worker" else -signal.SIGKILL)
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 60)

@@ -16,7 +16,7 @@ from tests.processes import ROOT, alive, family, wait_for
 from vllm_server import forking
 
 MODULE = """
-import os, signal, time
+import os, signal, sys, time
 from vllm_server import forking
 started_with = dict(os.environ)
 importer = os.getpid()
@@ -29,12 +29,27 @@ class Reader:
     def __setstate__(self, state):
         self.seen = os.environ.get("LATER")
 
+def worker_methods():
+    "With nothing against a fork, then for each reason."
+    def method():
+        context = forking.for_workers()
+        return context and context.get_start_method()
+    found = [method()]
+    sys.argv.append("--numa-bind")
+    found.append(method())
+    sys.argv.remove("--numa-bind")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
+    found.append(method())
+    del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    forking.cuda_is_initialised = lambda: True
+    return [*found, method()]
+
 def tell(answers, reader):
     answers.send({
         "later": os.environ.get("LATER"), "gone": os.environ.get("GONE"), "unpickled": reader.seen,
         "getenv": os.popen("echo $LATER").read().strip(), "forked": importer == os.getppid() != os.getpid(),
         "hears Ctrl-C": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        "workers": os.environ.get(forking.METHOD_VARIABLE),
+        "workers": worker_methods(),
     })
 """
 SCRIPT = """
@@ -87,9 +102,13 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
     assert eval(said) == {  # printed by the script above
         "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
-        "hears Ctrl-C": True, "workers": "fork",
+        "hears Ctrl-C": True, "workers": ["fork", None, None, None],
     }  # fmt: skip
     assert (exit_code, done.returncode) == ("0", 0)
+
+
+def test_an_engine_that_was_not_forked_leaves_its_workers_to_vllm() -> None:
+    assert forking.for_workers() is None
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.weights.broadcast import PresentWeights
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.senders.main_memory import MemorySender
 from grpo_trainer.weights.senders.sender import NotInPlaceError, Way
 from tests.unit.factories import bridge_info
-from vllm_server.protocol.weights import MainMemorySource
 from vllm_server.worker.packed import Layout, layout_of
 from vllm_server.worker.sources.main_memory import MemoryMap
 
@@ -73,20 +77,53 @@ def test_each_version_arrives_as_it_would_be_packed(model: PreTrainedModel) -> N
             assert torch.equal(got_E, wanted_E) and got_E.any()
 
 
-def test_a_worker_that_does_not_see_the_memory_says_so(model: PreTrainedModel) -> None:
+def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     way = way_of(model, gathering(model))
     source, layouts = MemorySender(way).source, layouts_of(way)
-    elsewhere = MainMemorySource(path="/proc/0/fd/9", nbytes=source.nbytes, tensors=source.tensors)
-    larger = MainMemorySource(path=source.path, nbytes=source.nbytes + 1, tensors=source.tensors)
-    for unseen in (elsewhere, larger):
-        with pytest.raises(ValueError, match=unseen.path):
-            MemoryMap(unseen, layouts, CPU)
+    file = tmp_path / "memory"
+    file.write_bytes(bytes(source.nbytes))
+    link = tmp_path / "link"
+    link.symlink_to(file)
     first, *rest = source.tensors
-    fewer = MainMemorySource(
-        path=source.path, nbytes=source.nbytes, tensors={name: source.tensors[name] for name in rest}
-    )
-    with pytest.raises(ValueError, match=first):
-        MemoryMap(fewer, layouts, CPU)
+    short = replace(source.tensors[first], shape=[1], stride=[1])
+    for wrong, named in (
+        (replace(source, path="/proc/0/fd/9"), "/proc/0/fd/9"),
+        (replace(source, path=str(link)), str(link)),
+        (replace(source, name="grpo-0"), source.path),
+        (replace(source, nbytes=source.nbytes + 4096), source.path),
+        (replace(source, tensors={name: source.tensors[name] for name in rest}), first),
+        (replace(source, tensors={**source.tensors, first: short}), first),
+    ):
+        with pytest.raises(ValueError, match=named):
+            MemoryMap(wrong, layouts, CPU)
+    MemoryMap(source, layouts, CPU)
+
+
+def test_without_memory_that_processes_can_share_weights_take_another_way(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(name: str) -> int:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    weights = gathering(model)
+    with pytest.raises(NotInPlaceError):
+        MemorySender(way_of(model, weights))
+    found = weights.of(1, torch.float32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(model).items())
+
+
+def test_memory_stays_open_as_long_as_a_tensor_of_it(model: PreTrainedModel) -> None:
+    memory = LockedMemory(4096, shared=True)
+    path, tensor = memory.path, memory.take([8], torch.float32)
+    del memory
+    gc.collect()
+    assert Path(path).exists()
+    del tensor
+    gc.collect()
+    assert not Path(path).exists()
 
 
 def test_what_is_converted_for_a_checkpoint_takes_another_way() -> None:

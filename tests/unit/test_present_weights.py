@@ -78,15 +78,15 @@ def test_another_process_reads_what_was_gathered_last() -> None:
     weights = shards.present()
     place = weights.gathered(torch.bfloat16)
     assert place is not None and weights.gathered(torch.bfloat16) is place
-    read = [sys.executable, "-c", f"print(open({place.path!r}, 'rb').read().hex(), end='')"]
+    read = [sys.executable, "-c", f"print(open({place.memory.path!r}, 'rb').read().hex(), end='')"]
     for version in (1, 2):
         shards.weights["v"] *= version
         weights.of(version, torch.bfloat16)
         found = bytes.fromhex(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
-        assert len(found) == place.nbytes
+        assert len(found) == len(place.memory)
         for name in ("w", "v"):
             tensor = place.tensors[name]
-            start = tensor.data_ptr() - place.address
+            start = tensor.data_ptr() - place.memory.address
             there = torch.frombuffer(bytearray(found[start : start + tensor.nbytes]), dtype=torch.bfloat16)
             assert torch.equal(there, shards.weights[name].to(torch.bfloat16).flatten())
     assert PresentWeights(shards.own).gathered(torch.bfloat16) is None

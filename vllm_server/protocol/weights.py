@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 
 WeightTransport = Literal["cuda_ipc", "nccl", "main_memory", "gloo", "disk"]
-"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs, mapped from its main
-memory, broadcast between the processes' main memories, or in files that both see."""
+"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs, mapped from the trainer's
+main memory, broadcast between the processes' main memories, or in files that both see."""
 
 Staging = Literal["auto", "on", "off"]
 """Whether weights are received into memory of their own while the server generates; auto: if there is room."""
@@ -71,12 +71,13 @@ class CudaIpcSource(
 class MainMemorySource(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="main_memory"
 ):
-    """Main memory of the trainer, which the engine maps. It has the weights of each version when it is asked for.
+    """Main memory of the trainer, which the engine maps. It has a version's weights when the engine is asked for them.
 
-    `path` opens the memory, of `nbytes` bytes: a file without a name, which ends with the last process that uses it. It
-    is the only storage of `tensors`, which has every tensor of the buckets by name.
+    The memory, of `nbytes` bytes, is a Linux memfd: `path` opens it in `/proc`, and `name` is the one that it was made
+    with. It is the only storage of `tensors`, which has every tensor of the buckets by name.
     """
 
+    name: str
     path: str
     nbytes: int
     tensors: dict[str, MappedTensor]

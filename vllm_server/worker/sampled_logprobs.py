@@ -4,6 +4,8 @@ another on each part of the GPU: 0.3 of the 4.9 ms that an H100 computes for a s
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +13,28 @@ from torch import Tensor
 
 from vllm_server import seams
 
+logger = logging.getLogger("vllm.grpo.logprobs")
+
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 NAMES = ("compute_topk_logprobs", "compute_topk_scores")
-"""vLLM's function, up to 0.25 and later."""
+"""Names of vLLM's function: in 0.25, and in later versions."""
+KNOWN = frozenset(
+    {
+        *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
+        *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
+    }
+)
+"""Its parameters that this module knows."""
 
 
 def prepare_worker() -> None:
-    """Call this in each worker on an NVIDIA GPU.
-
-    Raises:
-        FatalError: this vLLM has no such function.
-    """
+    """Replace vLLM's function if it is one that this module knows. Call this in each worker on an NVIDIA GPU."""
     module = seams.seam((SAMPLER,))
-    names = [name for name in NAMES if hasattr(module, name)]
-    if not names:
-        raise seams.moved(f"{SAMPLER}.{NAMES[-1]}")
-    tensors = seams.found("vllm.v1.outputs", "LogprobsTensors")
-    for name in names:
-        vars(module)[name] = in_place_of(vars(module)[name], tensors)
+    name = next((name for name in NAMES if hasattr(module, name)), None)
+    if name is None or not KNOWN.issuperset(inspect.signature(vars(module)[name]).parameters):
+        logger.warning("vLLM computes the logprobs of sampled tokens itself: %s.%s is not as before", SAMPLER, name)
+        return
+    vars(module)[name] = in_place_of(vars(module)[name], seams.found("vllm.v1.outputs", "LogprobsTensors"))
 
 
 def in_place_of(vllms: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,13 +50,9 @@ def in_place_of(vllms: Callable[..., Any], tensors: Callable[..., Any]) -> Calla
         num_logprobs: int,
         sampled_N: Tensor,
         cu_num_logits: Any = None,
-        *,
-        max_per_req_token_ids: int = 0,
-        logits_mode: bool = False,
         **more: Any,
     ) -> Any:
-        if num_logprobs or max_per_req_token_ids or logits_mode or cu_num_logits is not None:
-            more |= {"max_per_req_token_ids": max_per_req_token_ids} | ({"logits_mode": True} if logits_mode else {})
+        if num_logprobs or cu_num_logits is not None or any(map(more.get, ("max_per_req_token_ids", "logits_mode"))):
             return vllms(logits_NV, num_logprobs, sampled_N, cu_num_logits, **more)
         logprobs_N, ranks_N = logprobs_and_ranks(logits_NV, sampled_N)
         return tensors(sampled_N.unsqueeze(-1), logprobs_N.unsqueeze(-1), ranks_N)

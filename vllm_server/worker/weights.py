@@ -174,6 +174,7 @@ class WeightChannel:
     def close(self) -> None:
         """Free the memory. A version that is being received is given up."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._receiving = None  # an exception in it would keep this object, and what it maps
         self._receiver.close()
         self._writer.forget()
         self._buffers.clear()

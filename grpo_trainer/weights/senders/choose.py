@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -18,6 +18,8 @@ from grpo_trainer.weights.senders.sender import NotInPlaceError, Way, WeightSend
 from vllm_server.protocol import WeightTransport
 from vllm_server.protocol.nccl import NcclError
 
+log = logging.getLogger(__name__)
+
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
     "nccl": NcclSender,
     "cuda_ipc": IpcSender,
@@ -27,7 +29,8 @@ SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
 }
 
 AUTOMATIC: tuple[WeightTransport, ...] = ("nccl", "cuda_ipc", "main_memory", "gloo")
-"""What `auto` tries, in this order: `nccl` has an obstacle if trainer and server share a GPU, `gloo` has none."""
+"""What `auto` tries, in this order. `nccl` has an obstacle if trainer and server share a GPU. `main_memory` has one if
+the weights are not sharded, or the server is on another machine. `gloo` has none."""
 
 
 def senders(asked: Literal["auto", WeightTransport], way: Way) -> Iterator[WeightSender]:
@@ -43,8 +46,12 @@ def senders(asked: Literal["auto", WeightTransport], way: Way) -> Iterator[Weigh
     if asked == "auto":
         for each in AUTOMATIC:
             if obstacle(each, trainer, way.info) is None:
-                with suppress(NotInPlaceError, NcclError):
-                    yield SENDERS[each](way)
+                try:
+                    sender = SENDERS[each](way)
+                except (NotInPlaceError, NcclError) as error:
+                    log.info("weights don't go to the server by %s: %s", each, error)
+                else:
+                    yield sender
         return
     if (problem := obstacle(asked, trainer, way.info)) is not None:
         summary = f"--broadcast-transport {asked} can't reach the server"

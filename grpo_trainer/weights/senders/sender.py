@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from grpo_trainer.errors import BridgeError
+from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.weights.buckets import Buckets
 from vllm_server.protocol import BridgeInfo, WeightTransport
 from vllm_server.protocol.weights import MappedTensor, Source
@@ -24,15 +25,11 @@ class Gathered:
     """Where sharded weights are gathered, in main memory.
 
     Attributes:
-        path: opens the memory in another process.
-        nbytes: its size.
-        address: of its first byte in this process.
+        memory: the memory; servers may be able to map it.
         tensors: the weights there, by the model's names.
     """
 
-    path: str
-    nbytes: int
-    address: int
+    memory: LockedMemory
     tensors: Mapping[str, Tensor]
 
 
