@@ -79,7 +79,7 @@ class WeightChannel:
 
     Raises:
         RuntimeError: the source can't be reached, or there is too little memory for staging that was asked for.
-        ValueError: the layout is damaged.
+        ValueError: the layout is damaged, or the source can't be reached.
     """
 
     def __init__(
