@@ -10,7 +10,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -39,28 +38,29 @@ class LockedMemory:
 
     def __init__(self, size: int = 0, *, shared: bool = False) -> None:
         self.name = self.path = ""
-        self._bytes = np.empty(0, np.uint8)
-        if shared:
-            with suppress(OSError):  # a sandbox may forbid it
-                self._share(size)
-        if not self.path:
-            self._bytes = np.empty(size, np.uint8)
+        file = self._file(size) if shared else None
+        self._bytes: NDArray[np.uint8] = np.empty(size, np.uint8) if file is None else file
         self.address = self._bytes.ctypes.data
         self._bytes.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
         self._start = 0
         self.is_locked = bool(size) and torch.cuda.is_available() and page_lock(self._bytes)
 
-    def _share(self, size: int) -> None:
+    def _file(self, size: int) -> NDArray[np.uint8] | None:
+        """Return memory that is a file, and note its name and path; None if the system gives none."""
         name = f"grpo-{secrets.token_hex(8)}"
-        file = os.memfd_create(name)
+        try:
+            file = os.memfd_create(name)
+        except OSError:  # a sandbox may forbid it
+            return None
         try:
             os.ftruncate(file, size)
-            self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        except BaseException:
+            memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+        except (OSError, ValueError):  # no room, or nothing to share
             os.close(file)
-            raise
-        weakref.finalize(self._bytes, os.close, file)
+            return None
+        weakref.finalize(memory, os.close, file)
         self.name, self.path = name, f"/proc/{os.getpid()}/fd/{file}"
+        return memory
 
     def __len__(self) -> int:
         return len(self._bytes)

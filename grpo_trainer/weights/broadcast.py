@@ -64,6 +64,7 @@ REASON_SECONDS = 3.0
 APPLY_SECONDS = 60.0
 """Time limit of the fence for a version that is staged, or in memory that the server maps."""
 MAPPED = frozenset[WeightTransport]({"cuda_ipc", "main_memory"})
+"""Transports by which the server maps the trainer's memory."""
 
 
 class PresentWeights:

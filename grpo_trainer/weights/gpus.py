@@ -54,21 +54,25 @@ def obstacle(transport: Transport | WeightTransport, trainer: TrainerPlace, info
     return _unmappable(trainer, info) if transport == "cuda_ipc" else _not_apart(trainer, info)
 
 
+def _elsewhere(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
+    if trainer.machine == info.machine:
+        return None
+    return Problem("server", f"machine {info.machine}", f"{trainer.machine}, the trainer's")
+
+
 def _not_beside(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
     """Return why the server can't map main memory that has the trainer's weights."""
     if not trainer.sharded:
         return Problem("trainer", "weights in one process", "weights sharded over processes, and gathered")
-    if trainer.machine != info.machine:
-        return Problem("server", f"machine {info.machine}", f"{trainer.machine}, the trainer's")
-    return None
+    return _elsewhere(trainer, info)
 
 
 def _unmappable(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
     """Return why the server can't map the memory of the trainer's GPU."""
     if trainer.sharded:
         return Problem("trainer", "weights sharded over processes", "weights on one GPU")
-    if trainer.machine != info.machine:
-        return Problem("server", f"machine {info.machine}", f"{trainer.machine}, the trainer's")
+    if (problem := _elsewhere(trainer, info)) is not None:
+        return problem
     for worker in info.workers:
         if trainer.gpu not in worker.visible_gpus:
             visible = ", ".join(worker.visible_gpus) or "none"

@@ -49,10 +49,9 @@ def gathering(model: PreTrainedModel) -> PresentWeights:
     return PresentWeights(lambda: tensors_of(model), gather)
 
 
-def way_of(model: PreTrainedModel, weights: PresentWeights, **more: Any) -> Way:
-    buckets = Buckets(model, weights.own(), torch.bfloat16, limit=2048)
-    given = {"gathered": weights.gathered(torch.bfloat16), **more}
-    return Way("http://server", bridge_info(), Path("/none"), buckets, weights.own(), **given)
+def way_of(model: PreTrainedModel, weights: PresentWeights) -> Way:
+    buckets, gathered = Buckets(model, weights.own(), torch.bfloat16, limit=2048), weights.gathered(torch.bfloat16)
+    return Way("http://server", bridge_info(), Path("/none"), buckets, weights.own(), gathered)
 
 
 def layouts_of(way: Way) -> list[Layout]:

@@ -64,7 +64,7 @@ def test_only_logprobs_of_sampled_tokens_are_computed_here(monkeypatch: pytest.M
     ):  # fmt: skip
         more = {"logprob_token_ids_state": None, "expanded_idx_mapping": None, **named}
         assert compute(logits, num_logprobs, sampled, cu_num_logits, **more) == "vllm's"
-        (_, count, where), passed = (None, *asked[-1][0][::2]), asked[-1][1]
+        (count, _, where), passed = asked[-1]
         assert (count, where) == (num_logprobs, cu_num_logits) and more.items() <= passed.items()
     answers = torch.tensor([-1.0, -2.0]), torch.tensor([2, 1])
     monkeypatch.setattr(logprob_kernels, "logprobs_and_ranks", lambda *tensors: answers)

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vllm_server.protocol.page_lock import page_lock
 from vllm_server.protocol.weights import MainMemorySource
 from vllm_server.worker.packed import Layout
+from vllm_server.worker.sources.mapped import MappedWeights
 
 
-class MemoryMap:
+class MemoryMap(MappedWeights):
     """Holds the mapping of the trainer's memory.
 
     Args:
@@ -28,30 +28,13 @@ class MemoryMap:
         is_locked: whether it is page-locked.
 
     Raises:
-        ValueError: this process does not see the memory, or a tensor of a bucket is missing or has another shape.
+        ValueError: this process does not see the memory; or see `MappedWeights`.
     """
 
     def __init__(self, source: MainMemorySource, layouts: Sequence[Layout], device: torch.device) -> None:
-        mapped_B = _mapped(source)
-        self.is_locked = device.type == "cuda" and page_lock(mapped_B)
-        bytes_B = torch.from_numpy(mapped_B)
-        self._layouts = layouts
-        self._theirs: dict[str, Tensor] = {}
-        for name, tensor in source.tensors.items():
-            dtype = getattr(torch, tensor.dtype)
-            whole_E = bytes_B[: len(bytes_B) // dtype.itemsize * dtype.itemsize].view(dtype)
-            self._theirs[name] = whole_E.as_strided(tensor.shape, tensor.stride, tensor.offset)
-        for name, place in ((name, place) for layout in layouts for name, place in layout.places.items()):
-            if name not in self._theirs or tuple(self._theirs[name].shape) != tuple(place.shape):
-                raise ValueError(f"no memory was named for {name} with the shape {tuple(place.shape)}")
-
-    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
-        """Copy a bucket into a buffer on any device. The trainer does not write meanwhile."""
-        for name, place in self._layouts[number].places.items():
-            buffer_E[place.offset : place.end].view(place.shape).copy_(self._theirs[name], non_blocking=True)
-
-    def close(self) -> None:
-        """Do nothing: the mapping ends with its last reference, which a copy in progress may have."""
+        memory_B = _mapped(source)
+        self.is_locked = device.type == "cuda" and page_lock(memory_B)
+        super().__init__([torch.from_numpy(memory_B).untyped_storage()], source.tensors, layouts)
 
 
 def _mapped(source: MainMemorySource) -> NDArray[np.uint8]:
