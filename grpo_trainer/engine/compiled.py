@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -44,11 +46,7 @@ class CompiledLayers:
     def __init__(self, layers: nn.ModuleList) -> None:
         self.plan = Recomputation()
         self._layers = list(layers)
-        self._whole = [
-            torch.compile(getattr(layer, inside), dynamic=True, fullgraph=True)
-            for layer in layers
-            for _, inside in [_places(layer)]
-        ]
+        self._whole = [_whole(layer) for layer in layers]
         self._recomputing: dict[Kept, Callable[..., Any]] = {}
         self._tried: set[Kept] = set()
 
@@ -91,8 +89,12 @@ class CompiledLayers:
         if kept is Kept.ALL:
             return self._whole[number]
         if kept not in self._recomputing:
-            self._recomputing[kept] = torch.compile(_recomputing(kept), dynamic=True, fullgraph=True)
+            self._recomputing[kept] = _compiled(_recomputing(kept))
         return partial(self._recomputing[kept], layer)
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(call, dynamic=True, fullgraph=True)
 
 
 def _recomputing(kept: Kept) -> Callable[..., Any]:
@@ -138,6 +140,19 @@ def _places(layer: nn.Module) -> tuple[str, str]:
     return ("forward", "forward") if isinstance(layer, FSDPModule) else ("_compiled_call_impl", "_call_impl")
 
 
+def _whole(layer: nn.Module) -> Callable[..., Any]:
+    """Return a layer's compiled call, which keeps everything for the backward pass."""
+    compiled = _compiled(getattr(layer, _places(layer)[1]))
+    if not isinstance(layer, FSDPModule):
+        return compiled
+
+    def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # FSDP passes a view, a checkpoint that recomputes the layer does not, and torch would compile once for each.
+        return compiled(hidden.view_as(hidden), *args, **kwargs)
+
+    return call
+
+
 def compile_layers(
     layers: nn.ModuleList, trial: Callable[[], Tensor], plan: Recomputation | None = None
 ) -> CompiledLayers | None:
@@ -150,8 +165,9 @@ def compile_layers(
     Raises:
         ConfigError: torch can't compile them, and the weights are sharded: a pass of all ranks can't be abandoned.
     """
-    config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
-    config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
+    dynamo.cache_size_limit = max(GRAPHS, dynamo.cache_size_limit)
+    # Otherwise a graph is valid for few or for many tokens only, and torch compiles again in some later step.
+    inductor.triton.mix_order_reduction_non_strict_mode = True
     compiled = CompiledLayers(layers)
     if plan is not None and compiled.try_out(plan, trial) is None:
         return compiled

@@ -42,8 +42,11 @@ WORTH_COMPILING = 0.3e9
 """With `--compile auto`: least number of a model's parameters."""
 LONG_RUN = 20
 """With `--compile auto`: least number of steps."""
-TRIED = 64
-"""Tokens of a trial pass."""
+TRIED = 148
+"""Tokens of a trial pass: 4 times a prime. If a model had a dimension of this size, or of half or a quarter of it,
+torch would take the number of tokens for that dimension and compile for this number only."""
+NARROW_HEAD = 8
+"""Columns of the head with which its functions are compiled."""
 
 
 def fit(
@@ -110,10 +113,9 @@ class Fitting:
         if self.forward.compiled is None:
             return
         self.forward.plan = self.forward.plan.compiled()
-        with_head = head and not self.is_sharded
-        if with_head:
+        if head:
             self._compile_head()
-        log.info("decoder layers%s are compiled", " and head" if with_head else "")
+        log.info("decoder layers%s are compiled", " and head" if head else "")
 
     def trial(self) -> Tensor:
         """Run the shortest pass."""
@@ -140,16 +142,22 @@ class Fitting:
         return token / len(self.layers), fixed / len(self.layers)
 
     def _compile_head(self) -> None:
-        """Compile the head's functions by calling them as a step does, so that the first step need not."""
-        weight = self.head.weight
-        hidden_NH = torch.zeros(TRIED, weight.shape[1], device=weight.device, requires_grad=True)
-        targets_N = torch.zeros(TRIED, dtype=torch.int64, device=weight.device)
+        """Compile the head's functions by calling them as a step does, so that the first step need not.
+
+        They see the logits only, so a head of few columns does, and the model's own may be sharded.
+        """
+        device, rows = self.head.weight.device, len(self.head.weight)
+        weight_VH = torch.zeros(rows, NARROW_HEAD, device=device, requires_grad=self.head.weight.requires_grad)
+        bias = self.head.bias
+        bias_V = None if bias is None else torch.zeros(rows, device=device, requires_grad=bias.requires_grad)
+        hidden_NH = torch.zeros(TRIED, NARROW_HEAD, device=device, requires_grad=True)
+        targets_N = torch.zeros(TRIED, dtype=torch.int64, device=device)
         scores = head_scores(
             hidden_NH,
-            weight,
-            self.head.bias,
+            weight_VH,
+            bias_V,
             targets_N,
-            torch.ones(TRIED, device=weight.device),
+            torch.ones(TRIED, device=device),
             targets_N.new_zeros(TRIED, 0),
             self.forward.plan,
             entropy_gradient=self.config.loss.entropy_coef > 0,

@@ -127,7 +127,8 @@ class AdamW8bit(StochasticRoundingOptimizer):
             start, block = codes.stop, scales.stop
             kept = [each for name in self.signed for each in (job.state[name][codes], job.state[name + SCALE][scales])]
             flat = weight.reshape(-1), g.reshape(-1)
-            new, *states = self._arithmetic(*flat, *kept, *tables, job.rates, job.betas, job.eps, job.rounded)
+            inputs = (each.detach() for each in (*flat, *kept))  # torch compiles once more for views of other shapes
+            new, *states = self._arithmetic(*inputs, *tables, job.rates, job.betas, job.eps, job.rounded)
             torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]
             yield new
 

@@ -36,7 +36,7 @@ class Layout:
         return 2 // len(self.servers)
 
 
-@pytest.fixture(scope="module", params=VISIBLE)
+@pytest.fixture(scope="module")
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
     visible = VISIBLE[request.param]
     gpus = len({index for own in visible for index in own})
@@ -49,12 +49,20 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--max-num-seqs", "16"]
             flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
             flags += ["--tensor-parallel-size", str(2 // len(visible))]
-            server = stack.enter_context(serving(folder, *flags, env=only_gpus(*own), key_value_heads=2))
+            starting = serving(folder, *flags, env=only_gpus(*own), key_value_heads=2, wait=False)
+            made.servers.append(stack.enter_context(starting))
+        for server in made.servers:
             wait_for("a healthy server", lambda at=server.url: answers(f"{at}/health"), server.log, START_LIMIT_S)
-            made.servers.append(server)
         yield made
 
 
+on_each = pytest.mark.parametrize("layout", VISIBLE, indirect=True, scope="module")
+on_two_gpus = pytest.mark.parametrize(  # NCCL refuses two ranks on one GPU
+    "layout", [name for name in VISIBLE if name.endswith("two GPUs")], indirect=True, scope="module"
+)
+
+
+@on_each
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_ranks_write_the_same_rounded_weights_and_every_server_follows(
     layout: Layout, tmp_path: Path, optimizer: str
@@ -69,17 +77,17 @@ def test_ranks_write_the_same_rounded_weights_and_every_server_follows(
         assert seen["others"] < 0.5 * seen["size"], seen["largest"]
 
 
+@on_two_gpus
 @pytest.mark.parametrize("promise", PROMISES)
 def test_ranks_on_two_gpus_keep(layout: Layout, tmp_path: Path, promise: str) -> None:
     getattr(contract(layout, tmp_path), promise)()
 
 
+@on_two_gpus
 @pytest.mark.parametrize("moment", ["within", "after"])  # before: the device waits for NCCL, and can't be used again
 def test_a_rank_that_dies(layout: Layout, tmp_path: Path, moment: str) -> None:
     contract(layout, tmp_path).survives_a_rank_that_dies(moment)
 
 
 def contract(layout: Layout, folder: Path) -> SharedContract:
-    if layout.gpus == 1:
-        pytest.skip("NCCL refuses two ranks on one GPU")
     return SharedContract(layout.servers, folder, layout.workers, tolerance=TOLERANCE, repeats=TOLERANCE)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_trainer.batch.microbatches import Packed, TrainingSequence, split
@@ -18,6 +19,7 @@ from grpo_trainer.engine.attention import NONE_SHARED, arguments, packed_attenti
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
+from tests.unit.test_memory_fit import fitting_of
 from tests.unit.test_packing import settings, tiny
 from tests.unit.test_trainer import full_rollouts
 from tests.unit.tiny_lora import fill_b
@@ -137,3 +139,18 @@ def test_a_step_of_all_weights_is_the_same_whatever_layers_keep(kept: Kept, monk
     (loss, gradient), (other_loss, other) = found.values()
     assert other_loss == pytest.approx(loss, abs=0.02)
     assert (other - gradient).norm() < 0.05 * gradient.norm()
+
+
+def test_a_graph_serves_few_tokens_and_many() -> None:
+    """For a GPU, torch's compiler would join the two reductions of a norm's backward pass for many tokens only."""
+    torch._dynamo.reset()
+    counters.clear()
+    base: Any = tiny("qwen2", hidden_size=1024, num_hidden_layers=2)
+    base.to("cuda", torch.bfloat16).requires_grad_(True)
+    trainer = Trainer(base, settings(packing="on", share_prompts="on", compile="on"))
+    before = counters["stats"]["unique_graphs"]
+    passes = fitting_of(trainer.forward)
+    for tokens in (16, 3072, 8192):
+        with trainer.forward.learning():
+            passes.run(tokens).float().square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == before == 3  # one for all layers, two of the head

@@ -182,9 +182,12 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     assert asked.compiled is not None and flags(asked) == [True] * 4
 
 
-def test_all_is_compiled_before_the_first_step(graphs: Any) -> None:
+@pytest.mark.parametrize("hidden_size", [32, 64, 128])
+def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) -> None:
+    """Also if the model has a dimension of a round number, which must not be taken for the number of tokens."""
     packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
-    trainer = Trainer(tiny("qwen2", num_hidden_layers=3), settings(**packed, compile="on"))
+    model = tiny("qwen2", num_hidden_layers=3, hidden_size=hidden_size)
+    trainer = Trainer(model, settings(**packed, compile="on"))
     compiled_before = graphs["unique_graphs"]
     assert compiled_before == 3  # a layer, and two of the head
     assert all(parameter.grad is None for parameter in trainer.parameters)

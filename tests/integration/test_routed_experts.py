@@ -48,17 +48,9 @@ def served(
     folder, log, port = tmp_path_factory.mktemp("moe"), tmp_path_factory.mktemp("log") / "server.log", free_port()
     model = near_ties(kind, folder, getattr(torch, dtype))
     command = ["-m", "vllm_server", "--model", str(folder), "--port", str(port), "--dtype", dtype]
-    command += ["--return-routed-experts", "--max-model-len", "128", "--kv-cache-memory-bytes", str(64 << 20)]
-    command += [
-        "--max-num-batched-tokens",
-        "64",
-        "--max-num-seqs",
-        "16",
-        "--block-size",
-        "32",
-        "--logits-dtype",
-        "float32",
-    ]
+    command += ["--return-routed-experts", "--max-model-len", "128", "--block-size", "32", "--logits-dtype", "float32"]
+    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
+    command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
     url = f"http://127.0.0.1:{port}"
     with running(*command, log=log) as process:
 
