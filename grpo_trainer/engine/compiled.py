@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo
-from torch._inductor import config as inductor
+from torch._dynamo import config as dynamo_config
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -30,6 +29,10 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "cont
 
 GRAPHS = 64
 """Most variants of a layer's graph that torch may compile: with and without gradient, adapter on and off, …"""
+
+ANY_LENGTH = "triton.mix_order_reduction_non_strict_mode"
+"""Option of torch's compiler. Without it a graph is valid for few or for many tokens only, and torch compiles again in
+a step with the other kind."""
 
 
 class CompiledLayers:
@@ -94,7 +97,9 @@ class CompiledLayers:
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(call, dynamic=True, fullgraph=True)
+    known = ANY_LENGTH in torch._inductor.list_options()
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = {ANY_LENGTH: True} if known else None
+    return torch.compile(call, dynamic=True, fullgraph=True, options=options)
 
 
 def _recomputing(kept: Kept) -> Callable[..., Any]:
@@ -147,7 +152,7 @@ def _whole(layer: nn.Module) -> Callable[..., Any]:
         return compiled
 
     def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # FSDP passes a view, a checkpoint that recomputes the layer does not, and torch would compile once for each.
+        # FSDP passes a view. In a checkpoint's recomputation the input is none, and torch would compile again for it.
         return compiled(hidden.view_as(hidden), *args, **kwargs)
 
     return call
@@ -165,9 +170,7 @@ def compile_layers(
     Raises:
         ConfigError: torch can't compile them, and the weights are sharded: a pass of all ranks can't be abandoned.
     """
-    dynamo.cache_size_limit = max(GRAPHS, dynamo.cache_size_limit)
-    # Otherwise a graph is valid for few or for many tokens only, and torch compiles again in some later step.
-    inductor.triton.mix_order_reduction_non_strict_mode = True
+    dynamo_config.cache_size_limit = max(GRAPHS, dynamo_config.cache_size_limit)
     compiled = CompiledLayers(layers)
     if plan is not None and compiled.try_out(plan, trial) is None:
         return compiled

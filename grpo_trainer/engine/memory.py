@@ -144,7 +144,7 @@ class Fitting:
     def _compile_head(self) -> None:
         """Compile the head's functions by calling them as a step does, so that the first step need not.
 
-        They see the logits only, so a head of few columns does, and the model's own may be sharded.
+        The compiled functions get only logits, so a narrow head suffices. The model's own may be sharded.
         """
         device, rows = self.head.weight.device, len(self.head.weight)
         weight_VH = torch.zeros(rows, NARROW_HEAD, device=device, requires_grad=self.head.weight.requires_grad)

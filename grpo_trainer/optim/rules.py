@@ -19,6 +19,14 @@ class FusedAdamW(torch.optim.AdamW, TwoPartOptimizer):  # pyright: ignore[report
     kind = "adamw"
 
 
+def without_bases(*views: Tensor) -> list[Tensor]:
+    """Return the same memory as tensors that count as no views.
+
+    Compiled code is valid only for views of bases of the same rank and size.
+    """
+    return [view.detach() for view in views]
+
+
 def adam(
     weight_n: Tensor,
     g_n: Tensor,
@@ -83,7 +91,7 @@ class AdamW(StochasticRoundingOptimizer):
         tensors = (job.source, job.gradient, job.state["exp_avg"], job.state["exp_avg_sq"])
         for weight, g, mean, square in zip(*map(self.pieces, tensors), strict=True):
             flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
-            yield self._arithmetic(*flat, job.rates, job.betas, job.eps, job.rounded)
+            yield self._arithmetic(*without_bases(*flat), job.rates, job.betas, job.eps, job.rounded)
 
 
 class PreparedAdamW(AdamW):
@@ -126,8 +134,7 @@ class AdamW8bit(StochasticRoundingOptimizer):
             codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
             start, block = codes.stop, scales.stop
             kept = [each for name in self.signed for each in (job.state[name][codes], job.state[name + SCALE][scales])]
-            flat = weight.reshape(-1), g.reshape(-1)
-            inputs = (each.detach() for each in (*flat, *kept))  # torch compiles once more for views of other shapes
+            inputs = without_bases(weight.reshape(-1), g.reshape(-1), *kept)
             new, *states = self._arithmetic(*inputs, *tables, job.rates, job.betas, job.eps, job.rounded)
             torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]
             yield new

@@ -107,7 +107,7 @@ def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pyte
 def test_what_torch_cant_compile_is_trained_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("uncompilable\nand more")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
@@ -182,9 +182,9 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     assert asked.compiled is not None and flags(asked) == [True] * 4
 
 
-@pytest.mark.parametrize("hidden_size", [32, 64, 128])
+@pytest.mark.parametrize("hidden_size", [32, 64])
 def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) -> None:
-    """Also if the model has a dimension of a round number, which must not be taken for the number of tokens."""
+    """Also if the model has a dimension that a trial pass could have as its number of tokens."""
     packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
     model = tiny("qwen2", num_hidden_layers=3, hidden_size=hidden_size)
     trainer = Trainer(model, settings(**packed, compile="on"))

@@ -198,6 +198,24 @@ def test_compiled_arithmetic_is_the_same(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
+def test_compiled_arithmetic_serves_parameters_of_all_shapes(
+    rule: type[AdamW] | type[AdamW8bit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(landing, "PIECE", 2048)  # the first two are updated together
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    shapes = [(512,), (16, 32), (1280,), (64, 32), (70, 33), (3, 30, 40)]
+    parameters = [Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in shapes]
+    optimizer = rule(parameters, CONFIG, master_weights=False)
+    optimizer.compile()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @ALL
 def test_gradients_in_fp32_land_in_16_bits_as_well(name: str) -> None:
     """An update of a hundredth of the spacing of bfloat16 at 1 (2^-7 above it) lands in a hundredth of the weights."""
