@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -96,10 +96,13 @@ class CompiledLayers:
         return partial(self._recomputing[kept], layer)
 
 
+@cache
+def _options() -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    return {ANY_LENGTH: True} if ANY_LENGTH in torch._inductor.list_options() else None
+
+
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    known = ANY_LENGTH in torch._inductor.list_options()
-    options: dict[str, str | int | bool | Callable[..., Any]] | None = {ANY_LENGTH: True} if known else None
-    return torch.compile(call, dynamic=True, fullgraph=True, options=options)
+    return torch.compile(call, dynamic=True, fullgraph=True, options=_options())
 
 
 def _recomputing(kept: Kept) -> Callable[..., Any]:
@@ -152,7 +155,7 @@ def _whole(layer: nn.Module) -> Callable[..., Any]:
         return compiled
 
     def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # FSDP passes a view. In a checkpoint's recomputation the input is none, and torch would compile again for it.
+        # FSDP passes a view. A checkpoint that recomputes the layer does not, and torch would compile again for it.
         return compiled(hidden.view_as(hidden), *args, **kwargs)
 
     return call
