@@ -259,7 +259,8 @@ class Trainer:
                     self._check_stop()
                 parts.append(self._accumulate(one, batch.counts, scale, rows))
             for _ in range(idle):
-                self._accumulate(Pass(idle_microbatch(self.forward.packed)), batch.counts, 0.0, [])
+                microbatch = idle_microbatch(self.forward.packed, self.forward.shared)
+                self._accumulate(Pass(microbatch), batch.counts, 0.0, [])
         if self._drops and look is not None:
             rows = self._clean_rows(passes[:CLEAN_PASSES])
         self.holding.finish_gradients()

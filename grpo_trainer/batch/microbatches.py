@@ -247,10 +247,13 @@ def kin_of(sequences: Sequence[TrainingSequence]) -> list[list[int]]:
     return families([sequence.tokens_T[: sequence.prompt_len] for sequence in sequences])
 
 
-def idle_microbatch(packed: bool) -> MicroBatch:
-    """Return a microbatch whose gradients are 0: one token of weight 0."""
-    tokens, one = np.zeros(2, np.int64), np.array([1])
-    return _microbatch([TrainingSequence(tokens, one, np.zeros(1, np.float32), None, 0.0, 1.0)], packed)
+def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
+    """Return a small microbatch whose gradients are 0, as its tokens' weight is 0.
+
+    It has two of everything. torch compiles again for a dimension or a number that is 0 or 1.
+    """
+    sequence = TrainingSequence(np.zeros(4, np.int64), np.array([2, 3]), np.zeros(2, np.float32), None, 0.0, 1.0)
+    return _microbatch([sequence, sequence], packed, shared)
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,10 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         for sequence, count in zip(sequences, counts, strict=True)
     ]
     teacher = _joined_teachers(sequences)
-    kin = [family for family in kin_of(sequences) if len(family) > 1] if packed and shared else []
+    kin: list[list[int]] = []
+    if packed and shared:
+        # Without a family, the first sequence counts as one: torch compiles again for a row without shared prompts.
+        kin = [family for family in kin_of(sequences) if len(family) > 1] or [[0]]
     places = _sharing(sequences, kin) if kin else _end_to_end(sequences) if packed else _padded(sequences)
 
     def each(values: Sequence[float | bool | int], dtype: type) -> Tensor:
@@ -343,7 +349,7 @@ def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]
     """Lay out shared prompts, then their completions, then the other sequences.
 
     Args:
-        kin: families of two sequences or more.
+        kin: families whose prompt stands once; other sequences have their own.
     """
     related = {index for family in kin for index in family}
     alone = [index for index in range(len(sequences)) if index not in related]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -168,13 +169,19 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
 
 
 @pytest.mark.complete
-def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another process makes a pass more, and in passes whose sequences share no prompt."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(Shards, "passes", lambda _, own: own + 1)
     torch._dynamo.reset()
     counters.clear()
-    options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True}
+    options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True, "packing": packing}
+    if packing == "on":
+        options["max_tokens_per_microbatch"] = 7  # a pass of one sequence, and one of each group
     rows: list[dict[str, float]] = []
-    for model, choice in ((plain(APART), "off"), (cut_model(APART), "on")):
+    for build_model, choice in ((plain, "off"), (cut_model, "on")):
+        model = build_model(copy.deepcopy(APART))  # packing chooses the attention in it
         config = config_with(compile=choice, **options)
         draw_weights(model, seed=3)
         freeze(model, config.model).requires_grad_(True)

@@ -70,6 +70,18 @@ def test_untrained_tokens_in_between_stay_where_they_are() -> None:
     assert (one.targets_N.tolist(), one.predictors_N.tolist()) == ([3, 6, 7], [1, 4, 1])
 
 
+def test_a_row_without_a_family_has_the_same_kind_of_layout() -> None:
+    """So torch has no other graph to compile for it: the first sequence counts as a family."""
+    (one,) = split([FAMILY[1], FAMILY[3]], 10, packed=True, shared=True)
+    assert one.packed is not None and one.packed.shared is not None
+    # the order of the plan: 3, 1
+    assert one.tokens_BT.tolist() == [[1, 2, 3, 4, 7, 8, 9]]
+    assert one.packed.boundaries.tolist() == [0, 2, 4, 7] and one.packed.positions_1T.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    shared = one.packed.shared
+    assert (shared.prompts.tolist(), shared.readers.tolist()) == ([0, 2], [0, 2])
+    assert (one.targets_N.tolist(), one.predictors_N.tolist()) == ([3, 4, 8, 9], [1, 2, 4, 5])
+
+
 SEQUENCES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=30)
 
 
