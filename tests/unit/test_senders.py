@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_trainer.weights.gpus import TrainerPlace, obstacle
-from grpo_trainer.weights.senders.choose import SENDERS
+from grpo_trainer.weights.senders.choose import AUTOMATIC, SENDERS
 from tests.unit.factories import OURS, bridge_info, worker
 from vllm_server.protocol import BridgeInfo
 
@@ -36,3 +36,13 @@ APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
 def test_what_works_where(trainer: TrainerPlace, described: BridgeInfo, possible: set[str]) -> None:
     found = {name for name in SENDERS if obstacle(name, trainer, described) is None}
     assert found == possible | {"gloo", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("sharded", "machine", "chosen"), [(True, "here", "main_memory"), (True, "there", "nccl"), (False, "here", "nccl")]
+)
+def test_only_sharded_weights_on_the_servers_machine_go_by_main_memory(
+    sharded: bool, machine: str, chosen: str
+) -> None:
+    trainer, described = TrainerPlace(OURS, "here", sharded), bridge_info(worker(uuid=OTHER), machine=machine)
+    assert next(name for name in AUTOMATIC if obstacle(name, trainer, described) is None) == chosen

@@ -170,7 +170,9 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
 
 @pytest.mark.complete
 @pytest.mark.parametrize("packing", ["on", "off"])
-def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
+    packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if another process makes a pass more, and in passes whose sequences share no prompt."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(Shards, "passes", lambda _, own: own + 1)

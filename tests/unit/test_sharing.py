@@ -76,7 +76,9 @@ def test_a_row_without_a_family_has_the_same_kind_of_layout() -> None:
     assert one.packed is not None and one.packed.shared is not None
     # the order of the plan: 3, 1
     assert one.tokens_BT.tolist() == [[1, 2, 3, 4, 7, 8, 9]]
-    assert one.packed.boundaries.tolist() == [0, 2, 4, 7] and one.packed.positions_1T.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert one.packed.boundaries.tolist() == [0, 2, 4, 7] and one.packed.positions_1T.tolist() == [
+        [0, 1, 2, 3, 0, 1, 2]
+    ]
     shared = one.packed.shared
     assert (shared.prompts.tolist(), shared.readers.tolist()) == ([0, 2], [0, 2])
     assert (one.targets_N.tolist(), one.predictors_N.tolist()) == ([3, 4, 8, 9], [1, 2, 4, 5])
