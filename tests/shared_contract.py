@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.options import build
@@ -318,9 +319,9 @@ class SharedContract:
 
 
 def leave(world: World) -> None:
-    """End the connection to the other ranks as the end of this process would."""
+    """End the connection to the other ranks as the end of this process would: without waiting for them."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _abort_process_group()  # destroying an NCCL group waits for ranks that are within a step
     world.control = None
 
 

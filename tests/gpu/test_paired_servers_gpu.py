@@ -57,7 +57,7 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 NOT_BY_NCCL = "heals_after_a_write_that_failed"
-"""Rank 0 leaves a step in which rank 1 waits for NCCL. Rank 0's exit would end that, but here it is the test's process."""
+"""Rank 0 leaves a step, and rank 1 waits for NCCL until its own time limit. `grpo run` would end it."""
 
 on_each = pytest.mark.parametrize("layout", VISIBLE, indirect=True, scope="module")
 on_two_gpus = pytest.mark.parametrize(  # NCCL refuses two ranks on one GPU
