@@ -250,7 +250,7 @@ def kin_of(sequences: Sequence[TrainingSequence]) -> list[list[int]]:
 def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
     """Return a small microbatch whose gradients are 0, as its tokens' weight is 0.
 
-    It has two of everything. torch compiles again for a dimension or a number that is 0 or 1.
+    No length or number in its layout is 0 or 1, because torch compiles again for these.
     """
     sequence = TrainingSequence(np.zeros(4, np.int64), np.array([2, 3]), np.zeros(2, np.float32), None, 0.0, 1.0)
     return _microbatch([sequence, sequence], packed, shared)

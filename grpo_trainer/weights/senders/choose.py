@@ -30,7 +30,7 @@ SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
 
 AUTOMATIC: tuple[WeightTransport, ...] = ("main_memory", "nccl", "cuda_ipc", "gloo")
 """What `auto` tries, in this order. `main_memory` has an obstacle if the weights are not sharded, or the server is on
-another machine. Otherwise it is the fastest: sharded weights are gathered in main memory for each transport. `nccl` has
+another machine. Otherwise it copies least: sharded weights are gathered in main memory for each transport. `nccl` has
 an obstacle if trainer and server share a GPU. `gloo` has none."""
 
 
