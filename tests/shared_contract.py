@@ -321,7 +321,7 @@ class SharedContract:
 def leave(world: World) -> None:
     """End the connection to the other ranks as the end of this process would: without waiting for them."""
     if dist.is_initialized():
-        _abort_process_group()  # destroying an NCCL group waits for ranks that are within a step
+        _abort_process_group()  # destroying an NCCL group would wait for the others to do the same
     world.control = None
 
 

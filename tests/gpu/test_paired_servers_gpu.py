@@ -56,9 +56,6 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-NOT_BY_NCCL = "heals_after_a_write_that_failed"
-"""Rank 0 leaves a step, and rank 1 waits for NCCL until its own time limit. `grpo run` would end it."""
-
 on_each = pytest.mark.parametrize("layout", VISIBLE, indirect=True, scope="module")
 on_two_gpus = pytest.mark.parametrize(  # NCCL refuses two ranks on one GPU
     "layout", [name for name in VISIBLE if name.endswith("two GPUs")], indirect=True, scope="module"
@@ -81,7 +78,7 @@ def test_ranks_write_the_same_rounded_weights_and_every_server_follows(
 
 
 @on_two_gpus
-@pytest.mark.parametrize("promise", [promise for promise in PROMISES if promise != NOT_BY_NCCL])
+@pytest.mark.parametrize("promise", PROMISES)
 def test_ranks_on_two_gpus_keep(layout: Layout, tmp_path: Path, promise: str) -> None:
     getattr(contract(layout, tmp_path), promise)()
 
