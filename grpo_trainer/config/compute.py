@@ -35,8 +35,8 @@ class ComputeConfig(Section):
     compile: Choice = option(
         "auto",
         help="torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B "
-        "parameters and runs of at least 20 steps (compiling takes about a minute), but not for weights "
-        "that are sharded over GPUs.",
+        "parameters and runs of at least 20 steps (compiling takes about a minute), but not for a "
+        "tensor-parallel server's weights.",
     )
     activation_offload: bool = option(
         False, help="Keep the inputs of recomputed layers in main memory; turns on --gradient-checkpointing."

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.activations import Kept, Recomputation
-from grpo_trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +168,6 @@ def compile_layers(
     Args:
         trial: a forward pass with gradient.
         plan: what the layers keep, if that is known already.
-
-    Raises:
-        ConfigError: torch can't compile them, and the weights are sharded: a pass of all ranks can't be abandoned.
     """
     dynamo_config.cache_size_limit = max(GRAPHS, dynamo_config.cache_size_limit)
     compiled = CompiledLayers(layers)
@@ -180,7 +176,5 @@ def compile_layers(
     reason = compiled.try_out(Recomputation(), trial)
     if reason is None:
         return compiled
-    if isinstance(layers[0], FSDPModule):
-        raise ConfigError(reason, field="--compile", got="on", fix="leave it out")
     log.warning("decoder layers are not compiled: %s", reason)
     return None

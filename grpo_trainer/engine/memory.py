@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -109,8 +110,13 @@ class Fitting:
         """Compile the layers, by a trial pass, and the head; compile neither if torch can't compile the layers."""
         again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
         planned = Recomputation(len(self.layers)) if again else None
-        self.forward.compiled = compile_layers(self.layers, self.trial, planned)
-        if self.forward.compiled is None:
+        with self._first_layer_alone() if self.is_sharded else nullcontext(self.trial) as trial:
+            compiled = compile_layers(self.layers, trial, planned)
+        if self.is_sharded and self._largest(int(compiled is None)) and compiled is not None:
+            log.warning("decoder layers are not compiled: another trainer process can't compile them")
+            compiled = None
+        self.forward.compiled = compiled
+        if compiled is None:
             return
         self.forward.plan = self.forward.plan.compiled()
         if head:
@@ -120,6 +126,31 @@ class Fitting:
     def trial(self) -> Tensor:
         """Run the shortest pass."""
         return self.run(TRIED)
+
+    @contextmanager
+    def _first_layer_alone(self) -> Iterator[Callable[[], Tensor]]:
+        """Gather the first layer's weights within the block, which gets a trial pass of this layer alone.
+
+        FSDP can't abandon a pass of the model, in which torch might fail to compile a layer.
+        """
+        layer: Any = self.layers[0]
+        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        hook = layer.register_forward_pre_hook(lambda _, *call: seen.append(call), with_kwargs=True)
+        with torch.no_grad():
+            self.trial()
+        hook.remove()
+        ((hidden, *args), kwargs) = seen[0]
+        layer.unshard()
+        try:
+            yield lambda: layer.forward(hidden.clone().requires_grad_(), *args, **kwargs)
+        finally:
+            for parameter in layer.parameters():
+                parameter.grad = None
+            layer.reshard()
+
+    def _largest(self, own: int) -> int:
+        """Return the largest of all processes' numbers; all call this."""
+        return int(reduced(torch.tensor(own, device=self.head.weight.device), dist.ReduceOp.MAX))
 
     def run(self, tokens: int) -> Tensor:
         """Make a forward pass over `tokens` tokens, a multiple of 4, in two sequences as in a microbatch."""
@@ -201,8 +232,7 @@ class Fitting:
         """Return a plan of all processes that compute each layer together: they must recompute the same layers."""
         if shard_of(self.forward.model) is None:
             return plan
-        count = reduced(torch.tensor(plan.count, device=self.head.weight.device), dist.ReduceOp.MAX)
-        return replace(plan, count=int(count))
+        return replace(plan, count=self._largest(plan.count))
 
     def _room(self) -> float:
         """Return the bytes that a pass may use."""
@@ -270,7 +300,7 @@ def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
     """Return whether to compile a model's layers: as the option says, or if compiling is worth its time."""
     if config.compute.compile != "auto":
         return config.compute.compile == "on"
-    if isinstance(model, FSDPModule) or shard_of(model) is not None or config.model.load_in_4bit or not on_gpu:
+    if shard_of(model) is not None or config.model.load_in_4bit or not on_gpu:
         return False
     if config.loss.routing_replay != "off":  # each microbatch has other experts, and the graph would be another
         return False

@@ -264,17 +264,27 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: data.to_local().clone() for name, data in found.items() if isinstance(data, DTensor)}
 
 
-def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all processes, if one of them can't compile it."""
+
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("uncompilable")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken if where == "here" else "eager"))
+    if where == "elsewhere":
+        monkeypatch.setattr(memory, "reduced", lambda own, _: torch.ones_like(own))
     torch._dynamo.reset()
-    model = cut_model(APART)
-    draw_weights(model, seed=3)
-    with pytest.raises(ConfigError) as refused:
-        Trainer(model, config_with(compile="on"))
-    assert refused.value.field == "--compile" and "uncompilable" in refused.value.summary
+    losses = []
+    for build_model, choice in ((plain, "off"), (cut_model, "on")):
+        model = build_model(APART)
+        draw_weights(model, seed=3)
+        trainer = Trainer(freeze(model, config_with().model).requires_grad_(True), config_with(compile=choice))
+        assert trainer.forward.compiled is None
+        losses.append([reduce(trainer.step(ROLLOUTS, step).metrics)["train/loss"] for step in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
