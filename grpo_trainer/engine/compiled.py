@@ -7,8 +7,9 @@ forward and backward first. A model that torch can't compile is trained uncompil
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -52,11 +53,11 @@ class CompiledLayers:
         self._recomputing: dict[Kept, Callable[..., Any]] = {}
         self._tried: set[Kept] = set()
 
-    def try_out(self, plan: Recomputation, trial: Callable[[], Tensor]) -> str | None:
+    def try_out(self, plan: Recomputation, trial: Callable[[], None]) -> str | None:
         """Adopt a plan if torch can compile it and return None; otherwise keep the old plan and return the reason.
 
         Args:
-            trial: a forward pass with gradient, whose backward pass leaves gradients on the parameters.
+            trial: makes a forward and a backward pass, which leave gradients on the parameters.
         """
         before, self.plan = self.plan, plan
         levels = {plan.of(number) for number in range(len(self._layers))}
@@ -64,7 +65,7 @@ class CompiledLayers:
             return None
         try:
             with self.active():
-                trial().float().square().mean().backward()
+                trial()
         except Exception as error:  # any error of torch's compiler, Triton or a host compiler
             self.plan = before
             reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
@@ -160,13 +161,62 @@ def _whole(layer: nn.Module) -> Callable[..., Any]:
     return call
 
 
+def learn(hidden: Tensor) -> None:
+    """Compute gradients of some function of a result, if it has any."""
+    if hidden.requires_grad:
+        hidden.float().square().mean().backward()
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a sharded layer within a pass, with tensors that have no history.
+
+    Attributes:
+        autocast: in which the layer was called.
+    """
+
+    layer: FSDPModule
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.autocast
+
+    @classmethod
+    def of(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> LayerCall:
+        """Note a call on a kind of device."""
+
+        def apart(value: Any) -> Any:
+            return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+        assert isinstance(layer, FSDPModule)
+        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return cls(layer, tuple(map(apart, args)), {key: apart(value) for key, value in kwargs.items()}, autocast)
+
+    def repeat(self) -> Exception | None:
+        """Repeat the call without FSDP's hooks, forward and backward; return the error that it raised.
+
+        The weights are gathered for it, so all processes call this.
+        """
+        layer: Any = self.layer
+        layer.unshard()
+        try:
+            with self.autocast:
+                made = layer.forward(*self.args, **self.kwargs)
+            learn(made[0] if isinstance(made, tuple) else made)
+        except Exception as error:  # any error of torch's compiler, Triton or a host compiler
+            return error
+        finally:
+            for parameter in layer.parameters():
+                parameter.grad = None
+            layer.reshard()
+
+
 def compile_layers(
-    layers: nn.ModuleList, trial: Callable[[], Tensor], plan: Recomputation | None = None
+    layers: nn.ModuleList, trial: Callable[[], None], plan: Recomputation | None = None
 ) -> CompiledLayers | None:
     """Return the compiled layers; None if torch can't compile them.
 
     Args:
-        trial: a forward pass with gradient.
+        trial: see `CompiledLayers.try_out`.
         plan: what the layers keep, if that is known already.
     """
     dynamo_config.cache_size_limit = max(GRAPHS, dynamo_config.cache_size_limit)

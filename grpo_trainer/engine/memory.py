@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from grpo_trainer.engine.activations import (
     recompute,
 )
 from grpo_trainer.engine.collectives import reduced
-from grpo_trainer.engine.compiled import CompiledLayers, compile_layers
+from grpo_trainer.engine.compiled import CompiledLayers, LayerCall, compile_layers, learn
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.engine.head import head_scores
 from grpo_trainer.engine.tensor_shards import shard_of
@@ -110,43 +110,42 @@ class Fitting:
         """Compile the layers, by a trial pass, and the head; compile neither if torch can't compile the layers."""
         again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
         planned = Recomputation(len(self.layers)) if again else None
-        with self._first_layer_alone() if self.is_sharded else nullcontext(self.trial) as trial:
-            compiled = compile_layers(self.layers, trial, planned)
-        if self.is_sharded and self._largest(int(compiled is None)) and compiled is not None:
-            log.warning("decoder layers are not compiled: another trainer process can't compile them")
-            compiled = None
-        self.forward.compiled = compiled
-        if compiled is None:
+        trial = partial(self._layer_by_layer, self._layer_calls()) if self.is_sharded else self.trial
+        self.forward.compiled = compile_layers(self.layers, trial, planned)
+        if self.forward.compiled is None:
             return
         self.forward.plan = self.forward.plan.compiled()
         if head:
             self._compile_head()
         log.info("decoder layers%s are compiled", " and head" if head else "")
 
-    def trial(self) -> Tensor:
-        """Run the shortest pass."""
-        return self.run(TRIED)
+    def trial(self) -> None:
+        """Run the shortest pass, forward and backward."""
+        learn(self.run(TRIED))
 
-    @contextmanager
-    def _first_layer_alone(self) -> Iterator[Callable[[], Tensor]]:
-        """Gather the first layer's weights within the block, which gets a trial pass of this layer alone.
+    def _layer_calls(self) -> list[LayerCall]:
+        """Return the calls of the layers in the shortest pass, which is not compiled."""
+        calls: list[LayerCall] = []
 
-        FSDP can't abandon a pass of the model, in which torch might fail to compile a layer.
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(LayerCall.of(layer, args, kwargs, self.head.weight.device.type))
+
+        hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.layers]
+        self.run(TRIED)
+        for hook in hooks:
+            hook.remove()
+        return calls
+
+    def _layer_by_layer(self, calls: Sequence[LayerCall]) -> None:
+        """Run the trial of a sharded model: one layer after the other, each alone.
+
+        All processes gather a layer's weights together, so they go on or give up together. They could not give up a
+        pass of the whole model.
         """
-        layer: Any = self.layers[0]
-        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        hook = layer.register_forward_pre_hook(lambda _, *call: seen.append(call), with_kwargs=True)
-        with torch.no_grad():
-            self.trial()
-        hook.remove()
-        ((hidden, *args), kwargs) = seen[0]
-        layer.unshard()
-        try:
-            yield lambda: layer.forward(hidden.clone().requires_grad_(), *args, **kwargs)
-        finally:
-            for parameter in layer.parameters():
-                parameter.grad = None
-            layer.reshard()
+        for call in calls:
+            failed = call.repeat()
+            if self._largest(int(failed is not None)):
+                raise failed or RuntimeError("another trainer process can't compile them")
 
     def _largest(self, own: int) -> int:
         """Return the largest of all processes' numbers; all call this."""
@@ -154,8 +153,6 @@ class Fitting:
 
     def run(self, tokens: int) -> Tensor:
         """Make a forward pass over `tokens` tokens, a multiple of 4, in two sequences as in a microbatch."""
-        if isinstance(self.forward.model, FSDPModule):
-            self.forward.model.unshard()  # a backward pass reshards the weights outside the layers
         device = self.head.weight.device
         halves = torch.arange(tokens, device=device).remainder(len(self.head.weight)).view(2, -1)
         if not self.forward.packed:

@@ -17,7 +17,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import compiled
 from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.engine.ahead import compile_ahead
-from grpo_trainer.engine.compiled import compile_layers
+from grpo_trainer.engine.compiled import compile_layers, learn
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
@@ -132,11 +132,11 @@ def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(gra
         with torch.autocast("cpu", torch.bfloat16):
             return tried.run(tokens)
 
-    forward.compiled = compile_layers(tried.layers, lambda: cast(64))
+    forward.compiled = compile_layers(tried.layers, lambda: learn(cast(64)))
     assert forward.compiled is not None
     fixed = {}
     for kept in (Kept.ALL, Kept.PRODUCTS, Kept.INPUT):
-        assert forward.compiled.try_out(Recomputation(2, kept), lambda: cast(64)) is None
+        assert forward.compiled.try_out(Recomputation(2, kept), lambda: learn(cast(64))) is None
         with forward.learning():
             fixed[kept] = measure(forward.model, cast)[1]
     # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from grpo_trainer.alignment.shared_proof import SyntheticChange
 from grpo_trainer.config.options import build
@@ -27,7 +28,7 @@ from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.load import freeze
+from grpo_trainer.model.load import compute_in, freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
 from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import Command, End, ModelPass, Vary, World
@@ -70,9 +71,17 @@ def plain(config: object) -> PreTrainedModel:
     return model
 
 
-def cut_model(config: object, world: World | None = None) -> PreTrainedModel:
+def cut_model(
+    config: object,
+    world: World | None = None,
+    dtype: torch.dtype = torch.float32,
+    second: type[nn.Module] | None = None,
+) -> PreTrainedModel:
+    """`dtype` is what it computes in; `second` is the class of its second layer."""
     model = build_without_weights(config, torch.float32, "sdpa", CPU)
-    shard_model(model, world or World(), CPU, torch.float32)
+    if second is not None:
+        model.model.layers[1].__class__ = second
+    shard_model(model, world or World(), CPU, dtype)
     give_memory(model, CPU)
     return model
 
@@ -264,7 +273,39 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: data.to_local().clone() for name, data in found.items() if isinstance(data, DTensor)}
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.complete
+@pytest.mark.parametrize(("case", "graphs"), [("autocast", 3), ("frozen embedding", 4), ("frozen first layer", 5)])
+def test_all_of_a_cut_model_is_compiled_before_its_first_step(
+    case: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the head, and one for each kind of layer: with and without gradients of its input and its weights."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    dtype = "bfloat16" if case == "autocast" else "float32"
+    config = config_with(compile="on", dtype=dtype, packing="off")
+    model = cut_model(copy.deepcopy(APART), dtype=getattr(torch, dtype))
+    draw_weights(model, seed=3)
+    freeze(model, config.model).requires_grad_(True)
+    compute_in(model, config.model)
+    if case.startswith("frozen"):
+        model.model.embed_tokens.requires_grad_(False)
+    if case == "frozen first layer":
+        model.model.layers[0].requires_grad_(False)
+    trainer = Trainer(model, config)
+    graphs_before = counters["stats"]["unique_graphs"]
+    trainer.step(ROLLOUTS, 0)
+    assert counters["stats"]["unique_graphs"] == graphs_before == graphs
+    torch._dynamo.reset()
+
+
+class Uncompilable(Qwen2DecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["here", "in a later layer", "elsewhere"])
 def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,11 +315,12 @@ def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
         raise RuntimeError("uncompilable")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken if where == "here" else "eager"))
+    cut = partial(cut_model, second=Uncompilable) if where == "in a later layer" else cut_model
     if where == "elsewhere":
         monkeypatch.setattr(memory, "reduced", lambda own, _: torch.ones_like(own))
     torch._dynamo.reset()
     losses = []
-    for build_model, choice in ((plain, "off"), (cut_model, "on")):
+    for build_model, choice in ((plain, "off"), (cut, "on")):
         model = build_model(APART)
         draw_weights(model, seed=3)
         trainer = Trainer(freeze(model, config_with().model).requires_grad_(True), config_with(compile=choice))
