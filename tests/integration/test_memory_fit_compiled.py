@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,16 +26,6 @@ from tests.unit.test_memory_fit import Gpu, fitted, fitting_of, flags
 from tests.unit.test_packing import gradients, one_step, settings, tiny
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_qwen
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """torch's compiler but for its code generator; counts graphs."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    yield counters["stats"]
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])

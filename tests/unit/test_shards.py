@@ -180,13 +180,10 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
 @pytest.mark.complete
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
-    packing: str, monkeypatch: pytest.MonkeyPatch
+    packing: str, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if another process makes a pass more, and in passes whose sequences share no prompt."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(Shards, "passes", lambda _, own: own + 1)
-    torch._dynamo.reset()
-    counters.clear()
     options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True, "packing": packing}
     if packing == "on":
         options["max_tokens_per_microbatch"] = 7  # a pass of one sequence, and one of each group
@@ -199,15 +196,14 @@ def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
         trainer = Trainer(model, config)
         assert trainer.forward.plan.is_compiled == (choice == "on")
         assert (trainer.shards is None) == (choice == "off")
-        graphs_before = counters["stats"]["unique_graphs"]
+        graphs_before = graphs["unique_graphs"]
         for step in range(3):
             found = reduce(trainer.step(ROLLOUTS, step).metrics)
             rows.append({key: found[key] for key in ("train/loss", "train/grad_norm")})
     for plainly, compiled in zip(rows[:3], rows[3:], strict=True):
         assert compiled == pytest.approx(plainly, rel=1e-4, abs=1e-6)
     # one for all layers, also where they are computed again; two of the head
-    assert counters["stats"]["unique_graphs"] == graphs_before == 3 and not counters["graph_break"]
-    torch._dynamo.reset()
+    assert graphs["unique_graphs"] == graphs_before == 3 and not counters["graph_break"]
 
 
 def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +270,9 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(("case", "graphs"), [("autocast", 3), ("frozen embedding", 4), ("frozen first layer", 5)])
-def test_all_of_a_cut_model_is_compiled_before_its_first_step(
-    case: str, graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("case", "expected"), [("autocast", 3), ("frozen embedding", 4), ("frozen first layer", 5)])
+def test_all_of_a_cut_model_is_compiled_before_its_first_step(case: str, expected: int, graphs: Any) -> None:
     """Two of the head, and one for each kind of layer: with and without gradients of its input and its weights."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
     dtype = "bfloat16" if case == "autocast" else "float32"
     config = config_with(compile="on", dtype=dtype, packing="off")
     model = cut_model(copy.deepcopy(APART), dtype=getattr(torch, dtype))
@@ -293,10 +284,9 @@ def test_all_of_a_cut_model_is_compiled_before_its_first_step(
     if case == "frozen first layer":
         model.model.layers[0].requires_grad_(False)
     trainer = Trainer(model, config)
-    graphs_before = counters["stats"]["unique_graphs"]
+    graphs_before = graphs["unique_graphs"]
     trainer.step(ROLLOUTS, 0)
-    assert counters["stats"]["unique_graphs"] == graphs_before == graphs
-    torch._dynamo.reset()
+    assert graphs["unique_graphs"] == graphs_before == expected
 
 
 class Uncompilable(Qwen2DecoderLayer):
@@ -307,7 +297,7 @@ class Uncompilable(Qwen2DecoderLayer):
 
 @pytest.mark.parametrize("where", ["here", "in a later layer", "elsewhere"])
 def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By all processes, if one of them can't compile it."""
 
@@ -327,6 +317,7 @@ def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
         assert trainer.forward.compiled is None
         losses.append([reduce(trainer.step(ROLLOUTS, step).metrics)["train/loss"] for step in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+    assert ("uncompilable" in caplog.text) == (where == "here")
 
 
 @pytest.mark.parametrize(
