@@ -58,8 +58,8 @@ class ServeError(UserError, ValueError):
 
 
 def engine_is_dead() -> ServeError:
-    """Return the refusal of requests that need the engine after its process has ended."""
-    return ServeError(503, "engine", got="its process has ended", wanted="a live engine", fix="restart the server")
+    """Return the refusal of requests that need the engine after it has ended or failed."""
+    return ServeError(503, "engine", got="one that has failed", wanted="a live engine", fix="restart the server")
 
 
 def not_finite(field: str, got: str) -> ServeError:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from grpo_common.errors import Problem
 from vllm_server import compat, routed_experts, sampling_masks, seams, sharing
 from vllm_server.bridge_file import BridgeFile
-from vllm_server.errors import ServeError
+from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
@@ -127,6 +127,13 @@ class PolicyServer:
         self.publisher.check_healthy()
         self.fence.check_healthy()
         self.registry.newest.check_healthy()
+
+    async def check_engine(self) -> None:
+        """Raise a ServeError, 503, if the engine has ended or its outputs can no longer be read."""
+        try:
+            await self.engine.check_health()
+        except compat.engine_dead_error() as error:
+            raise engine_is_dead() from error
 
     async def generate(
         self, prompt: str | list[int], params: Any, request_id: str, version: Version

@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import zmq
 
 from grpo_trainer.bench.figures import counter_total
 from tests import warm
@@ -34,6 +37,10 @@ def ask_in_vain(server: Serving, stream: bool) -> None:
         server.post("/generate", {"prompt": "1", "max_tokens": 200, "stream": stream})
 
 
+def running_requests(server: Serving) -> int:
+    return sum(version["in_flight"] for version in server.get("/lora/status").json()["versions"])
+
+
 def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_running(tmp_path: Path) -> None:
     with serving(tmp_path, key="secret", env={warm.COLD: "1"}) as server:  # as a user starts it
         assert server.get("/health", authorization="").status_code == 200
@@ -51,10 +58,7 @@ def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_run
         for thread in waiting:
             thread.start()
 
-        def both_run() -> bool:
-            return server.get("/lora/status").json()["versions"][0]["in_flight"] == 2
-
-        wait_for("both requests to run", both_run, server.log, 60)
+        wait_for("both requests to run", lambda: running_requests(server) == 2, server.log, 60)
         everyone = [server.process.pid, *family(server.process.pid)]
         (engine,) = [pid for pid in everyone if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
         assert "Forkserver" in " ".join(psutil.Process(psutil.Process(engine).ppid()).cmdline()), "forked, not spawned"
@@ -82,10 +86,31 @@ def test_a_server_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> Non
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 60)
 
 
-def test_an_engine_that_dies_is_told_and_ends_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        engine = next(pid for pid, name in family(server.process.pid).items() if "EngineCore" in name)
-        os.kill(engine, signal.SIGKILL)
+def kill_engine(server: Serving) -> None:
+    engine = next(pid for pid, name in family(server.process.pid).items() if "EngineCore" in name)
+    os.kill(engine, signal.SIGKILL)
+
+
+def send_no_output(server: Serving) -> None:
+    """Send what is no MessagePack to the socket on which the server receives the engine's outputs."""
+    places = {each.laddr for each in psutil.Process(server.process.pid).net_connections("unix") if each.laddr}
+    with zmq.Context() as context:
+        for place in places:
+            with context.socket(zmq.PUSH) as pushing:
+                pushing.connect(f"ipc://{place}")
+                pushing.send(b"\xc1", zmq.NOBLOCK)
+                pushing.close(linger=1000)
+
+
+@pytest.mark.parametrize("fail", [kill_engine, send_no_output])
+def test_an_engine_that_fails_is_told_and_ends_the_server(tmp_path: Path, fail: Callable[[Serving], None]) -> None:
+    with serving(tmp_path) as server, ThreadPoolExecutor() as threads:
+        server.publish()
+        assert server.post("/bridge/pause", b"").status_code == 200  # so that a request runs when the engine fails
+        waiting = threads.submit(server.post, "/generate", {"prompt": "1"})
+        wait_for("the request to run", lambda: running_requests(server) == 1, server.log, 60)
+        fail(server)
+        assert waiting.result().status_code == 503
         with contextlib.suppress(httpx.HTTPError):  # it may be gone already
             wait_for("bad health", lambda: server.get("/health").status_code == 503, server.log, 30)
             assert server.post("/generate", {"prompt": "1"}).status_code == 503

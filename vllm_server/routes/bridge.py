@@ -32,10 +32,7 @@ async def health(request: Request) -> Response:
     """Answer 200, or 503 if the engine is dead, or a publish or an update of shared weights failed half-way."""
     server = PolicyServer.of(request)
     server.check_healthy()
-    try:
-        await server.engine.check_health()
-    except engine_dead_error() as error:
-        raise engine_is_dead() from error
+    await server.check_engine()
     return Response(status_code=200)
 
 

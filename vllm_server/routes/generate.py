@@ -94,6 +94,7 @@ async def _outputs(
     except engine_dead_error() as error:
         raise engine_is_dead() from error
     except (*request_errors(), *_UNCHECKED, engine_generate_error()) as error:
+        await server.check_engine()  # whatever ends the engine's outputs is raised in every request, also a ValueError
         cause = error.__cause__ if isinstance(error, engine_generate_error()) else error
         if not isinstance(cause, (*request_errors(), *_UNCHECKED)):
             raise
