@@ -47,9 +47,6 @@ _ENVIRONMENT = {
     # instead of spinning.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "passive",
-    # Every message between engine and server has one frame, with its arrays inside. Before vLLM's pull request 50053,
-    # the engine overwrites a message of several frames while it is sent: it waits for the last frame only.
-    "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(1 << 62),
 }
 
 _COUNT_NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"  # `soundness` needs these counts, so the user cannot turn them off

@@ -323,7 +323,7 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def engine_dead_error() -> type[Exception]:
-    """Return the error that the engine raises when its process is gone."""
+    """Return the error that the engine raises when its process has ended, or its outputs can no longer be read."""
     return found("vllm.v1.engine.exceptions", "EngineDeadError")
 
 

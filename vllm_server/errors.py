@@ -59,7 +59,7 @@ class ServeError(UserError, ValueError):
 
 def engine_is_dead() -> ServeError:
     """Return the refusal of requests that need the engine after it has ended or failed."""
-    return ServeError(503, "engine", got="one that has failed", wanted="a live engine", fix="restart the server")
+    return ServeError(503, "engine", got="a failed engine", wanted="a live engine", fix="restart the server")
 
 
 def not_finite(field: str, got: str) -> ServeError:

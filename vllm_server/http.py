@@ -8,7 +8,8 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from vllm_server.errors import ServeError
+from vllm_server.compat import engine_dead_error
+from vllm_server.errors import ServeError, engine_is_dead
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -66,6 +67,8 @@ def guarded(handler: Handler) -> Handler:
             return await handler(request)
         except ServeError as error:
             return error_response(error)
+        except engine_dead_error():
+            return error_response(engine_is_dead())
         except ClientDisconnect:  # in the middle of its body
             return Response(status_code=499)  # the client has disconnected
         except RecursionError:  # from reading or writing deeply nested values of a body

@@ -91,26 +91,28 @@ def kill_engine(server: Serving) -> None:
     os.kill(engine, signal.SIGKILL)
 
 
-def send_no_output(server: Serving) -> None:
-    """Send what is no MessagePack to the socket on which the server receives the engine's outputs."""
+def send_malformed_output(server: Serving) -> None:
+    """Send a byte that MessagePack never uses to all of the server's sockets. One receives the engine's outputs."""
     places = {each.laddr for each in psutil.Process(server.process.pid).net_connections("unix") if each.laddr}
     with zmq.Context() as context:
         for place in places:
-            with context.socket(zmq.PUSH) as pushing:
-                pushing.connect(f"ipc://{place}")
-                pushing.send(b"\xc1", zmq.NOBLOCK)
-                pushing.close(linger=1000)
+            pushing = context.socket(zmq.PUSH)
+            pushing.connect(f"ipc://{place}")
+            pushing.send(b"\xc1", zmq.NOBLOCK)
+        wait_for("the failure", lambda: "output_handler failed" in server.log.read_text(), server.log, 60)
+        context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("fail", [kill_engine, send_no_output])
+@pytest.mark.parametrize("fail", [kill_engine, send_malformed_output])
 def test_an_engine_that_fails_is_told_and_ends_the_server(tmp_path: Path, fail: Callable[[Serving], None]) -> None:
     with serving(tmp_path) as server, ThreadPoolExecutor() as threads:
         server.publish()
-        assert server.post("/bridge/pause", b"").status_code == 200  # so that a request runs when the engine fails
-        waiting = threads.submit(server.post, "/generate", {"prompt": "1"})
-        wait_for("the request to run", lambda: running_requests(server) == 1, server.log, 60)
+        assert server.post("/bridge/pause", b"").status_code == 200  # so that requests run when the engine fails
+        routes = ("/generate", "/v1/completions")
+        waiting = [threads.submit(server.post, route, {"prompt": "1"}) for route in routes]
+        wait_for("both requests to run", lambda: running_requests(server) == 2, server.log, 60)
         fail(server)
-        assert waiting.result().status_code == 503
+        assert [request.result().status_code for request in waiting] == [503, 503]
         with contextlib.suppress(httpx.HTTPError):  # it may be gone already
             wait_for("bad health", lambda: server.get("/health").status_code == 503, server.log, 30)
             assert server.post("/generate", {"prompt": "1"}).status_code == 503

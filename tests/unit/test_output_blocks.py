@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -24,7 +23,6 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_server import arguments
 from vllm_server.output_blocks import give_back, unpack
 from vllm_server.worker import output_blocks
 from vllm_server.worker.output_blocks import BLOCK, FEW
@@ -251,16 +249,3 @@ def test_a_request_keeps_of_its_rows_what_vllm_would_have_kept(
     for first, positions in ((2, 1), (0, 3)):
         kept._update_sample_logprobs(lists.slice_request(first, positions))
     assert (kept.logprobs, kept.cumulative_logprob) == (expected.logprobs, expected.cumulative_logprob)
-
-
-def test_a_message_with_arrays_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of vLLM 0.25 overwrites a message of several frames while it is sent."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    arguments.set_environment()
-    rows = np.arange(1000, dtype=np.float32)[:, None]
-    lists = LogprobsLists(rows.astype(np.int32), rows, np.zeros(1000, np.int32))
-    output = EngineCoreOutput(request_id="a", new_token_ids=[1], new_logprobs=lists)
-    (frame,) = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
-    (got,) = MsgpackDecoder(EngineCoreOutputs).decode([frame]).outputs
-    assert got.new_logprobs is not None
-    assert np.array_equal(got.new_logprobs.logprobs, rows)

@@ -7,8 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from vllm_server import shared_engine
-from vllm_server.compat import engine_dead_error
-from vllm_server.errors import ServeError, engine_is_dead
+from vllm_server.errors import ServeError
 from vllm_server.http import json_response, passing_on, read_body
 from vllm_server.protocol import (
     BridgeStatus,
@@ -29,7 +28,7 @@ from vllm_server.server import PolicyServer
 
 
 async def health(request: Request) -> Response:
-    """Answer 200, or 503 if the engine is dead, or a publish or an update of shared weights failed half-way."""
+    """Answer 200, or 503 if the engine, a publish or an update of shared weights has failed."""
     server = PolicyServer.of(request)
     server.check_healthy()
     await server.check_engine()
@@ -69,19 +68,13 @@ async def resume(request: Request) -> Response:
 async def begin_update(request: Request) -> Response:
     """Hold generation for an `UpdateBeginRequest`: a trainer is about to write shared weights."""
     asked = await read_body(request, UpdateBeginRequest)
-    try:
-        return json_response(await PolicyServer.of(request).fence.begin(asked))
-    except engine_dead_error() as error:
-        raise engine_is_dead() from error
+    return json_response(await PolicyServer.of(request).fence.begin(asked))
 
 
 async def end_update(request: Request) -> Response:
     """Resume generation, or refuse it, as the `UpdateEndRequest` says."""
     asked = await read_body(request, UpdateEndRequest)
-    try:
-        return json_response(await PolicyServer.of(request).fence.end(asked))
-    except engine_dead_error() as error:
-        raise engine_is_dead() from error
+    return json_response(await PolicyServer.of(request).fence.end(asked))
 
 
 # These do what the messages' docstrings say.

@@ -15,7 +15,7 @@ from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
 from vllm_server.server import PolicyServer
 
-_FAILED = 500
+_FAILED = 400  # and above
 
 _ROUTED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
@@ -52,7 +52,7 @@ class RouteToNewest:
             async with server.serving(asked) as lease:
                 name = msgspec.Raw(msgspec.json.encode(lease.version.name))
                 body = msgspec.json.encode(fields | {"model": name})
-                answer = _refusing(lease, scope, receive, _telling(lease, send))
+                answer = _refusing(server, lease, scope, receive, _telling(lease, send))
                 await self.app(_with_length(scope, len(body)), _replay(body, receive), answer)
         except ServeError as error:
             await error_response(error)(scope, receive, send)
@@ -87,16 +87,20 @@ def _telling(lease: Lease, send: Send) -> Send:
     return add
 
 
-def _refusing(lease: Lease, scope: Scope, receive: Receive, send: Send) -> Send:
-    """Return a `send` that replaces vLLM's 500 by our refusal if the version has become unhealthy."""
+def _refusing(server: PolicyServer, lease: Lease, scope: Scope, receive: Receive, send: Send) -> Send:
+    """Return a `send` that replaces vLLM's error by our refusal if the engine has failed or the version is unhealthy.
+
+    After an output that vLLM 0.25 can't decode, it blames the request: its status is then 400.
+    """
     refused = False
 
     async def answer(message: Message) -> None:
         nonlocal refused
         if refused:
             return
-        if message["type"] == "http.response.start" and message["status"] == _FAILED:
+        if message["type"] == "http.response.start" and message["status"] >= _FAILED:
             try:
+                await server.check_engine()
                 lease.version.check_healthy()
             except ServeError as error:
                 refused = True
