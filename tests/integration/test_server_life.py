@@ -94,13 +94,13 @@ def kill_engine(server: Serving) -> None:
 def send_malformed_output(server: Serving) -> None:
     """Send a byte that MessagePack never uses to all of the server's sockets. One receives the engine's outputs."""
     places = {each.laddr for each in psutil.Process(server.process.pid).net_connections("unix") if each.laddr}
-    with zmq.Context() as context:
+    with zmq.Context() as context, contextlib.ExitStack() as held:
+        context.linger = 0  # the other sockets accept nothing from this kind
         for place in places:
-            pushing = context.socket(zmq.PUSH)
+            pushing = held.enter_context(context.socket(zmq.PUSH))
             pushing.connect(f"ipc://{place}")
             pushing.send(b"\xc1", zmq.NOBLOCK)
         wait_for("the failure", lambda: "output_handler failed" in server.log.read_text(), server.log, 60)
-        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("fail", [kill_engine, send_malformed_output])
