@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_common.disconnects import unless_disconnected
 from vllm_server.compat import engine_dead_error, engine_generate_error, request_errors
-from vllm_server.errors import ServeError, engine_is_dead
+from vllm_server.errors import ServeError
 from vllm_server.http import NDJSON, json_response, read_body
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
@@ -91,9 +91,7 @@ async def _outputs(
                 yield output
     except ServeError:
         raise
-    except engine_dead_error() as error:
-        raise engine_is_dead() from error
-    except (*request_errors(), *_UNCHECKED, engine_generate_error()) as error:
+    except (*request_errors(), *_UNCHECKED, engine_generate_error(), engine_dead_error()) as error:
         await server.check_engine()  # whatever ends the engine's outputs is raised in every request, also a ValueError
         cause = error.__cause__ if isinstance(error, engine_generate_error()) else error
         if not isinstance(cause, (*request_errors(), *_UNCHECKED)):

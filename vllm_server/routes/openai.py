@@ -15,7 +15,7 @@ from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
 from vllm_server.server import PolicyServer
 
-_FAILED = 400  # and above
+_LOWEST_ERROR = 400
 
 _ROUTED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
@@ -98,7 +98,7 @@ def _refusing(server: PolicyServer, lease: Lease, scope: Scope, receive: Receive
         nonlocal refused
         if refused:
             return
-        if message["type"] == "http.response.start" and message["status"] >= _FAILED:
+        if message["type"] == "http.response.start" and message["status"] >= _LOWEST_ERROR:
             try:
                 await server.check_engine()
                 lease.version.check_healthy()
