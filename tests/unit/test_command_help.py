@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def test_one_topic() -> None:
     assert {"--lr", "--adam-beta1"} <= rows and "--seq-len" not in rows
     unknown = CliRunner().invoke(app, ["train", "--help-all", "nothing"])
     assert unknown.exit_code != 0 and "Optimizer" in getattr(unknown.exception, "wanted", "")
+
+
+def test_version_is_that_of_the_package_and_of_the_changelog() -> None:
+    assert said("--version") == ["grpo 0.1.0"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    released = re.findall(r"^## v(\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert project["version"] == released[0] == "0.1.0"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
