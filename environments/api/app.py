@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
@@ -37,8 +37,8 @@ from grpo_common.gate import Gate, Refusal, from_browser
 
 log = logging.getLogger("rollout-api")
 
+P = ParamSpec("P")
 Read = TypeVar("Read")
-Answer = TypeVar("Answer")
 T = TypeVar("T")
 _PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
 _CHANGING = ("/batch", "/reset_data")
@@ -60,6 +60,8 @@ class Api:
         self.bodies = BodyReader(service.settings.max_body_mb << 20)
         self.metrics = Metrics(service)
         self.parsing = asyncio.Lock()
+        """Bodies, and parts of lists, are parsed one at a time with a turn for all others between two: however many
+        clients post at once, nobody waits for more than one of them."""
 
     @endpoint("GET", "/", answer=wire.Message)
     async def root(self, request: Request) -> object:
@@ -125,7 +127,15 @@ class Api:
     @endpoint("POST", "/scored_data", 429, groups=wire.ScoredData)
     async def scored_data(self, request: Request) -> wire.ScoredDataResponse:
         """Post a group."""
-        return await self._take(request, intake.read_one, intake.take_one)
+        content_type, key = request.headers.get("content-type"), _post_key(request)
+        self.service.limit.check()  # first without the body: who is refused comes again, and many do
+        async with self.bodies.read(request) as body, self.parsing:
+            self.service.limit.check()
+            posted = await _read(len(body), intake.read_one, body, content_type)
+            answer = intake.take_one(self.service, posted, key)
+            await asyncio.sleep(0)
+        await self.service.written()
+        return answer
 
     @endpoint(
         *("POST", "/scored_data_list", 429),
@@ -135,9 +145,25 @@ class Api:
     )
     async def scored_data_list(self, request: Request) -> Response:
         """Post groups; those that are wrong are named, the others are received."""
-        answer = await self._take(request, intake.read_list, intake.take_list)
+        content_type, key = request.headers.get("content-type"), _post_key(request)
+        self.service.limit.check()
+        async with self.bodies.read(request, intake.GroupCount(content_type).see) as body:
+            async with self.parsing:
+                self.service.limit.check()
+                posted = await _read(len(body), intake.PostedList, body, content_type, key)
+            for places, size in posted.turns():
+                async with self.parsing:
+                    read = await _read(size, posted.read, places)
+                    posted.take(self.service, places, read)
+                    await asyncio.sleep(0)
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+        await self.service.written()
+        answer = posted.answer()
         for each in answer.rejected or ():
             self.service.refuse("POST /scored_data_list", 422, f"group {each.group}: {each.detail}")
+        if more := answer.more_rejected:
+            self.service.refuse("POST /scored_data_list", 422, f"{more} more groups of this list", more)
         return respond(request, answer, 422 if answer.rejected else 200)
 
     @endpoint("GET", "/batch", 409, answer=wire.Batch)
@@ -263,27 +289,12 @@ class Api:
                 return message_type()
             return intake.decode(body, message_type, request.headers.get("content-type"))
 
-    async def _take(
-        self,
-        request: Request,
-        read: Callable[[bytes, str | None], Read],
-        take: Callable[[Service, Read, bytes | None], Answer],
-    ) -> Answer:
-        """Read a body, take its groups in and answer when they are written.
 
-        Bodies are parsed one at a time with a turn for all others between two: however many clients post at once,
-        nobody waits for more than one of them.
-        """
-        content_type, key = request.headers.get("content-type"), _post_key(request)
-        self.service.limit.check()  # first without the body: who is refused comes again, and many do
-        async with self.bodies.read(request) as body, self.parsing:
-            self.service.limit.check()
-            long = len(body) >= intake.LONG_BODY
-            posted = await asyncio.to_thread(read, body, content_type) if long else read(body, content_type)
-            answer = take(self.service, posted, key)
-            await asyncio.sleep(0)
-        await self.service.written()
-        return answer
+async def _read(size: int, read: Callable[P, Read], *args: P.args, **kwargs: P.kwargs) -> Read:
+    """Parse `size` bytes, in a thread if they are many."""
+    if size < intake.LONG_BODY:
+        return read(*args, **kwargs)
+    return await asyncio.to_thread(read, *args, **kwargs)
 
 
 def _refuse(scope: Scope, refusal: Refusal) -> Response:

@@ -115,9 +115,9 @@ class History:
         else:
             self.points.append(replace(point, at=at))
 
-    def refuse(self, request: str, status: int, detail: str, now: float) -> None:
-        """Note a request that is refused."""
-        self.refused += 1
+    def refuse(self, request: str, status: int, detail: str, now: float, count: int = 1) -> None:
+        """Note a request that is refused, or several in one entry."""
+        self.refused += count
         self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
 
     def reached(self, step: int, now: float) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from isal import isal_zlib
@@ -35,8 +35,11 @@ class BodyReader:
         self._large = asyncio.Semaphore(LARGE_BODIES_AT_ONCE)
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
+    async def read(self, request: Request, see: Callable[[bytes], None] = lambda piece: None) -> AsyncIterator[bytes]:
         """The decompressed body, for as long as it is held.
+
+        Args:
+            see: gets each piece as it arrives; raises to refuse the rest.
 
         Raises:
             ApiError: too large (413), not gzip or cut short (400), another encoding (415), too slow (408).
@@ -55,6 +58,7 @@ class BodyReader:
                         size += len(piece)
                         if size > self.limit:
                             raise self._too_large()
+                        see(piece)
                         pieces.append(piece)
             except TimeoutError:
                 raise ApiError(408, Problem("body", wanted=f"all of it within {BODY_TIMEOUT_S:.0f} s")) from None

@@ -1,7 +1,8 @@
 """A posted body becomes groups in the queue; of a list, those that are wrong are named and the others taken.
 
 Reading is pure and runs in any thread. msgspec lets no other thread run while it works: a long body is read in a thread
-row by row, so that the event loop waits for one row at most.
+row by row, so that the event loop waits for one row at most. A list is read and queued a few groups at a time, and
+other requests have their turn between two of these parts.
 """
 
 import re
@@ -36,10 +37,24 @@ LONG_BODY = 1 << 19
 LONGEST_EXPLAINED = 4 << 20
 """Bytes of JSON in which NaN is looked for exactly; longer ones are refused with the place of the first."""
 
+MOST_GROUPS = 1 << 16
+"""Groups in a list. A group of three bytes takes 100 bytes of memory until it is read, and some 5 µs to refuse."""
+NAMED_REFUSALS = 100
+"""Groups of a list whose refusal is explained; the others are counted."""
+TURN_GROUPS = 128
+"""Groups of a list that are read between two turns of other requests, some 4 ms of work if they are small."""
+
 _COMPLAINT = re.compile(r"(.*) - at `\$\.?(.*)`")
-_NON_FINITE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b')
+_NON_FINITE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:NaN|Infinity)\b')
 _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+_BRACKET = re.compile(rb'["\[\]{}]')
+_BRACKET_OR_COMMA = re.compile(rb'["\[\]{},]')
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_MSGPACK_LIST = 0xDD
+"""First byte of a MessagePack list whose length follows in four bytes; that of a list with another first byte is below
+`MOST_GROUPS`."""
 
 Buffer = bytes | memoryview
 
@@ -88,35 +103,24 @@ def read_one(body: Buffer, content_type: str | None) -> Posted:
     Raises:
         ApiError: 422 naming the field, 400 for what is no JSON (or MessagePack) at all.
     """
-    msgpack = wire.is_msgpack(content_type)
     try:
-        try:
-            group = _read(body, msgpack)
-        except msgspec.DecodeError:
-            if not msgpack and (finite := _without_nan(bytes(body))) != body:
-                # Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`.
-                raise _non_finite(finite) from None
-            raise
-        return Posted(group, encode_checked(group))
+        return _posted(body, wire.is_msgpack(content_type))
     except InvalidGroup as error:
         raise _refusal(error) from None
     except _UNREADABLE as error:
         raise _malformed(error, content_type) from None
 
 
-def read_list(body: bytes, content_type: str | None) -> list[Posted | ApiError]:
-    """The groups in the body of POST /scored_data_list; for a wrong one the refusal that it alone would get.
-
-    Raises:
-        ApiError: 400 or 422 where the body is no list.
-    """
-    read: list[Posted | ApiError] = []
-    for raw in _split(body, content_type):
-        try:
-            read.append(read_one(memoryview(raw), content_type))
-        except ApiError as error:
-            read.append(error)
-    return read
+def _posted(body: Buffer, msgpack: bool) -> Posted:
+    """Return the group that a body carries. Raises InvalidGroup, or what a decoder raises (`_UNREADABLE`)."""
+    try:
+        group = _read(body, msgpack)
+    except msgspec.DecodeError:
+        if not msgpack and (finite := _without_nan(bytes(body))) != body:
+            # Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`.
+            raise _non_finite(finite) from None
+        raise
+    return Posted(group, encode_checked(group))
 
 
 def take_one(service: Service, posted: Posted, key: bytes | None) -> wire.ScoredDataResponse:
@@ -131,27 +135,142 @@ def take_one(service: Service, posted: Posted, key: bytes | None) -> wire.Scored
         raise ApiError(422, error.problems[0], "env_id") from None
 
 
-def take_list(service: Service, posted: list[Posted | ApiError], key: bytes | None) -> wire.ScoredDataListResponse:
-    """Queue the groups that are fit, and name the others."""
-    buffered: list[int] = []
-    rejected: list[wire.RejectedGroup] = []
-    for i, each in enumerate(posted):
-        try:
-            if isinstance(each, ApiError):
-                raise each
-            answer = take_one(service, each, key and key + b"/%d" % i)
-        except ApiError as error:
-            rejected.append(wire.RejectedGroup(group=i, field=error.key or "", detail=str(error)))
-        else:
-            if answer.buffer_size is not None:
-                buffered.append(answer.buffer_size)
-    return wire.ScoredDataListResponse(
-        status="partial" if rejected else "received",
-        groups_processed=len(posted) - len(rejected),
-        buffered=len(buffered) or None,
-        last_buffer_size=buffered[-1] if buffered else None,
-        rejected=rejected or None,
-    )
+class GroupCount:
+    """Counts the groups of a list while its body arrives: a list of too many is refused before it is held in memory.
+
+    Of a body that is no list, or malformed, the count means nothing; decoding it refuses it.
+    """
+
+    def __init__(self, content_type: str | None) -> None:
+        self._msgpack = wire.is_msgpack(content_type)
+        self._head = b""
+        self._depth = self._commas = 0
+        self._in_string = self._escaped = False
+
+    def see(self, piece: bytes) -> None:
+        """Look at the next piece of the body.
+
+        Raises:
+            ApiError: 413, more than `MOST_GROUPS`.
+        """
+        if not self._msgpack:
+            self._see_json(piece)
+        elif len(self._head) < 5:
+            self._head += piece[: 5 - len(self._head)]
+            if len(self._head) == 5 and self._head[0] == _MSGPACK_LIST:
+                self._check(int.from_bytes(self._head[1:], "big"))
+
+    def _see_json(self, piece: bytes) -> None:
+        at = int(self._escaped)  # the piece before ended within an escape
+        self._escaped = False
+        while at < len(piece):
+            if self._in_string:
+                match = _IN_STRING.match(piece, at)
+                assert match is not None, "it matches nothing, too"
+                at = match.end() + 1
+                self._escaped = piece[match.end() : at] == b"\\"
+                self._in_string = self._escaped or match.end() == len(piece)
+                continue
+            match = (_BRACKET_OR_COMMA if self._depth == 1 else _BRACKET).search(piece, at)
+            if match is None:
+                return
+            at = match.end()
+            match match[0]:
+                case b'"':
+                    self._in_string = True
+                case b"[" | b"{":
+                    self._depth += 1
+                case b",":
+                    self._commas += 1
+                    self._check(self._commas + 1)
+                case _:
+                    self._depth -= 1
+
+    def _check(self, groups: int) -> None:
+        if groups > MOST_GROUPS:
+            raise ApiError(
+                413,
+                Problem(
+                    "body", f"a list of {groups:,} groups or more", f"at most {MOST_GROUPS:,}", "post several lists"
+                ),
+            )
+
+
+class PostedList:
+    """The groups of one POST /scored_data_list. They are read and queued turn by turn; call nothing concurrently.
+
+    Args:
+        key: names this post, see `Service.take`.
+
+    Raises:
+        ApiError: 400 or 422 where the body is no list.
+    """
+
+    def __init__(self, body: bytes, content_type: str | None, key: bytes | None) -> None:
+        self._groups = _split(body, content_type)
+        self._content_type = content_type
+        self._key = key
+        self._rejected: list[wire.RejectedGroup] = []
+        self._refused = 0
+        self._buffered: list[int] = []
+
+    def turns(self) -> Iterator[tuple[range, int]]:
+        """Yield the places of groups that are read together, and their bytes: `TURN_GROUPS` or `LONG_BODY` at most,
+        or one group of more bytes."""
+        start = size = 0
+        for i, raw in enumerate(self._groups):
+            length = memoryview(raw).nbytes
+            if i > start and (i - start == TURN_GROUPS or size + length >= LONG_BODY):
+                yield range(start, i), size
+                start, size = i, 0
+            size += length
+        if start < len(self._groups):
+            yield range(start, len(self._groups)), size
+
+    def read(self, places: range) -> list[Posted | ApiError | None]:
+        """Return these groups; for a wrong one the refusal that it alone would get, or None if enough are named."""
+        read: list[Posted | ApiError | None] = []
+        is_named = len(self._rejected) < NAMED_REFUSALS
+        msgpack = wire.is_msgpack(self._content_type)
+        for i in places:
+            body = memoryview(self._groups[i])
+            try:
+                read.append(read_one(body, self._content_type) if is_named else _posted(body, msgpack))
+            except ApiError as error:
+                read.append(error)
+            except (InvalidGroup, *_UNREADABLE):
+                read.append(None)  # to say why takes five times as long
+        return read
+
+    def take(self, service: Service, places: range, read: list[Posted | ApiError | None]) -> None:
+        """Queue the groups that are fit, and note the others."""
+        for i, each in zip(places, read, strict=True):
+            if not isinstance(each, Posted):
+                self._refuse(i, each)
+                continue
+            try:
+                answer = take_one(service, each, self._key and self._key + b"/%d" % i)
+            except ApiError as error:
+                self._refuse(i, error)
+            else:
+                if answer.buffer_size is not None:
+                    self._buffered.append(answer.buffer_size)
+
+    def _refuse(self, i: int, error: ApiError | None) -> None:
+        self._refused += 1
+        if error is not None and len(self._rejected) < NAMED_REFUSALS:
+            self._rejected.append(wire.RejectedGroup(group=i, field=error.key or "", detail=str(error)))
+
+    def answer(self) -> wire.ScoredDataListResponse:
+        """Return what became of the list, once every turn is over."""
+        return wire.ScoredDataListResponse(
+            status="partial" if self._refused else "received",
+            groups_processed=len(self._groups) - self._refused,
+            buffered=len(self._buffered) or None,
+            last_buffer_size=self._buffered[-1] if self._buffered else None,
+            rejected=self._rejected or None,
+            more_rejected=self._refused - len(self._rejected) or None,
+        )
 
 
 def _split(body: bytes, content_type: str | None) -> list[Raw]:

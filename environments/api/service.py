@@ -289,9 +289,9 @@ class Service:
             refused=history.refused,
         )
 
-    def refuse(self, request: str, status: int, detail: str) -> None:
-        """Note a request that is refused, for the status page."""
-        self.history.refuse(request, status, detail, self.timer())
+    def refuse(self, request: str, status: int, detail: str, count: int = 1) -> None:
+        """Note a request that is refused, or several that the page shows as one, for the status page."""
+        self.history.refuse(request, status, detail, self.timer(), count)
 
     async def reset(self) -> None:
         """Forget the run, its environments and every group."""

@@ -289,13 +289,17 @@ class RejectedGroup(Struct, frozen=True, kw_only=True):
 
 
 class ScoredDataListResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Answer to POST /scored_data_list. With `rejected` its status is 422, and the others were received."""
+    """Answer to POST /scored_data_list. With `rejected` its status is 422, and the others were received.
+
+    `rejected` names 100 groups at most; `more_rejected` counts the others that were refused.
+    """
 
     status: Literal["received", "partial"]
     groups_processed: int
     buffered: int | None = None
     last_buffer_size: int | None = None
     rejected: list[RejectedGroup] | None = None
+    more_rejected: int | None = None
 
 
 class _Served(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.config.options import build, with_options
+from grpo_trainer.config.server import KEY_VARIABLE
 
 app = typer.Typer(
     help="Benchmarks. Each prints its figures.",
@@ -69,7 +70,7 @@ def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
 def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
     asked = build(SyncOptions, options)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
+    _prepare_for_server()
     from grpo_trainer.bench.sync.measure import measure
 
     print_figures(measure(asked, tuple(server_arg or ())), as_json=json_line)
@@ -83,7 +84,7 @@ def fence(options: dict[str, Any], server_arg: ServerArgs = None, json_line: Jso
     Exit code 1 if one did.
     """
     asked = build(FenceOptions, options)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _prepare_for_server()
     from grpo_trainer.bench.fence.measure import measure
 
     figures = measure(asked, tuple(server_arg or ()))
@@ -98,6 +99,12 @@ def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
     load = build(rollout_api.Load, options)
     with rollout_api.own_server(load.store) if load.url is None else nullcontext(load.url) as url:
         print_figures(rollout_api.measure(load, url), as_json=json_line)
+
+
+def _prepare_for_server() -> None:
+    """Set the environment of a benchmark that starts its own server."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
+    os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import gzip
 import http.client
 import json
 import multiprocessing as mp
+import os
 import random
 import socket
 import struct
@@ -36,6 +37,7 @@ from grpo_common.ports import listener
 from grpo_trainer.bench.figures import quantile_ms
 from grpo_trainer.bench.pollers import poll
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.train import API_KEY_VARIABLE
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.launch.ports import claim_ports
 
@@ -308,7 +310,9 @@ def own_server(store: Path | None) -> Iterator[str]:
     """Run a server on a free port within the block, and yield its URL."""
     port = claim_ports({"api": 0})["api"]
     command = [sys.executable, "-m", "environments.api", "--port", str(port)]
-    process = subprocess.Popen([*command, *(["--store", str(store)] if store else [])], stderr=subprocess.DEVNULL)
+    command += ["--store", str(store)] if store else []
+    keyless = {**os.environ, API_KEY_VARIABLE: ""}  # the clients of a benchmark send no key
+    process = subprocess.Popen(command, env=keyless, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _GIVE_UP_S
         while listener(port) is None:

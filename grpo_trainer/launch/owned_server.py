@@ -27,7 +27,7 @@ from grpo_trainer.errors import PortBusyError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
 from grpo_trainer.launch.ports import is_free
-from grpo_trainer.launch.supervisor import POLL_SECONDS, answers
+from grpo_trainer.launch.supervisor import POLL_SECONDS
 from grpo_trainer.phases import SERVER, START, report_at
 
 log = logging.getLogger(__name__)
@@ -136,13 +136,14 @@ class OwnedServer:
         """Wait until the server answers, and return the seconds since its launch.
 
         Raises:
-            ProcessFailedError: it ended, or was not ready in time; the message has its last lines and its log's path.
+            ProcessFailedError: it ended, was not ready in time, or refuses the key; the message has its last lines and
+                its log's path.
         """
         child = self._child
-        assert child is not None and child.spec.ready_url is not None, "start comes first"
+        assert child is not None, "start comes first"
         said = 0.0
         with httpx.Client(timeout=5.0, trust_env=False) as http:
-            while not answers(http, child.spec.ready_url):
+            while not child.is_ready(http):
                 self._check_stop()
                 self.check()
                 waited = time.monotonic() - child.started

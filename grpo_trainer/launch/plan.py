@@ -26,6 +26,8 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 
 CACHE_FLAG = "--kv-cache-memory-bytes"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
+API_START_SECONDS = 60.0
+"""Most seconds until the rollout API answers."""
 TRAINERS = "trainers"
 """The trainer processes, which restart together."""
 STOP_SECONDS_ALL_WEIGHTS = 120.0
@@ -41,6 +43,7 @@ class ProcessSpec:
         argv: full command line.
         env: added to the environment that it inherits.
         ready_url: answers 200 once the process is ready; None: it is ready as soon as it runs.
+        ready_key: bearer token of requests to `ready_url`.
         ready_timeout: most seconds until it is ready.
         ends_run: the run is over when this process exits with 0.
         may_end: an exit with 0 is no failure.
@@ -57,6 +60,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ready_url: str | None = None
+    ready_key: str | None = field(default=None, repr=False)
     ready_timeout: float = 600.0
     ends_run: bool = False
     may_end: bool = False
@@ -163,7 +167,8 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
         argv=(*argv, *config.api.extra_args),
         env={API_KEY_VARIABLE: key} if key else {},
         ready_url=f"http://{LOOPBACK}:{port}/",
-        ready_timeout=60.0,
+        ready_key=key,
+        ready_timeout=API_START_SECONDS,
         restarts="api" if config.store else "",  # without a file it would have forgotten the run
     )
 
@@ -209,6 +214,7 @@ def server_process(
         argv=(*argv, *flags, *vllm.extra_args),
         env={**key, **({"CUDA_VISIBLE_DEVICES": vllm.gpus} if vllm.gpus else {})},
         ready_url=f"{vllm.url}/health",
+        ready_key=vllm.api_key,
         ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
     )

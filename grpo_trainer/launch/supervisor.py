@@ -216,11 +216,10 @@ class Supervisor:
         """Check whether a server answers, and record it as ready if so.
 
         Raises:
-            ProcessFailedError: it does not answer, and its time is up.
+            ProcessFailedError: it does not answer, and its time is up; or it refuses the key.
         """
-        assert child.spec.ready_url is not None, "a process without one is ready when it runs"
         seconds = time.monotonic() - child.started
-        child.ready = answers(http, child.spec.ready_url)
+        child.ready = child.is_ready(http)
         if child.ready:
             self._tell(self._say, f"{child.name}: ready after {seconds:.1f} s")
             if self._watch is not None:
@@ -266,14 +265,6 @@ class Supervisor:
             child.kill()
             child.close()
         self.children.clear()
-
-
-def answers(http: httpx.Client, url: str) -> bool:
-    """Return whether a GET is answered with status 200."""
-    try:
-        return http.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False  # not listening yet
 
 
 def _blame(child: Watched) -> tuple[bool, bool, bool]:

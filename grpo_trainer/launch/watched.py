@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from grpo_trainer import phases
 from grpo_trainer.errors import ProcessFailedError
 from grpo_trainer.launch.plan import ProcessSpec
@@ -150,6 +152,31 @@ class Watched(ABC):
             wanted="rollouts until the trainer's last step",
             fix=self.last_words(),
         )
+
+    def is_ready(self, http: httpx.Client) -> bool:
+        """Return whether `ready_url` answers 200.
+
+        Raises:
+            ProcessFailedError: it refuses the key (401, 403); it would do so for ever.
+        """
+        assert self.spec.ready_url is not None, "a process without one is ready when it runs"
+        key = self.spec.ready_key
+        try:
+            status = http.get(
+                self.spec.ready_url, headers={"Authorization": f"Bearer {key}"} if key else {}
+            ).status_code
+        except httpx.HTTPError:
+            return False  # not listening yet
+        if status in (401, 403):
+            raise ProcessFailedError(
+                "refuses the request that asks whether it is ready",
+                field=self.name,
+                got=f"status {status} from {self.spec.ready_url}, asked {'with' if key else 'without'} a key",
+                wanted="status 200",
+                fix=f"give the key by its own option or variable only, not in the process's own arguments; "
+                f"{self.last_words()}",
+            )
+        return status == 200
 
     def not_ready(self, flag: str = "") -> ProcessFailedError:
         """Return the error for a process that does not answer in time.

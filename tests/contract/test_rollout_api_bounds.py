@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -87,6 +88,20 @@ def test_a_full_queue_refuses_posts_until_a_batch_is_taken(tmp_path: Path, where
         assert warnings_of(tmp_path / "log") == 2
         api.post("/reset_data")
         assert post(api).status_code == 200
+
+
+@pytest.mark.parametrize(("groups", "status"), [(50_000, 422), (2_000_000, 413), (21_000_000, 413)])
+def test_scored_data_list_of_wrong_groups_takes_no_memory(groups: int, status: int) -> None:
+    body = b"[" + b"{}," * (groups - 1) + b"{}]"
+    with running_server() as server, httpx.Client(base_url=server.url) as api:
+        assert server.process is not None
+        process = psutil.Process(server.process.pid)
+        assert api.get("/status").status_code == 200
+        before = process.memory_info().rss
+        answer = api.post("/scored_data_list", content=body, headers={"Content-Type": wire.JSON})
+        assert answer.status_code == status and len(answer.content) < 20_000
+        assert process.memory_info().rss - before < 50e6
+        assert api.get("/status").json()["queue_size"] == 0
 
 
 def test_a_queue_that_was_full_is_full_after_a_restart(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -31,6 +32,13 @@ def group(**fields: Any) -> dict[str, Any]:
 
 def taken(service: Service, body: bytes, content_type: str) -> wire.ScoredDataResponse:
     return intake.take_one(service, intake.read_one(body, content_type), None)
+
+
+def taken_list(service: Service, body: bytes, content_type: str) -> wire.ScoredDataListResponse:
+    posted = intake.PostedList(body, content_type, None)
+    for places, _ in posted.turns():
+        posted.take(service, places, posted.read(places))
+    return posted.answer()
 
 
 def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
@@ -75,7 +83,7 @@ def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
         assert got is None or refused.value.summary.startswith(f"{got}, ")
         assert not service.queue.line.groups
     mixed = msgspec.json.encode([group(), bad, group()])
-    answer = intake.take_list(service, intake.read_list(mixed, wire.JSON), None)
+    answer = taken_list(service, mixed, wire.JSON)
     assert answer.groups_processed == 2 and answer.rejected is not None
     assert [(each.group, each.field) for each in answer.rejected] == [(1, key)]
 
@@ -145,3 +153,117 @@ def test_the_newest_group_is_shown_in_pieces() -> None:
     pieces = list(json_group(wire.encode(packed, wire.MSGPACK)))
     assert max(map(len, pieces)) < 1000 * 6  # no more than a row at a time
     assert msgspec.json.decode(b"".join(pieces))["tokens"] == [[7] * 1000] * 16
+
+
+WRONG = b"{}"
+
+
+def test_posted_list_names_a_hundred_refusals_and_counts_the_others() -> None:
+    good = msgspec.json.encode(group())
+    service = Service(Settings())
+    answer = taken_list(service, b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]", wire.JSON)
+    assert (answer.status, answer.groups_processed, len(service.queue.line.groups)) == ("partial", 2, 2)
+    assert answer.rejected is not None and [each.group for each in answer.rejected] == list(range(100))
+    assert {each.field for each in answer.rejected} == {"tokens"} and answer.more_rejected == 920
+
+
+TRICKY: list[Any] = [
+    *({}, [], [[], []], "", "a,b", "[{,", '"', "\\", '\\"', "\\\\", "é]", 1, None, {"a": [1, 2, {"b": "},{"}]}),
+    [["\\", ","], "]"],
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_group_count_finds_the_first_group_too_many(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = msgspec.json.encode(TRICKY)
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY))
+    count = intake.GroupCount(wire.JSON)
+    for piece in pieces:
+        count.see(piece)
+    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY) - 1)
+    count = intake.GroupCount(wire.JSON)
+    with pytest.raises(ApiError) as refused:
+        for piece in pieces:
+            count.see(piece)
+    assert (refused.value.status, refused.value.field) == (413, "body")
+
+
+@pytest.mark.parametrize("length", [intake.MOST_GROUPS + 1, 2**32 - 1])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_group_count_reads_the_length_of_a_messagepack_list(length: int, size: int) -> None:
+    head, count = b"\xdd" + length.to_bytes(4, "big"), intake.GroupCount(wire.MSGPACK)
+    with pytest.raises(ApiError, match="list"):
+        for start in range(0, 5, size):
+            count.see(head[start : start + size])
+    intake.GroupCount(wire.MSGPACK).see(b"\xdd" + intake.MOST_GROUPS.to_bytes(4, "big") + b"\x80")
+
+
+@dataclass
+class Poster:
+    """A client of the app that posts a list piece by piece.
+
+    Attributes:
+        pieces: of the body.
+        leaves: the client is gone once it has sent the body.
+        sent: how many pieces it has sent.
+        status: of the answer.
+        turns: how often another task ran between the last piece and the answer.
+    """
+
+    pieces: list[bytes]
+    leaves: bool = False
+    sent: int = 0
+    status: int = 0
+    turns: int = 0
+
+    async def receive(self) -> Any:
+        if self.sent < len(self.pieces):
+            self.sent += 1
+            more = self.sent < len(self.pieces)
+            return {"type": "http.request", "body": self.pieces[self.sent - 1], "more_body": more}
+        if not self.leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def post(self, service: Service) -> None:
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/scored_data_list", "query_string": b"", "scheme": "http"},
+            **{"http_version": "1.1", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1), "root_path": ""},
+            "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", wire.JSON.encode())],
+        }
+        posting = asyncio.ensure_future(build_app(service)(scope, self.receive, self.send))
+        while not posting.done():
+            self.turns += self.sent == len(self.pieces)
+            await asyncio.sleep(0)
+        await posting
+
+
+def wrong_list(groups: int) -> bytes:
+    return b"[" + b",".join([WRONG] * groups) + b"]"
+
+
+def test_scored_data_list_gives_others_their_turns() -> None:
+    service, parts = Service(Settings()), 40
+    poster = Poster([wrong_list(parts * intake.TURN_GROUPS)])
+    asyncio.run(poster.post(service))
+    assert poster.status == 422 and poster.turns >= parts
+    assert service.overview().refused == parts * intake.TURN_GROUPS
+
+
+def test_scored_data_list_work_ends_when_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[range] = []
+    original = intake.PostedList.read
+    monkeypatch.setattr(intake.PostedList, "read", lambda self, places: read.append(places) or original(self, places))
+    asyncio.run(Poster([wrong_list(40 * intake.TURN_GROUPS)], leaves=True).post(Service(Settings())))
+    assert len(read) == 1
+
+
+def test_scored_data_list_of_too_many_groups_is_refused_before_it_is_there() -> None:
+    pieces = [b"[", *[b"{}," * 10_000] * 1000, b"{}]"]
+    poster = Poster(pieces)
+    asyncio.run(poster.post(Service(Settings())))
+    assert poster.status == 413 and poster.sent < 10

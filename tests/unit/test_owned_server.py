@@ -36,7 +36,7 @@ if "deaf" in model:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(401 if "locked" in model and self.headers["Authorization"] != "Bearer secret" else 200)
         self.end_headers()
         self.wfile.write(model.encode())
     def log_message(self, *arguments): pass
@@ -47,7 +47,9 @@ DIES = f"import sys; print({CAUSE!r}, file=sys.stderr); print('giving up'); sys.
 SLEEPS = "import time; print('loading', flush=True); time.sleep(600)"
 
 
-def server(tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, **options: object) -> OwnedServer:
+def server(
+    tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, key: str | None = None, **options: object
+) -> OwnedServer:
     port = free_port()
 
     def launch(model: str, version: int) -> ProcessSpec:
@@ -55,6 +57,7 @@ def server(tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, **opt
             name="server",
             argv=(sys.executable, "-c", script, f"{model}-v{version}", str(port)),
             ready_url=f"http://127.0.0.1:{port}/health",
+            ready_key=key,
             ready_timeout=timeout,
             stop_seconds=0.5,
         )
@@ -154,6 +157,20 @@ def test_one_that_is_never_ready_is_told_with_the_limit_and_ended(tmp_path: Path
     assert error.value.field == "server" and "/health" in error.value.got
     assert "0 s" in error.value.wanted and "--vllm-timeout" in str(error.value)
     assert pid is not None and not alive([pid])
+
+
+def test_owned_server_readiness_has_the_key(tmp_path: Path) -> None:
+    with server(tmp_path, key="secret") as owned:
+        owned.start("locked", 0)
+        owned.wait_ready()
+
+
+def test_owned_server_that_refuses_the_key_ends_the_wait_at_once(tmp_path: Path) -> None:
+    with server(tmp_path, timeout=3600) as owned:
+        owned.start("locked", 0)
+        with pytest.raises(ProcessFailedError) as error:
+            owned.wait_ready()
+    assert error.value.field == "server" and "401" in error.value.got
 
 
 def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:

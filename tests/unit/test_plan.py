@@ -110,8 +110,8 @@ def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> Non
     assert (environment["openai"]["api_key"], environment["env"]["rollout_api_key"]) == ("door-1", "door-2")
     api = made.processes[0]
     servers = [process for process in made.processes if process.name == "server"]
-    assert api.env["ROLLOUT_API_KEY"] == "door-2"
-    assert all(server.env["VLLM_API_KEY"] == "door-1" for server in servers)
+    assert api.env["ROLLOUT_API_KEY"] == api.ready_key == "door-2"
+    assert all(server.env["VLLM_API_KEY"] == server.ready_key == "door-1" for server in servers)
     assert not any("door-" in word for process in made.processes for word in process.argv)
 
 
@@ -120,6 +120,7 @@ def test_without_keys_nobody_asks_for_one() -> None:
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert "rollout_api_key" not in environment["env"]
     assert not any("_API_KEY" in name for process in made.processes for name in process.env)
+    assert not any(process.ready_key for process in made.processes)
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only"])

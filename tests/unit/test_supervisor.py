@@ -138,6 +138,39 @@ def test_runs_to_the_end_in_order_and_leaves_nothing(
     assert log.startswith("$ ") and "Step 1 200" in log and "noise" in log
 
 
+def rollout_api(port: int, key: str, asked_with: str | None, seconds: float) -> ProcessSpec:
+    """A real rollout API that wants a key, and the key that the supervisor has for it."""
+    return ProcessSpec(
+        name="api",
+        argv=(sys.executable, "-m", "environments.api", "--port", str(port)),
+        env={"ROLLOUT_API_KEY": key},
+        ready_url=f"http://127.0.0.1:{port}/",
+        ready_key=asked_with,
+        ready_timeout=seconds,
+        restarts="api",
+    )
+
+
+def test_supervisor_api_with_a_key_is_ready(make: Callable[[], Supervisor], recorder: Recorder) -> None:
+    api = rollout_api(free_port(), "secret", "secret", seconds=60)
+    with make() as supervisor:
+        supervisor.run([[api], [spec("trainer", "print('Step 1')", ends_run=True)]])
+    assert recorder.echoed == ["Step 1"]
+    assert_gone(recorder.pids)
+
+
+@pytest.mark.parametrize("asked_with", [None, "another"])
+def test_supervisor_api_that_refuses_the_key_ends_the_run_at_once(
+    make: Callable[[], Supervisor], recorder: Recorder, asked_with: str | None
+) -> None:
+    api = rollout_api(free_port(), "secret", asked_with, seconds=3600)
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[api], [spec("trainer", SLEEPER, ends_run=True)]])
+    assert error.value.field == "api" and "401" in error.value.got
+    assert "secret" not in str(error.value) and "another" not in str(error.value)
+    assert_gone(recorder.pids)
+
+
 def test_processes_of_a_stage_start_together(
     make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
