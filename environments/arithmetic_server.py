@@ -23,7 +23,6 @@ class ArithmeticConfig(BaseEnvConfig):
     max_tokens: int | None = Field(
         default=None, ge=1, description="longest answer in tokens; unset: what the longest number needs, plus one"
     )
-    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_samples: int = Field(default=4, ge=1, description="samples per held-out problem in an evaluation")
 
 
@@ -54,7 +53,7 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
 
     def sampling(self, room: int) -> Sampling:
         """Return sampling of a few tokens at the configured temperature."""
-        return Sampling(max_tokens=min(room, self.max_tokens), temperature=self.config.temperature)
+        return super().sampling(min(room, self.max_tokens))
 
     def score(self, item: Problem, answer: str) -> float:
         """Return 1.0 for the right number and nothing else."""

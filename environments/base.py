@@ -1,30 +1,30 @@
 """`BaseEnv`: the base class of environments.
 
-The smallest environment has items, a prompt for each item and a score for each answer:
+The smallest environment has items, a prompt for each item and a score for each answer. This is a whole file,
+`capitals.py`, which `grpo run --env capitals.py` trains on:
 
-    class Capitals(BaseEnv[Country]):
-        name = "capitals"
+    from environments.base import BaseEnv
+    from environments.items import Shuffled
 
-        async def setup(self) -> None:
-            self.items = Shuffled(load_countries(), self.config.seed)
+    class Capitals(BaseEnv[tuple[str, str]]):
+        def setup(self):
+            self.items = Shuffled([("France", "Paris"), ("Japan", "Tokyo")], self.config.seed)
 
-        def prompt(self, item: Country) -> str:
-            return f"The capital of {item.name} is "
+        def prompt(self, item):
+            return f"The capital of {item[0]} is "
 
-        def score(self, item: Country, answer: str) -> float:
-            return float(answer.strip() == item.capital)
-
-    if __name__ == "__main__":
-        Capitals.cli()
+        def score(self, item, answer):
+            return float(answer.strip() == item[1])
 
 An environment that needs more than one question and one answer overrides `collect_trajectories`.
 """
 
+import asyncio
+import logging
 import threading
-from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean
@@ -39,11 +39,14 @@ from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
 from environments.scoring import Scoring
 from environments.threads import Threads
-from environments.trajectory import Message, Trajectory, scored_group
+from environments.tokenizers import render, with_system_prompt
+from environments.trajectory import Message, Trajectory, scored_group, truncated_of, without_truncated
 from grpo_common.trace import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
@@ -69,13 +72,15 @@ class Measures:
         return means
 
 
-class BaseEnv(ABC, Generic[Item, Config]):
+class BaseEnv(Generic[Item, Config]):
     """An environment: the source of prompts and the scores of answers.
 
     Names follow Atropos' `BaseEnv`. The runner calls `setup` once, then `get_next_item` and `collect_trajectories` for
-    every group (several groups at a time, in one event loop), and `evaluate` when an evaluation is due.
+    every group (several groups at a time, in one event loop), and `evaluate` when an evaluation is due. `setup` and
+    `get_next_item` may be plain functions or coroutine functions.
 
     Attributes:
+        name: The environment's name in logs and metrics; unset: the class's, in small letters.
         config: The environment's settings.
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
@@ -87,10 +92,16 @@ class BaseEnv(ABC, Generic[Item, Config]):
     """
 
     items: Iterator[Item]
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
     program: ClassVar[str | None] = None  # its command in messages; None: the class's module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     score_in_thread: ClassVar[bool] = True  # False: `score` is fast, or uses signals
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Name a class without a name."""
+        super().__init_subclass__(**keywords)
+        if not cls.name and "name" not in cls.__dict__:
+            cls.name = cls.__name__.lower()
 
     def __init__(self, config: Config, server: Inference, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Create the environment. A subclass with a constructor must call this one; most need only `setup`."""
@@ -98,18 +109,25 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.server = server
         self.tokenizer = tokenizer
         self.curr_step = 0
+        self._said_no_evaluation = False
         self.measures = Measures()
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
         self.teacher = Teacher.of(config)
         self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is decoded twice: to score it and to show it
 
-    async def setup(self) -> None:
+    def setup(self) -> Awaitable[None] | None:
         """Load what the environment needs; called once, before any other method."""
-        return
+        return asyncio.sleep(0)
 
-    async def get_next_item(self) -> Item | None:
+    def get_next_item(self) -> Awaitable[Item | None] | Item | None:
         """Return the next item; None if there are no more. By default it is the next of `items`."""
+        return self._next_of_items()
+
+    async def _next_of_items(self) -> Item | None:
+        if not hasattr(self, "items"):
+            name = type(self).__name__
+            raise NotImplementedError(f"{name} needs self.items, an iterator that setup() sets, or get_next_item()")
         return next(self.items, None)
 
     def state(self) -> dict[str, Any]:
@@ -154,8 +172,11 @@ class BaseEnv(ABC, Generic[Item, Config]):
         return [self.score(item, answer) for answer in answers]
 
     def sampling(self, room: int) -> Sampling:
-        """Return how to sample answers when the prompt leaves `room` tokens; by default all, at temperature 1."""
-        return Sampling(max_tokens=room)
+        """Return how to sample answers when the prompt leaves `room` tokens.
+
+        By default `--env.max_tokens` of them, or all, at `--env.temperature`.
+        """
+        return Sampling(max_tokens=min(room, self.config.max_tokens or room), temperature=self.config.temperature)
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """Return one scored group for the item, or None if there is none (the runner counts these)."""
@@ -167,13 +188,23 @@ class BaseEnv(ABC, Generic[Item, Config]):
         return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
 
     async def scored(self, item: Item) -> wire.ScoredData | None:
-        """Return the item's group for the trainer, annotated by the teacher if there is one."""
+        """Return the item's group for the trainer: without truncated answers if the settings say so, and annotated by
+        the teacher if there is one."""
         group = await self.collect_trajectories(item)
-        return group if group is None or self.teacher is None else await self.teacher.annotate(group)
+        if group is None:
+            return None
+        for truncated in truncated_of(group):
+            self.measures.add("truncated", truncated)
+        if self.config.mask_truncated:
+            group = without_truncated(group)
+        return group if self.teacher is None else await self.teacher.annotate(group)
 
-    @abstractmethod
     async def evaluate(self) -> dict[str, float]:
-        """Return metrics of the current policy; `accuracy` should be among them."""
+        """Return metrics of the current policy; `accuracy` should be among them. By default there are none."""
+        if not self._said_no_evaluation:
+            self._said_no_evaluation = True
+            log.warning("%s has no evaluation: its class has no evaluate()", self.name)
+        return {}
 
     async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
         """Return `n` sampled answers to a prompt."""
@@ -183,22 +214,32 @@ class BaseEnv(ABC, Generic[Item, Config]):
 
     def trajectory(self, prompt: str | list[Message], completion: Completion, score: float) -> Trajectory:
         """Return a completion with its score, and with its messages if the settings include them."""
+        prompt = self.asked(prompt)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = {"role": "assistant", "content": self.decode(completion)}
         return Trajectory.of(completion, score, [*asked, said] if self.config.include_messages else [])
 
+    def asked(self, prompt: str | list[Message]) -> str | list[Message]:
+        """Return a prompt as the policy gets it: with `--env.system_prompt`, if that is set."""
+        return with_system_prompt(self.tokenizer, prompt, self.config.system_prompt)
+
     def tokenize(self, prompt: str | list[Message]) -> list[int]:
-        """Return the token ids of a prompt of any length."""
+        """Return the token ids of a prompt of any length.
+
+        Raises:
+            PromptRefused: The chat template refuses it.
+        """
+        prompt = self.asked(prompt)
         if isinstance(prompt, str):
             return cast("list[int]", self.tokenizer.encode(prompt))
-        token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        return cast("list[int]", token_ids)
+        return cast("list[int]", render(self.tokenizer, prompt, variables=self.config.chat_template_kwargs))
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Return the token ids of a prompt.
 
         Raises:
             PromptTooLong: It leaves no room for an answer within `max_token_length`.
+            PromptRefused: The chat template refuses it.
         """
         token_ids = self.tokenize(prompt)
         self.check_room(token_ids)

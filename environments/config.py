@@ -6,14 +6,24 @@ table ``[env]`` of a file given with ``--config``. Flags override the file, and 
 
 import argparse
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 
@@ -24,6 +34,10 @@ class ConfigError(UserError, ValueError):
 
 class PromptTooLong(ConfigError):
     """A prompt leaves no room for an answer within `max_token_length`."""
+
+
+class PromptRefused(ConfigError):
+    """The model's chat template does not render a prompt."""
 
 
 def _http_url(url: str) -> str:
@@ -42,6 +56,20 @@ def _http_urls(urls: str) -> str:
 HttpUrls = Annotated[str, AfterValidator(_http_urls)]
 
 
+def _from_json(value: Any) -> Any:
+    """Decode JSON text, the form of the command line; a file has a table."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'wanted a JSON object such as {{"key": true}}; correct it: {error}') from None
+
+
+JsonTable = Annotated[dict[str, Any], BeforeValidator(_from_json)]
+"""A table in a file, a JSON object on the command line."""
+
+
 class BaseEnvConfig(BaseModel):
     """Settings that every environment has (``--env.…``); subclasses add their own."""
 
@@ -52,6 +80,23 @@ class BaseEnvConfig(BaseModel):
     )
     group_size: int = Field(default=8, ge=1, description="completions per item; advantages compare their scores")
     max_token_length: int = Field(default=2048, ge=2, description="longest sequence, prompt and completion, in tokens")
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="longest answer in tokens; unset: what max_token_length leaves"
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="leave answers that reached their limit out of the loss; their rewards still count in the baseline",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="system message before every prompt, instead of the environment's; empty: none; unset: the "
+        "environment's",
+    )
+    chat_template_kwargs: JsonTable = Field(
+        default_factory=dict,
+        description='variables of the chat template, a table or JSON: {"enable_thinking": false}',
+    )
     rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="URL of the rollout API")
     rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it requires one")
     total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last step")
@@ -204,6 +249,10 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         return CliApp.run(settings_cls, cli_args=list(arguments), **values)
     except ValidationError as error:
         raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
+    except SettingsError as error:  # "Parsing error encountered for env.NAME: REASON"
+        name, _, reason = str(error).rpartition(" for ")[2].partition(": ")
+        fix = 'quote it for the shell: \'{"key": true}\''
+        raise ConfigError(field=f"--{name}", got=reason, wanted="a JSON object", fix=fix) from None
 
 
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from environments.api import wire
 from environments.config import ConfigError
 from environments.peers.inference import Completion
+from environments.tokenizers import render
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
 from vllm_server.protocol.routed_experts import joined
 from vllm_server.protocol.sampling_masks import skip
@@ -21,15 +22,17 @@ Tools = Sequence[dict[str, Any]]
 """JSON schemas of functions, in the form that chat templates take."""
 
 
-def ignores_tools(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools) -> bool:
+def ignores_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools,
+    variables: Mapping[str, Any] | None = None,
+) -> bool:
     """Return whether the chat template writes the same prompt with tools as without: the policy never hears of them."""
     if not tools or not tokenizer.chat_template:
         return False
     choices: tuple[list[Any] | None, ...] = (list(tools), None)
-    with_tools, without = (
-        tokenizer.apply_chat_template(list(messages), tools=each, add_generation_prompt=True, tokenize=False)
-        for each in choices
-    )
+    with_tools, without = (render(tokenizer, messages, each, variables, tokenize=False) for each in choices)
     return with_tools == without
 
 
@@ -46,22 +49,28 @@ class Conversation:
         trained: Whether the policy sampled the token.
         rollout_logprobs: As in `Trajectory`.
         turns: Number of the policy's turns.
+        truncated: Whether the conversation reached a limit of its tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begin with messages that the policy answers.
 
+        Args:
+            variables: further variables of the chat template (`--env.chat_template_kwargs`).
+
         Raises:
-            ConfigError: The model has no chat template.
+            PromptRefused: The model has no chat template, or it refuses the messages.
         """
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                field="--env.tokenizer_name",
-                got="a tokenizer without chat_template",
-                wanted="a tokenizer with a chat template, which conversations need",
-            )
         self.messages = list(messages)
+        self.truncated = False
         self._tokenizer = tokenizer
+        self._variables = variables
         self._tools: list[Any] | None = list(tools) or None
         self.tokens: list[int] = self._render(self.messages, tokenize=True)
         self.trained = [False] * len(self.tokens)
@@ -90,6 +99,7 @@ class Conversation:
         self.rollout_logprobs += completion.rollout_logprobs
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
+        self.truncated = completion.finish_reason == "length"
         self._temperature = completion.temperature
         self._cuts |= completion.cuts
         self._masks.append(completion.sampling_masks or skip(len(sampled)))
@@ -106,6 +116,7 @@ class Conversation:
         """
         tokens = self._tokens_after_the_turn(messages)
         if len(self.tokens) + len(tokens) >= longest:
+            self.truncated = True
             return False
         self.tokens = self.tokens + tokens
         self.trained += [False] * len(tokens)
@@ -132,6 +143,7 @@ class Conversation:
             cuts=self._cuts,
             sampling_masks=b"".join(self._masks) if self._cuts and not self._without_masks else None,
             routed_experts=joined(self._experts),
+            truncated=self.truncated,
         )
 
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
@@ -154,6 +166,4 @@ class Conversation:
 
     def _render(self, messages: list[Message], *, tokenize: bool) -> Any:
         """Return the prompt, as token ids or as text."""
-        return self._tokenizer.apply_chat_template(
-            messages, tools=self._tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
-        )
+        return render(self._tokenizer, messages, self._tools, self._variables, tokenize=tokenize)

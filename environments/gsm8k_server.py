@@ -14,7 +14,7 @@ if not __package__:  # run by its path: sys.path needs the repository's root ins
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -35,7 +35,7 @@ from environments.maths.gsm8k import (
     too_long,
 )
 from environments.maths.judge import MathJudge, Verdict
-from environments.peers.inference import Completion, Sampling
+from environments.peers.inference import Completion
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ class Gsm8kConfig(BaseEnvConfig):
     dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
     dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
     answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
-    system_prompt: str | None = Field(default=None, description="replaces the default; empty: none")
     reward: Literal["strict", "lenient"] = Field(
         default="strict",
         description="which right answers have reward 1: strict, in the asked form; lenient, in any form",
@@ -60,10 +59,6 @@ class Gsm8kConfig(BaseEnvConfig):
     length_free: float = Field(
         default=0.5, ge=0.0, lt=1.0, description="share of the longest answer that costs no penalty"
     )
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="longest answer in tokens; unset: what --env.max_token_length leaves"
-    )
-    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
     eval_samples: int = Field(default=1, ge=1, description="samples per test question")
     eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
@@ -124,19 +119,11 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     def prompt(self, item: Question) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""
-        asked = self.config.system_prompt
-        system = ASKED[self.config.answer_form] if asked is None else asked
+        system = ASKED[self.config.answer_form] if self.config.system_prompt is None else ""
         if not self.tokenizer.chat_template:
             return "\n\n".join(filter(None, [system, f"Question: {item.text}\nAnswer:"]))
         question = {"role": "user", "content": item.text}
         return [{"role": "system", "content": system}, question] if system else [question]
-
-    def sampling(self, room: int) -> Sampling:
-        """Return sampling with `max_tokens`, or with all the room."""
-        return Sampling(max_tokens=self._longest(room), temperature=self.config.temperature)
-
-    def _longest(self, room: int) -> int:
-        return room if self.config.max_tokens is None else min(room, self.config.max_tokens)
 
     async def score_group(self, item: Question, completions: Sequence[Completion]) -> list[float]:
         """Return 1 for a right answer, plus the format's reward and minus the length's penalty."""
@@ -160,7 +147,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     def _score(self, judged: Judged) -> float:
         config, completion = self.config, judged.completion
         right = judged.verdict.strict if config.reward == "strict" else judged.verdict.lenient
-        room = self._longest(config.max_token_length - len(completion.prompt_token_ids))
+        room = self.sampling(config.max_token_length - len(completion.prompt_token_ids)).max_tokens
         excess = too_long(len(completion.token_ids), room, config.length_free)
         return right + config.format_reward * judged.formed - config.length_penalty * excess
 
@@ -185,8 +172,8 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     async def _examine(self, question: Question) -> list[Judged]:
         prompt = self.encode(self.prompt(question))
-        room = self._longest(self.config.max_token_length - len(prompt))
-        sampling = Sampling(max_tokens=room, temperature=self.config.eval_temperature)
+        room = self.config.max_token_length - len(prompt)
+        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         return list(await asyncio.gather(*(self._judge(question, completion) for completion in completions)))
 

@@ -33,7 +33,7 @@ from functools import lru_cache, partial
 from typing import Any, Generic
 
 import msgspec
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from typing_extensions import TypeVar
 
 from environments.api import wire
@@ -55,8 +55,11 @@ class MultiTurnConfig(BaseEnvConfig):
     """Settings of environments with several turns."""
 
     max_turns: int = Field(default=8, ge=1, description="limit of the policy's turns")
-    max_tokens_per_turn: int | None = Field(
-        default=None, ge=1, description="longest turn in tokens; unset: what --env.max_token_length leaves"
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        validation_alias=AliasChoices("max_tokens", "max_tokens_per_turn"),
+        description="longest turn in tokens; unset: what max_token_length leaves",
     )
     tool_timeout: float = Field(default=60.0, gt=0.0, description="time limit of one tool call, in seconds")
 
@@ -86,6 +89,7 @@ def tool_calls(text: str) -> list[ToolCall | str]:
 class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
     """An environment whose items are conversations. Only the policy's own turns are trained."""
 
+    name = ""
     env_config_cls = MultiTurnConfig
     _template_checked = False
 
@@ -148,7 +152,8 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
 
     def _check_template(self, opening: list[Message], schemas: list[dict[str, Any]]) -> None:
         """Warn once when the policy does not hear of its tools."""
-        if not self._template_checked and ignores_tools(self.tokenizer, opening, schemas):
+        variables = self.config.chat_template_kwargs
+        if not self._template_checked and ignores_tools(self.tokenizer, opening, schemas, variables):
             log.warning(
                 "the chat template of %s ignores tools(): the policy does not know of %s; take a model whose template "
                 "writes them, or name them in opening()",
@@ -157,17 +162,27 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             )
         self._template_checked = True
 
+    def begin(self, item: Item) -> Conversation:
+        """Return the conversation about an item before the policy's first turn.
+
+        Raises:
+            PromptTooLong: Its messages leave no room for an answer.
+            PromptRefused: The chat template refuses them.
+        """
+        opening, schemas = self.asked(self.opening(item)), [_schema(tool) for tool in self.tools()]
+        assert not isinstance(opening, str), "an opening consists of messages"
+        self._check_template(opening, schemas)
+        talk = Conversation(self.tokenizer, opening, schemas, self.config.chat_template_kwargs)
+        self.check_room(talk.tokens)
+        return talk
+
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""
-        opening, schemas = self.opening(item), [_schema(tool) for tool in self.tools()]
-        self._check_template(opening, schemas)
-        talk = Conversation(self.tokenizer, opening, schemas)
-        self.check_room(talk.tokens)
+        talk = self.begin(item)
         longest = self.config.max_token_length
         while True:
             room = longest - len(talk.tokens)
-            limit = min(room, self.config.max_tokens_per_turn or room)
-            (completion,) = await self.server.generate(talk.tokens, 1, self.sampling(limit))
+            (completion,) = await self.server.generate(talk.tokens, 1, self.sampling(room))
             talk.say(completion, self.decode(completion))
             heard = await self.respond(item, talk)
             if heard is None or talk.turns == self.config.max_turns or not talk.hear(heard, longest):

@@ -8,6 +8,7 @@ of the length. Everything else is an environment's normal work: `BaseEnv`, token
 import random
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from statistics import fmean
 
@@ -62,8 +63,8 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
         return "".join(random.Random(f"{self.config.seed}/{item}").choices(SIGNS, k=self.config.prompt_tokens))
 
     def sampling(self, room: int) -> Sampling:
-        """Return sampling of all ids at temperature 1, until an end id or until the room is used up."""
-        return Sampling(max_tokens=room, stop_token_ids=self.stops)
+        """Return the common sampling, which also ends at the stop ids."""
+        return replace(super().sampling(room), stop_token_ids=self.stops)
 
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[float]:
         """Return 1.0 for an even number of tokens, else 0.0: rewards vary, and no policy learns them."""

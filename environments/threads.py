@@ -12,13 +12,20 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def settled(value: Awaitable[T] | T) -> T:
+    """Return a value, or what an awaitable gives: a result of a function that may be a coroutine function."""
+    return await value if isinstance(value, Awaitable) else cast("T", value)
 
 
 class Clock:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
+import msgspec
+
 from environments.api import wire
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
@@ -48,6 +50,7 @@ class Trajectory:
         cuts: As in `Completion`.
         sampling_masks: The tokens that were kept at each position of `tokens`, as in `Completion`.
         routed_experts: As in `Completion`; tokens after the policy's last turn have none.
+        truncated: Whether it reached a limit of its tokens.
     """
 
     tokens: list[int]
@@ -61,6 +64,7 @@ class Trajectory:
     cuts: Mapping[str, float] = field(default_factory=dict)
     sampling_masks: bytes | None = None
     routed_experts: bytes | None = None
+    truncated: bool = False
 
     @classmethod
     def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> Trajectory:
@@ -81,6 +85,7 @@ class Trajectory:
             cuts=completion.cuts,
             sampling_masks=None if masks is None else skip(len(prompt)) + masks,
             routed_experts=completion.routed_experts,
+            truncated=completion.finish_reason == "length",
         )
 
 
@@ -109,6 +114,10 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     experts = [trajectory.routed_experts or b"" for trajectory in trajectories]
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
     same = all(each == sampling[0] for each in sampling)
+    overrides = [
+        {**({} if same else own), **({wire.TRUNCATED: True} if trajectory.truncated else {})}
+        for own, trajectory in zip(sampling, trajectories, strict=True)
+    ]
     return wire.ScoredData(
         tokens=[trajectory.tokens for trajectory in trajectories],
         masks=[
@@ -121,10 +130,24 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
         policy_versions=versions if len(versions) == len(trajectories) else None,
         messages=messages if any(messages) else None,
         generation_params=sampling[0] if same else None,
-        overrides=None if same else sampling,
+        overrides=overrides if any(overrides) else None,
         sampling_masks=masks if any(masks) else None,
         routed_experts=experts if any(experts) else None,
     )
+
+
+def truncated_of(group: wire.ScoredData) -> list[bool]:
+    """Return for each sequence of a group whether it reached a limit of its tokens."""
+    return [bool(own.get(wire.TRUNCATED)) for own in group.overrides or [{}] * len(group.tokens)]
+
+
+def without_truncated(group: wire.ScoredData) -> wire.ScoredData:
+    """Return the group without trained tokens in its truncated sequences; their scores stay in the group."""
+    masks = [
+        [wire.IGNORED] * len(mask) if truncated else mask
+        for mask, truncated in zip(group.masks, truncated_of(group), strict=True)
+    ]
+    return msgspec.structs.replace(group, masks=masks)
 
 
 def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | None:

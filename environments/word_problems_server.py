@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,7 @@ from pydantic import Field
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.intervals import with_interval
-from environments.peers.inference import Completion, Sampling
+from environments.peers.inference import Completion
 from environments.trajectory import Message
 from environments.word_problems import LEVELS, Ladder, WordProblem, held_out_problems, is_right, levels_of, make_problem
 
@@ -31,8 +32,7 @@ class WordProblemsConfig(BaseEnvConfig):
         default="auto",
         description=f"1 to {len(LEVELS)}, a range such as 1-2, or auto: levels at which answers are sometimes right",
     )
-    max_tokens: int = Field(default=64, ge=1, description="longest answer in tokens")
-    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    max_tokens: int | None = Field(default=64, ge=1, description="longest answer in tokens")
     eval_questions: int = Field(default=200, ge=1, le=10_000, description="held-out problems of an evaluation")
     eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
 
@@ -80,10 +80,6 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         question = f"{item.text} {ASKED}"
         return [{"role": "user", "content": question}] if self.tokenizer.chat_template else f"{question}\nAnswer:"
 
-    def sampling(self, room: int) -> Sampling:
-        """Return sampling of `max_tokens` at the configured temperature."""
-        return Sampling(max_tokens=min(room, self.config.max_tokens), temperature=self.config.temperature)
-
     async def score_group(self, item: WordProblem, completions: Sequence[Completion]) -> list[float]:
         """Return 1 for each right answer that ended before its limit, else 0."""
         scores = [self._score(item, completion) for completion in completions]
@@ -113,8 +109,8 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
 
     async def _examine(self, problem: WordProblem) -> float:
         prompt = self.encode(self.prompt(problem))
-        room = min(self.config.max_token_length - len(prompt), self.config.max_tokens)
-        sampling = Sampling(max_tokens=room, temperature=self.config.eval_temperature)
+        room = self.config.max_token_length - len(prompt)
+        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         (completion,) = await self.server.generate(prompt, 1, sampling)
         return self._score(problem, completion)
 

@@ -25,6 +25,7 @@ from environments.config import ServerConfig, parse_settings, settings_class
 from environments.gsm8k_server import Gsm8kEnv
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.roster import servers
+from environments.threads import settled
 from environments.tokenizers import load_tokenizer
 from environments.word_problems_server import WordProblemsEnv
 from grpo_trainer.config.adapter_file import CONFIG_FILE
@@ -106,7 +107,7 @@ async def evaluate(name: str, tokenizer: str, server: Inference, flags: Sequence
     settings = parse_settings(settings_class(env_cls.env_config_cls, processes=False), "held_out.py", given)
     env = env_cls(settings.env, server, load_tokenizer(settings.env.tokenizer_name))
     try:
-        await env.setup()
+        await settled(env.setup())
         return await env.evaluate()
     finally:
         await env.close()

@@ -100,6 +100,7 @@ def word_problems(job: Job, level: str) -> Questions:
 
     asked = asyncio.run(problems())
     columns = {"prompt": [env.prompt(each) for each in asked], "problem": list(range(len(asked)))}
+    assert config.max_tokens is not None, "it has a default"
     return Questions(columns, score, config.max_tokens)
 
 

@@ -28,6 +28,8 @@ MSGPACK = "application/msgpack"
 
 IGNORED = -100
 """A mask entry of this value says that the token is not trained; any other says that it is."""
+TRUNCATED = "truncated"
+"""Key of `overrides`: true for a sequence that reached a limit of its tokens."""
 MASKED_LOGPROB = 1.0
 """What environments put in `inference_logprobs` where no token was sampled (a logprob is never positive)."""
 

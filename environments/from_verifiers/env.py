@@ -189,7 +189,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     def _measure(self, trace: Any) -> None:
         self.measures.add("failed", 0.0)
         self.measures.add("turns", trace.num_turns)
-        self.measures.add("truncated", trace.is_truncated)
         rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         for name, value in {**trace.metrics, **rewards}.items():
             if value is not None:
@@ -209,6 +208,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             cuts=rollout.cuts,
             sampling_masks=rollout.sampling_masks(tokens, sampled),
             routed_experts=rollout.routed_experts(tokens),
+            truncated=trace.is_truncated,
         )
 
 

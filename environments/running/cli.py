@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from environments.api import wire
-from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
+from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
 from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
 from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit, until
-from environments.scoring import ScoreTimeout, allow_interrupts
+from environments.scoring import allow_interrupts
+from environments.threads import settled
 from environments.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -152,13 +153,13 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     path = env.config.data_path_to_save_groups
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
-    await env.setup()
+    await settled(env.setup())
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
     written, dropped, in_a_row = list[wire.ScoredData](), Counter[str](), 0
     try:
         while len(written) < groups:
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
-            items = [item for _ in range(at_once) if (item := await env.get_next_item()) is not None]
+            items = [item for _ in range(at_once) if (item := await settled(env.get_next_item())) is not None]
             if not items:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
@@ -186,9 +187,9 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
     """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
     try:
         group = await env.scored(item)
-    except (PromptTooLong, ScoreTimeout) as error:
+    except tuple(LOSSES) as error:
         log.warning("%s", error)
-        return LOSSES[type(error)]
+        return next(said for kind, said in LOSSES.items() if isinstance(error, kind))
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # an error in the environment's code for one item must not lose the rest
@@ -201,6 +202,6 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:
     """Print the environment's metrics as one line of JSON."""
-    await env.setup()
+    await settled(env.setup())
     metrics = await env.evaluate()
     print(json.dumps({"env": env.name, **metrics}, default=float), flush=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
+from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.files import JsonlFile
@@ -22,7 +22,8 @@ from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
 from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
 from environments.running.state import FOLDER, StateFiles
 from environments.scoring import ScoreTimeout
-from environments.trajectory import trained_tokens
+from environments.threads import settled
+from environments.trajectory import trained_tokens, truncated_of
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ GOODBYE_S = 0.8
 LOST_IN_A_ROW = 16
 """After this many lost groups in a row, the environment counts as broken."""
 
-LOSSES = {PeerRefused: "refused by the server", PromptTooLong: "prompt too long", ScoreTimeout: "scored for too long"}
+LOSSES = {
+    PeerRefused: "refused by the server",
+    PromptTooLong: "prompt too long",
+    PromptRefused: "prompt refused by the chat template",
+    ScoreTimeout: "scored for too long",
+}
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL = "all scores equal"
 
@@ -60,7 +66,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
     if len(group.tokens) != expected:
         return f"{len(group.tokens)} sequences for {expected}"
-    if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
+    if all(entry == wire.IGNORED for mask in group.masks for entry in mask) and not all(truncated_of(group)):
         return "no token to train on: all completions are empty"
     if not all(map(math.isfinite, group.scores)):
         return "a score that is not finite"
@@ -126,7 +132,7 @@ class Runner:
     async def run(self) -> None:
         """Set up, register and work; disconnect at the end, also after an error."""
         try:
-            await self.env.setup()
+            await settled(self.env.setup())
             self._registration = await self._register()
             self._restore()
             self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))
@@ -238,7 +244,7 @@ class Runner:
             log.info("the trainer has done its %d steps", registration.last_step)
             return True
         for _ in range(groups_to_start(status, registration, self.config, in_flight) if self._items_left else 0):
-            item = await self.env.get_next_item()
+            item = await settled(self.env.get_next_item())
             if item is None:
                 self._items_left = False
                 break

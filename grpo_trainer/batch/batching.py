@@ -105,13 +105,12 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     """Give every trained token its advantage and its weight; microbatches are still to be made.
 
     Weights are counted in the whole batch before any sequence is skipped, so neither skipping nor the split into
-    microbatches changes the loss. Sequences without a gradient are skipped: all their advantages are 0, and no other
+    microbatches changes the loss. A sequence without a trained token is in no denominator. Sequences without a gradient are skipped: all their advantages are 0, and no other
     term of the loss trains on them.
 
     Args:
         seq_len: longer sequences are truncated.
-        drop_overlong: longer sequences are left out instead, also of the counts; their rewards remain part of their
-            groups' means.
+        drop_overlong: no token of a longer sequence is trained; its reward remains part of its group's mean.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     overlong = [len(sample.tokens_T) > seq_len for sample in samples]
@@ -119,7 +118,7 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     positions = [np.flatnonzero(sample.trained_T) for sample in cut]
     teachers = [_teacher(sample, where) for sample, where in zip(cut, positions, strict=True)]
     counts = BatchCounts(
-        sequences=len(cut) - (sum(overlong) if drop_overlong else 0),
+        sequences=sum(len(where) > 0 for where in positions),
         trained_tokens=sum(map(len, positions)),
         supervised_tokens=sum(len(where) for sample, where in zip(cut, positions, strict=True) if sample.supervised),
         teacher_tokens=sum(int(teacher.given_T.sum()) for teacher in teachers if teacher is not None),
@@ -133,9 +132,11 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     all_teach = config.trains_without_advantage
     kept = tuple(one for one in sequences if all_teach or one.advantages.any() or one.teacher is not None)
     metrics = _batch_metrics(batch, cut, positions, counts, kept)
+    dropped = sum(overlong) if drop_overlong else 0
     metrics |= {
-        "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
-        "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
+        "batch/sequences": Sum(len(cut) - dropped),
+        "batch/truncated": Sum(sum(overlong) - dropped),
+        "batch/dropped_overlong": Sum(dropped),
     }
     largest = max((sequence.weight for sequence in kept), default=0.0)
     return ReadyBatch(batch, kept, counts, metrics, largest)
@@ -227,12 +228,12 @@ def _batch_metrics(
     rewards = [reward for group in judged for reward in group.rewards]
     metrics: dict[str, Metric] = {
         "batch/zero_variance_share": Mean(sum(is_zero_variance(group.rewards) for group in judged), len(judged)),
-        "batch/sequences": Sum(counts.sequences),
         "batch/sequences_trained": Sum(len(kept)),
         "batch/supervised": Sum(sum(sample.supervised for sample in cut)),
         "batch/trained_tokens": Sum(counts.trained_tokens),
         "batch/teacher_tokens": Sum(counts.teacher_tokens),
         "batch/tokens": Sum(sum(len(sample.tokens_T) for sample in cut)),
+        "length/truncated_share": Mean(sum(sample.truncated for sample in cut), len(cut)),
         "length/completion_mean": Mean(counts.trained_tokens, counts.sequences),
         "length/completion_max": Max(max(map(len, positions))),
         **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),

@@ -48,6 +48,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
             policy_version=versions[i],
             temperature=_temperature(overrides[i].get("temperature"), requested.get("temperature")),
             supervised=bool(overrides[i].get("sft")),
+            truncated=bool(overrides[i].get(wire.TRUNCATED)),
             teacher=_teacher(packed, i),
             masks=masks[i][0],
             experts=experts[i][0],

@@ -109,7 +109,9 @@ def misfit(
         longest: number of a sequence's first tokens that are trained on; None: all.
         routed: what its routed experts must be of; None: they are not used.
     """
-    if not any(sample.trained_T[1:longest].any() for sample in group.samples):  # nothing predicts the first token
+    # Nothing predicts the first token. A group of truncated answers may be left out of the loss as a whole.
+    teaches = any(sample.trained_T[1:longest].any() or sample.truncated for sample in group.samples)
+    if not teaches:
         got = f"no trained token among the first {longest or max(len(sample.tokens_T) for sample in group.samples)}"
         return Problem("masks", got, "1 or more in a group", "look for empty completions and for prompts without end")
     for i, sample in enumerate(group.samples):

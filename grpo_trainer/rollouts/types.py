@@ -48,6 +48,7 @@ class Sample:
         policy_version: the version that sampled it, if known.
         temperature: temperature of sampling; the trainer divides its logits by it.
         supervised: the sequence is imitated; the policy did not sample it.
+        truncated: it reached a limit of its tokens.
         teacher: a teacher's tokens for each position, else None.
         weight: factor of its loss.
         masks: the tokens that sampling kept at each position; the trainer renormalises over them. None: all.
@@ -63,6 +64,7 @@ class Sample:
     policy_version: int | None = None
     temperature: float = 1.0
     supervised: bool = False
+    truncated: bool = False
     teacher: Teacher | None = None
     weight: float = 1.0
     masks: SamplingMasks | None = None

@@ -11,6 +11,7 @@ import msgspec
 from environments.api import wire
 from environments.arithmetic import Problem
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.threads import settled
 
 
 class OddConfig(ArithmeticConfig):
@@ -29,7 +30,7 @@ class OddEnv(ArithmeticEnv):
     async def get_next_item(self) -> Problem | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._is("crashes"):
             os._exit(3)
-        return await super().get_next_item()
+        return await settled(super().get_next_item())
 
     def score(self, item: Problem, answer: str) -> float:
         if self._is("blocks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,37 @@ def test_too_long_sequences_are_cut_and_counted() -> None:
 def test_a_sequence_cut_before_its_completion_has_no_trained_token() -> None:
     prepared = prepare(batch([sample([1, 2, 3], [4], 1.0), sample([1], [2], 0.0)]), LossConfig(loss="grpo"), 3)
     assert [len(s.tokens_T) for s in prepared.sequences] == [2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        ("grpo", [1 / (3 * 2), 1 / (1 * 2)]),  # a mean over the tokens of each sequence, then over 2 sequences
+        ("dapo", [1 / 4, 1 / 4]),  # a mean over 4 tokens
+        ("dr_grpo", [1 / (2 * 8), 1 / (2 * 8)]),  # divided by 2 sequences of 8 tokens
+    ],
+)
+def test_a_sequence_without_trained_tokens_leaves_the_denominators_and_stays_in_the_baseline(
+    loss: Any, weights: list[float]
+) -> None:
+    masked = sample([1], [5, 6], 3.0)
+    masked = replace(masked, trained_T=np.zeros(3, bool), truncated=True)
+    group = [sample([1], [2, 3, 4], 0.0), masked, sample([1], [7], 0.0)]
+    config = LossConfig(loss=loss, scale_rewards="none", max_completion_len=8)
+    prepared = prepare(batch(group), config, 10)
+    assert [s.weight for s in prepared.sequences] == pytest.approx(weights)
+    assert [s.advantages[0] for s in prepared.sequences] == [-1.0, -1.0]  # the mean of 0, 3 and 0 is 1
+    numbers = reduce(prepared.metrics)
+    assert numbers["reward/mean"] == 1.0 and numbers["batch/sequences"] == 3
+    assert numbers["length/truncated_share"] == pytest.approx(1 / 3)
+    assert numbers["length/completion_mean"] == 2.0  # 3 + 1 tokens of 2 trained sequences
+
+
+def test_a_batch_without_a_trained_token_has_nothing_to_learn() -> None:
+    masked = replace(sample([1], [5, 6], 3.0), trained_T=np.zeros(3, bool), truncated=True)
+    prepared = prepare(batch([masked, masked]), LossConfig(), 10)
+    assert not prepared.sequences and prepared.largest_weight == 0.0
+    assert reduce(prepared.metrics)["length/completion_mean"] == 0.0
 
 
 def test_the_first_token_is_never_trained() -> None:

@@ -20,6 +20,7 @@ from environments.multi_turn import MultiTurnConfig
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
 from environments.running import cli
+from environments.threads import settled
 from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +54,9 @@ def test_the_guides_environment_scores_and_evaluates(
     env = build(tens)
 
     async def scene() -> tuple[Any, Any]:
-        await env.setup()
+        await settled(env.setup())
         groups = [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))]
-        assert len(env.prompt(await env.get_next_item())) == len("12+34=")
+        assert len(env.prompt(await settled(env.get_next_item()))) == len("12+34=")
         await cli.evaluate(env)
         return groups[0], groups[1]
 
@@ -114,7 +115,7 @@ def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
     env = build(shown("PortedCapitals"), says=("Paris", "Rome"))
 
     async def scene() -> Any:
-        await env.setup()
+        await settled(env.setup())
         return await env.collect_trajectories({"country": "France", "capital": "Paris"})
 
     assert asyncio.run(scene()).scores == [1.0, 0.0]  # it says Paris, then Rome

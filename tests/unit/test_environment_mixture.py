@@ -26,6 +26,7 @@ from environments.running.groups_page import groups_page
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.runner import EnvironmentFailed
 from environments.running.state import StateFiles
+from environments.threads import settled
 from tests.stand_ins import local_api, registration, serving, trained
 
 STEPS = 8
@@ -66,7 +67,7 @@ class Stuck(Numbers):
     async def get_next_item(self) -> int:
         if len(self.taken) == 8:
             await asyncio.Event().wait()
-        return await super().get_next_item()
+        return await settled(super().get_next_item())
 
 
 async def train(service: Service, steps: int) -> list[Counter[int]]:

@@ -132,11 +132,12 @@ def test_the_prompt_is_a_chat_where_there_is_a_template_and_text_elsewhere(
     chat = environment(tokenizer, ["1"], answer_form="hashes").prompt(item)
     assert isinstance(chat, list) and [message["role"] for message in chat] == ["system", "user"]
     assert "####" in chat[0]["content"] and chat[1]["content"] == "How many?"
-    assert environment(tokenizer, ["1"], system_prompt="").prompt(item) == chat[1:]
+    silent = environment(tokenizer, ["1"], system_prompt="")
+    assert silent.asked(silent.prompt(item)) == chat[1:]
     plain = build_tokenizer()
     plain.chat_template = None
-    text = environment(plain, ["1"], system_prompt="Say it.").prompt(item)
-    assert text == "Say it.\n\nQuestion: How many?\nAnswer:"
+    env = environment(plain, ["1"], system_prompt="Say it.")
+    assert env.asked(env.prompt(item)) == "Say it.\n\nQuestion: How many?\nAnswer:"
 
 
 def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(

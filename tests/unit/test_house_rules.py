@@ -112,7 +112,7 @@ ROOMS = {
     ),
     "environments": (
         *("config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
-        *("api", "peers", "trajectory", "conversation", "tokenizers", "running"),
+        *("api", "peers", "trajectory", "tokenizers", "conversation", "running"),
         *("base", "multi_turn", "maths", "word_problems"),
         *("from_verifiers", "released_model", "demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
         *("word_problems_server", "synthetic_server"),

@@ -123,6 +123,8 @@ def test_a_group_without_a_trained_token_is_left_out_wherever_the_others_are() -
         problem = misfit(unfit, VOCAB)
         assert problem is not None and problem.field == "masks"
     assert misfit(half, VOCAB) is None and misfit(beyond, VOCAB) is None
+    cut_off = replace(unfit, samples=tuple(replace(each, truncated=True) for each in unfit.samples))
+    assert misfit(cut_off, VOCAB) is None, "left out of the loss on purpose"
     problem = misfit(beyond, VOCAB, 10)
     assert problem is not None and problem.field == "masks" and "10" in problem.got
 

@@ -1,0 +1,178 @@
+"""Options that every environment has: sampling, system prompt, chat template, truncated answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from environments.api import wire
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError, PromptRefused, parse_settings, settings_class
+from environments.conversation import Conversation
+from environments.demo_model.model import build_tokenizer
+from environments.from_verifiers.config import VerifiersConfig
+from environments.multi_turn import MultiTurnConfig
+from environments.peers.inference import Completion, Sampling
+from environments.running.runner import unfit
+from environments.tokenizers import render
+from environments.trajectory import Message
+from tests.stand_ins import Scripted
+
+SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + SHOWS_ROLES
+"""As the templates of Gemma 2 and Mistral 0.2 do."""
+REFUSES_ALL = "{{ raise_exception('never') }}"
+
+
+class Echo(BaseEnv[Any]):
+    """Its items are prompts."""
+
+    def prompt(self, item: Any) -> str | list[Message]:
+        return item
+
+    def score(self, item: Any, answer: str) -> float:
+        return float(len(answer))
+
+
+def build(template: str | None = SHOWS_ROLES, **settings: Any) -> Echo:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return Echo(BaseEnvConfig(tokenizer_name="demo", **settings), Scripted(tokenizer, lambda _: []), tokenizer)
+
+
+def asked(env: Echo, prompt: Any) -> str:
+    return str(env.tokenizer.decode(env.tokenize(prompt)))
+
+
+def test_sampling_is_that_of_the_settings() -> None:
+    assert build().sampling(100) == Sampling(max_tokens=100, temperature=1.0)
+    env = build(temperature=0.7, max_tokens=20)
+    assert env.sampling(100) == Sampling(max_tokens=20, temperature=0.7)
+    assert env.sampling(5).max_tokens == 5, "the room is smaller"
+
+
+CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "prompt", "text"),
+    [
+        (SHOWS_ROLES, None, "hi", "hi"),
+        (SHOWS_ROLES, "", "hi", "hi"),
+        (SHOWS_ROLES, "Be brief.", "hi", "<system>Be brief.<user>hi"),
+        (None, "Be brief.", "hi", "Be brief.\n\nhi"),
+        (SHOWS_ROLES, None, CHAT, "<system>own<user>hi"),
+        (SHOWS_ROLES, "Be brief.", CHAT, "<system>Be brief.<user>hi"),
+        (SHOWS_ROLES, "", CHAT, "<user>hi"),
+        (REFUSES_SYSTEM, None, CHAT, "<user>own\n\nhi"),
+        (REFUSES_SYSTEM, "Be brief.", "hi", "<user>Be brief.\n\nhi"),
+    ],
+)
+def test_system_prompt(template: str | None, system: str | None, prompt: Any, text: str) -> None:
+    assert asked(build(template, system_prompt=system), prompt) == text
+
+
+def test_the_messages_of_a_group_show_the_system_prompt() -> None:
+    env = build(system_prompt="Be brief.")
+    completion = Completion([1], env.tokenizer.encode("46"), [-0.5] * 2, "", "stop", 1)
+    roles = [message["role"] for message in env.trajectory("hi", completion, 1.0).messages]
+    assert roles == ["system", "user", "assistant"]
+
+
+def test_variables_of_the_chat_template() -> None:
+    assert asked(build(chat_template_kwargs={"quiet": True}), CHAT).endswith("!")
+    tokenizer = build().tokenizer
+    talk = Conversation(tokenizer, CHAT, variables={"quiet": True})
+    assert str(tokenizer.decode(talk.tokens)).endswith("!")
+
+
+@pytest.mark.parametrize(("template", "got"), [(REFUSES_ALL, "never"), ("{% if %}", "Expected"), (None, "without")])
+def test_a_template_that_refuses_is_an_error_of_one_prompt(template: str | None, got: str) -> None:
+    with pytest.raises(PromptRefused) as error:
+        build(template).tokenize(CHAT)
+    assert error.value.field == "--env.tokenizer_name" and got in error.value.got and error.value.fix
+
+
+def test_a_variable_that_is_an_argument_of_transformers_is_refused() -> None:
+    with pytest.raises(PromptRefused) as error:
+        render(build().tokenizer, CHAT, variables={"tokenize": True})
+    assert "tokenize" in error.value.got
+
+
+def test_template_variables_on_the_command_line() -> None:
+    def parse(text: str) -> dict[str, Any]:
+        arguments = ["--env.tokenizer_name", "m", "--env.chat_template_kwargs", text]
+        return parse_settings(
+            settings_class(BaseEnvConfig, processes=False), "grpo env x serve", arguments
+        ).env.chat_template_kwargs
+
+    assert parse('{"enable_thinking": false}') == {"enable_thinking": False}
+    for text in ("{enable", "[1]", "7"):
+        with pytest.raises(ConfigError) as error:
+            parse(text)
+        assert error.value.field == "--env.chat_template_kwargs"
+
+
+def test_a_conversations_longest_turn_has_its_older_name() -> None:
+    assert MultiTurnConfig(tokenizer_name="m", max_tokens_per_turn=5).max_tokens == 5  # type: ignore[call-arg]
+    assert MultiTurnConfig(tokenizer_name="m", max_tokens=5).max_tokens == 5
+
+
+@pytest.mark.parametrize("setting", [{"system_prompt": "Be brief."}, {"chat_template_kwargs": {"a": 1}}])
+def test_verifiers_refuses_what_its_library_would_ignore(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unset"):
+        VerifiersConfig(tokenizer_name="m", env_id="x", **setting)
+
+
+class Cut(Echo):
+    """Answers of 1, 2 and 3 characters; the second reached its limit."""
+
+    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
+        ids = self.tokenizer.encode("123")
+        ends = ["stop", self.second, "stop"]
+        return [Completion([1], ids[: i + 1], [-0.5] * (i + 1), "", end, 1) for i, end in enumerate(ends)]
+
+    second = "length"
+
+
+def group_of(**settings: Any) -> tuple[wire.ScoredData, Cut]:
+    tokenizer = build_tokenizer()
+    config = BaseEnvConfig(tokenizer_name="demo", group_size=3, **settings)
+    env = Cut(config, Scripted(tokenizer, lambda _: []), tokenizer)
+    group = asyncio.run(env.scored("hi"))
+    assert group is not None
+    return group, env
+
+
+def test_truncated_answers_are_marked_and_counted() -> None:
+    group, env = group_of()
+    assert group.overrides == [{}, {"truncated": True}, {}] and group.generation_params == {"temperature": 1.0}
+    assert [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks] == [1, 2, 3]
+    assert env.measures.take()["truncated"] == pytest.approx(1 / 3)
+
+
+def test_masked_answers_keep_their_scores() -> None:
+    group, _ = group_of(mask_truncated=True)
+    assert [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks] == [1, 0, 3]
+    assert group.scores == [1.0, 2.0, 3.0]
+
+
+def test_a_group_of_truncated_answers_is_sent() -> None:
+    config = BaseEnvConfig(tokenizer_name="demo", group_size=1)
+    empty = wire.ScoredData(tokens=[[1, 2]], masks=[[wire.IGNORED] * 2], scores=[1.0])
+    assert unfit(empty, config, 99) is not None
+    truncated = wire.ScoredData(
+        **{**{f: getattr(empty, f) for f in ("tokens", "masks", "scores")}, "overrides": [{"truncated": True}]}
+    )
+    assert unfit(truncated, config, 99) is None
+
+
+def test_a_conversation_without_room_for_the_answer_is_truncated() -> None:
+    env = build()
+    for end, longest, truncated in (("length", 999, True), ("stop", 999, False), ("stop", 20, True)):
+        talk = Conversation(env.tokenizer, CHAT[1:])
+        talk.say(Completion(talk.tokens, env.tokenizer.encode("46"), [-0.5] * 2, "", end, 1), "46")
+        talk.hear([{"role": "user", "content": "a longer question"}], longest)
+        assert talk.trajectory(1.0).truncated is truncated
