@@ -105,8 +105,8 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     """Give every trained token its advantage and its weight; microbatches are still to be made.
 
     Weights are counted in the whole batch before any sequence is skipped, so neither skipping nor the split into
-    microbatches changes the loss. A sequence without a trained token is in no denominator. Sequences without a gradient are skipped: all their advantages are 0, and no other
-    term of the loss trains on them.
+    microbatches changes the loss. A sequence without a trained token is in no denominator. Sequences without a
+    gradient are skipped: all their advantages are 0, and no other term of the loss trains on them.
 
     Args:
         seq_len: longer sequences are truncated.
