@@ -251,7 +251,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
     except SettingsError as error:  # "Parsing error encountered for env.NAME: REASON"
         name, _, reason = str(error).rpartition(" for ")[2].partition(": ")
-        fix = 'quote it for the shell: \'{"key": true}\''
+        fix = "quote it for the shell: '{\"key\": true}'"
         raise ConfigError(field=f"--{name}", got=reason, wanted="a JSON object", fix=fix) from None
 
 
