@@ -47,9 +47,11 @@ class UserError(Exception):
 
     Attributes:
         problems: at least one. `field`, `got`, `wanted`, `fix` and `summary` are those of the first.
+        exit_code: of the command that it ends.
     """
 
     problems: tuple[Problem, ...]
+    exit_code = 1
 
     def __init__(
         self, summary: str = "", *, field: str = "", got: object = "", wanted: str = "", fix: str = ""

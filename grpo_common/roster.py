@@ -13,11 +13,15 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from grpo_common.formats import check_format
+
 T = TypeVar("T")
 
 FOLDER = "servers"
 """In a run's folder."""
 MEMBERS_FILE, SERVED_FILE = "members.json", "served.json"
+FORMAT = 1
+"""Number of the format of both files, which have no place for it yet."""
 
 State = Literal["starting", "running", "restarting", "waiting for a machine", "leaving", "gone"]
 
@@ -73,8 +77,14 @@ def in_use(folder: Path) -> dict[str, int]:
 
 
 def _read(path: Path, kind: type[T], default: T) -> T:
-    """Return a file's content. Files are replaced as a whole, so one that exists is complete."""
+    """Return a file's content. Files are replaced as a whole, so one that exists is complete.
+
+    Raises:
+        FormatError: a newer version wrote the file.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        content = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         return default
+    check_format(str(path), content, FORMAT)
+    return msgspec.convert(content, type=kind)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_common.errors import collected
+from grpo_common.errors import UserError, collected
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.environments import BUILT_IN, environment_module
@@ -21,7 +21,7 @@ from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
+from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.servers import app as servers
 from grpo_trainer.signals import stopped_at_once
 from grpo_trainer.suggestions import flags_of, unknown_word
@@ -391,7 +391,7 @@ def main() -> None:
     logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)
     try:
         app()
-    except GrpoError as error:
+    except UserError as error:
         _fail(error)
     except OSError as error:
         known = from_os_error(error, "read or write")
@@ -400,7 +400,7 @@ def main() -> None:
         _fail(known)
 
 
-def _fail(error: GrpoError) -> None:
+def _fail(error: UserError) -> None:
     sys.stderr.write(f"grpo: {error}\n")
     sys.stderr.flush()
     sys.exit(error.exit_code)

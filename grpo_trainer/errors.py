@@ -17,13 +17,12 @@ from grpo_common.errors import UserError
 
 
 class GrpoError(UserError):
-    """Base of the trainer's errors. The command prints the message and exits with `exit_code`.
+    """Base of the trainer's errors.
 
     Attributes:
         spoils_weights: what the trainer holds can't be relied on after it, and is not to be saved.
     """
 
-    exit_code = 1
     spoils_weights = False
 
     def add(self, *, summary: str = "", fix: str = "") -> None:

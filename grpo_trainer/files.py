@@ -21,6 +21,9 @@ from grpo_trainer.errors import ConfigError, FolderGoneError
 METRICS_FILE = "metrics.jsonl"
 """A run's steps, one JSON object a line; a folder with this file holds a run."""
 
+SAMPLES_FILE = "samples.jsonl"
+"""Some of each step's sequences (`--log-samples`)."""
+
 LOCK_FILE = "writer.lock"
 """Lock of the process that writes into a folder; the file holds the process's pid."""
 

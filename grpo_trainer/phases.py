@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_common.formats import KEY
 from grpo_trainer.files import replace_file
 
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "start.json"
 """Name of the report in a run's folder; it is written after the first trained step."""
+REPORT_FORMAT = 1
+"""Number of the report's format."""
 SERVER = "server"
 """The phase in which a trainer waits for an inference server."""
 FIRST_STEP = "step"
@@ -160,7 +163,7 @@ def report_start(folder: Path, say: Callable[[str], None]) -> None:
         return
     say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
     phases = {name: round(taken, 3) for name, taken in seconds.items()}
-    report = {"seconds": round(sum(seconds.values()), 3), "phases": phases}
+    report = {KEY: REPORT_FORMAT, "seconds": round(sum(seconds.values()), 3), "phases": phases}
     try:
         replace_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode())
     except OSError as error:  # the run does not depend on the report

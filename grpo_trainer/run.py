@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import tomli_w
 from rich.console import Console
 
+from environments.api.wire import STORE_FORMAT
+from grpo_common.formats import check_format, check_sqlite
 from grpo_common.locks import HeldError, hold
 from grpo_common.models import CONFIG_FILE, find_folder
+from grpo_common.roster import FOLDER as SERVERS
+from grpo_common.roster import read_members, read_served
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
@@ -27,7 +33,7 @@ from grpo_trainer.doctor.model import shape_of
 from grpo_trainer.doctor.run_checks import warn_of_lr
 from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
-from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
+from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
@@ -42,8 +48,8 @@ from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, rows_so_far
-from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
-from grpo_trainer.saving.manifest import STATE_FILE
+from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 from vllm_server.protocol import PreflightReport
 
 
@@ -55,6 +61,7 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
+    refuse_newer(config)
     refuse_missing(config.trainer.model.name)
     warn_of_lr(config.trainer)
     with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
@@ -252,6 +259,27 @@ def _addresses(config: RunConfig, plan: RunPlan) -> str:
 def _saved(config: RunConfig) -> bool:
     """Return whether there is a checkpoint to resume from."""
     return any(config.run_dir.glob(f"checkpoints/*/{STATE_FILE}"))
+
+
+def refuse_newer(config: RunConfig) -> None:
+    """Check the formats of all files that an earlier run has left and this one would read or replace.
+
+    Raises:
+        FormatError: a newer version wrote one of them. Nothing in the folder has changed.
+    """
+    folder = config.run_dir
+    for rows in (folder / METRICS_FILE, folder / SAMPLES_FILE):
+        rows_so_far(rows)
+    for state in folder.glob(f"checkpoints/*/{STATE_FILE}"):
+        with suppress(DamagedError):  # the trainer moves it aside
+            read_state(state.parent)
+    with suppress(FileNotFoundError, ValueError):
+        check_format(str(folder / REPORT_FILE), json.loads((folder / REPORT_FILE).read_bytes()), REPORT_FORMAT)
+    read_members(folder / SERVERS)
+    read_served(folder / SERVERS)
+    if config.store is not None:
+        with suppress(sqlite3.Error):  # the rollout API reports it
+            check_sqlite(config.store, STORE_FORMAT)
 
 
 def empty_old_queue(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from grpo_common.formats import check_format
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_common.roster import read_members, read_served
 from grpo_trainer import background
@@ -98,7 +99,9 @@ class ServerClient:
                 said = waited
                 log.info("waiting %.0f s for the inference server at %s", waited, self._config.url)
             time.sleep(POLL_SECONDS)
-        return self._ask("GET", protocol.BRIDGE_INFO_ROUTE, protocol.BridgeInfo)
+        info = self._ask("GET", protocol.BRIDGE_INFO_ROUTE, protocol.BridgeInfo)
+        check_format(f"the inference server at {self._config.url}", info.format, protocol.FORMAT, ServerError)
+        return info
 
     def _answers(self, route: str) -> bool:
         try:

@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from vllm_server.errors import FatalError
 from vllm_server.protocol import machine_id
-from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile
+from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile
 
 FOLDER = "atropos_bridge"  # in the system temporary folder
 
@@ -51,6 +52,13 @@ class BridgeFile:
             raise self._refused(f"{folder}, which is no folder", "a folder that exists", f"mkdir -p {folder}")
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
             raise self._refused(f"{folder}, which is read-only", "a folder to write to", "choose another")
+        number = self._schema_version()
+        if number > SCHEMA_VERSION:
+            raise self._refused(
+                f"a file of schema_version {number}, of a server of a newer version",
+                f"none, or one of schema_version {SCHEMA_VERSION}",
+                "choose another place; if that server has ended, remove the file",
+            )
         other = self._read()
         if other is not None and _is_alive(other, self.path):
             raise self._refused(
@@ -91,6 +99,14 @@ class BridgeFile:
         if self.own_folder:
             with contextlib.suppress(OSError):  # another server's file is in it
                 self.path.parent.rmdir()
+
+    def _schema_version(self) -> int:
+        """Return the number of the file's format; 0: there is no file, or it has none."""
+        try:
+            number = msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any]).get("schema_version")
+        except (OSError, msgspec.DecodeError):
+            return 0
+        return number if isinstance(number, int) else 0
 
     def _read(self) -> BridgeConfigFile | None:
         """Return the file's content, or None if there is no file or it is of another kind. `write` overwrites that."""

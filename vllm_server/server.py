@@ -20,7 +20,7 @@ from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
-from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
+from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
@@ -209,6 +209,7 @@ class PolicyServer:
         config = self.engine.vllm_config
         model, lora = config.model_config, config.lora_config
         return BridgeInfo(
+            format=FORMAT,
             enabled=lora is not None,
             shared_weights=self.args.shared_weights,
             receives_weights=self.args.receive_weights,

@@ -17,6 +17,7 @@ from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
 from environments.api.store import StoreError
 from grpo_common.connections import SERVER_IDLE_S, Connections, raise_descriptor_limit
+from grpo_common.formats import FormatError
 from grpo_common.ports import port_holder
 
 log = logging.getLogger("rollout-api")
@@ -29,7 +30,7 @@ def serve(settings: Settings) -> int:
         _check_certificate(settings)
         listener = _listen(settings.host, settings.port, connections.backlog)
         service = Service(settings)
-    except (SettingsError, StoreError) as error:
+    except (SettingsError, StoreError, FormatError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     config = uvicorn.Config(

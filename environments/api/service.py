@@ -105,7 +105,7 @@ class Service:
         run = self.queue.register(trainer)
         log.info("trainer %d registered: batch_size %d, step %d", run.uuid, trainer.batch_size, run.current_step)
         await self.written()
-        return wire.RegisterResponse(uuid=run.uuid)
+        return wire.RegisterResponse(uuid=run.uuid, format=wire.FORMAT)
 
     async def next_batch(
         self, lease: float | None = None, request: str | None = None, uuid: int | None = None
@@ -160,7 +160,7 @@ class Service:
         """An id for the environment, or the word to wait."""
         environment = self.queue.register_environment(request, self.timer())
         if environment is None or self.queue.run is None:
-            return wire.RegisterEnvResponse(status="wait for trainer to start")
+            return wire.RegisterEnvResponse(status="wait for trainer to start", format=wire.FORMAT)
         log.info("environment %d registered: %s, groups of %d", environment.id, environment.name, request.group_size)
         await self.written()
         trainer = self.queue.run.trainer
@@ -174,6 +174,7 @@ class Service:
             num_steps=trainer.num_steps,
             eval_every=trainer.eval_every,
             max_staleness=trainer.max_staleness,
+            format=wire.FORMAT,
         )
 
     async def disconnect(self, env_id: int) -> None:

@@ -15,8 +15,10 @@ from typing import TypeVar
 
 import msgspec
 
+from environments.api import wire
 from environments.api.records import Closed, Environment, Group, Journal, Lease, Place, Run, Snapshot
 from grpo_common.errors import UserError
+from grpo_common.formats import check_sqlite
 from grpo_common.locks import HeldError, hold
 
 REMEMBERED_POSTS_S = 600.0
@@ -32,7 +34,6 @@ CREATE TABLE IF NOT EXISTS closed (number INTEGER PRIMARY KEY, batch_id TEXT NOT
 CREATE TABLE IF NOT EXISTS posts (key BLOB PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS unanswered (key BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
 """
-_FORMAT = 1
 
 Change = tuple[str, Sequence[object]]
 R = TypeVar("R")
@@ -50,6 +51,7 @@ class Store(Journal):
 
         Raises:
             StoreError: in use by another process, not ours, or not writable.
+            FormatError: a newer version wrote it. It is as it was.
         """
         self.path = path
         self._noted: list[Change] = []
@@ -57,22 +59,15 @@ class Store(Journal):
         self._waiting: list[asyncio.Future[None]] = []
         self._wake = threading.Condition()
         self._closing = False
-        self._lock = _lock(path)
         try:
+            check_sqlite(path, wire.STORE_FORMAT)
+            self._lock = _lock(path)
             self._writer = _connect(path, fsync)
             self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, _FORMAT):
-                raise StoreError(
-                    field=f"--store {path}",
-                    got=f"format {version}",
-                    wanted=f"format {_FORMAT}, which this version reads",
-                    fix="use another file",
-                )
             self._writer.executescript(_SCHEMA)
-            self._writer.execute(f"PRAGMA user_version = {_FORMAT}")
+            self._writer.execute(f"PRAGMA user_version = {wire.STORE_FORMAT}")
             self._file = _identity(path)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, PermissionError) as error:
             raise StoreError(
                 field=f"--store {path}", got=error, wanted="a writable file of this program's own"
             ) from error

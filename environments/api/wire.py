@@ -23,6 +23,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
 from grpo_common.http import MSGPACK_TYPES, is_msgpack
 
+FORMAT = 1
+"""Number of the format of all messages; the answers to /register and /register-env have it if it is above 1."""
+STORE_FORMAT = 1
+"""Number of the format of the queue on disk (`environments.api.store`), whose tables hold some of these messages."""
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 
@@ -78,10 +82,11 @@ class Register(Struct, frozen=True, kw_only=True):
     max_staleness: _Id | None = None
 
 
-class RegisterResponse(Struct, frozen=True, kw_only=True):
+class RegisterResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer to POST /register."""
 
     uuid: int
+    format: int = 1
 
 
 class RegisterEnv(Struct, frozen=True, kw_only=True):
@@ -110,6 +115,7 @@ class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_steps: int | None = None
     eval_every: int | None = None
     max_staleness: int | None = None
+    format: int = 1
 
 
 class EnvIdentifier(Struct, frozen=True, kw_only=True):

@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from environments.peers.http import Peer, PeerError, PeerRefused
+from grpo_common.formats import check_format
 from grpo_common.sampling import bends, cuts
-from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
+from vllm_server.protocol import FORMAT, GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
 COMPLETIONS_ROUTE = "/v1/completions"
 
@@ -303,6 +304,7 @@ async def find_dialect(peer: Peer, model: str | None) -> Found:
         PeerError: It is not a known kind of inference server.
     """
     if "boot_id" in (info := await _ask(peer, "/bridge/info")):
+        check_format(f"the inference server at {peer.url}", info, FORMAT, PeerError)
         return Found(GrpoServer(model), f"grpo's own server, policy version {info.get('policy_version')}")
     for path in ("/model_info", "/get_model_info"):
         if "model_path" in (info := await _ask(peer, path)):

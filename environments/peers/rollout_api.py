@@ -11,6 +11,7 @@ import msgspec
 from environments.api import wire
 from environments.config import BaseEnvConfig
 from environments.peers.http import Peer, PeerError, PeerRefused
+from grpo_common.formats import check_format
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class RolloutApi:
             min_batch_allocation=config.min_batch_allocation,
             process=str(config.metrics_path.absolute()) if config.metrics_path else None,
         )
-        return await self._ask("POST", "/register-env", wire.RegisterEnvResponse, body)
+        answer = await self._ask("POST", "/register-env", wire.RegisterEnvResponse, body)
+        check_format(f"the rollout API at {config.rollout_server_url}", answer.format, wire.FORMAT, PeerError)
+        return answer
 
     async def info(self) -> wire.Info:
         """Return the trainer's batch size and longest sequence."""

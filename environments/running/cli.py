@@ -29,6 +29,7 @@ from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed
 from environments.scoring import allow_interrupts
 from environments.threads import settled
 from environments.tokenizers import load_tokenizer
+from grpo_common.formats import FormatError
 
 if TYPE_CHECKING:
     from environments.base import BaseEnv
@@ -57,7 +58,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     prog = _prog(env_cls)
     try:
         sys.exit(_run(env_cls, prog, arguments))
-    except ConfigError as error:
+    except (ConfigError, FormatError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
     except PeerError as error:

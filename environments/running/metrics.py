@@ -12,6 +12,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
 from environments.running.files import JsonlFile
 from environments.trajectory import trained_tokens
+from grpo_common.formats import KEY, ROWS_FORMAT
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class JsonlSink(JsonlFile):
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Write one line."""
-        self.write(json.dumps({"step": step, **data}, default=float).encode())
+        self.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **data}, default=float).encode())
 
     def finish(self) -> None:
         """Close the file."""

@@ -10,10 +10,13 @@ from uuid import uuid4
 
 import msgspec
 
+from grpo_common.formats import FormatError, check_format
 from grpo_trainer.errors import ServerError
 from grpo_trainer.files import replace_file
 
 FOLDER = "requests"
+FORMAT = 1
+"""Number of the format of requests."""
 ANSWER_SECONDS = 60.0
 """Time for `grpo run` to answer: it may wait for the answer of a machine of its cluster."""
 POLL_SECONDS = 0.1
@@ -30,6 +33,7 @@ class Request(msgspec.Struct, frozen=True):
     action: Literal["add", "drop"]
     server: str | None = None
     gpus: str | None = None
+    format: int = 1
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,7 +56,7 @@ def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> 
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{time.time_ns()}-{uuid4().hex[:8]}"
     question, answered = folder / f"{name}.json", folder / f"{name}.answer"
-    replace_file(question, msgspec.json.encode(wanted))
+    replace_file(question, msgspec.json.encode(msgspec.structs.replace(wanted, format=FORMAT)))
     deadline = time.monotonic() + seconds
     while not answered.exists():
         if time.monotonic() > deadline:
@@ -77,7 +81,11 @@ def answer_all(servers: Path, obey: Callable[[Request], Answer]) -> None:
         except FileNotFoundError:  # the command that asked has stopped waiting
             continue
         try:
-            answer = obey(msgspec.json.decode(content, type=Request))
+            wanted = msgspec.json.decode(content, type=Request)
+            check_format(question.name, wanted.format, FORMAT)
+            answer = obey(wanted)
         except msgspec.MsgspecError as error:
             answer = Answer(False, f"{question.name} is no request: {error}")
+        except FormatError as error:
+            answer = Answer(False, str(error))
         replace_file(question.with_suffix(".answer"), msgspec.json.encode(answer))

@@ -41,6 +41,7 @@ class StartReport(msgspec.Struct, frozen=True):
     seconds: float
     phases: dict[str, float]
     servers: dict[str, dict[str, float]] = {}
+    format: int = 1
 
 
 class StartWatch:

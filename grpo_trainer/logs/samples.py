@@ -2,8 +2,8 @@
 
 One JSON object a sequence:
 
-    {"step": 3, "version": 2, "environment": 0, "group": 5, "reward": 1.0, "advantage": 0.7, "prompt": "1+2=",
-     "pieces": ["3", "\\n"], "ratios": [1.02, null], "trained": [true, false], "cut": 0}
+    {"format": 1, "step": 3, "version": 2, "environment": 0, "group": 5, "reward": 1.0, "advantage": 0.7,
+     "prompt": "1+2=", "pieces": ["3", "\\n"], "ratios": [1.02, null], "trained": [true, false], "cut": 0}
 
 `pieces` is what follows the prompt, token by token (or tokens that make up one character); `ratios` is what the policy
 that is trained gives each of them over what the server sampled with, null where either is unknown; `cut` counts tokens
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import SAMPLES_FILE
 from grpo_trainer.metrics.rows import keep_steps
 from grpo_trainer.rollouts.types import Group, Sample
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from grpo_trainer.engine.forward import Forward
 
-SAMPLES_FILE = "samples.jsonl"
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 2000
 """Tokens of each that are kept; of a prompt the last ones."""
 HALF_CHARACTER = "\ufffd"
@@ -95,6 +96,7 @@ class SampleLog:
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
         return {
+            KEY: ROWS_FORMAT,
             "step": step,
             "version": sample.policy_version,
             "environment": chosen.environment,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.console import RunConsole
@@ -90,7 +91,7 @@ class MetricLog:
 
 
 class JsonlSink:
-    """One JSON object a step, `{"step": …, "time": Unix seconds, key: number, …}`, flushed at once."""
+    """One JSON object a step, `{"format": 1, "step": …, "time": Unix seconds, key: number, …}`, flushed at once."""
 
     def __init__(self, path: Path, steps_done: int = 0) -> None:
         """Append to `path`; rows after `steps_done`, of steps that a resumed run takes again, are dropped.
@@ -106,7 +107,7 @@ class JsonlSink:
         finite = {key: value if math.isfinite(value) else None for key, value in sorted(numbers.items())}
         try:
             self._file = self._file or self._path.open("a")
-            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, "time": time.time(), **finite}) + "\n")
             self._file.flush()
         except OSError as error:
             error.filename = str(self._path)  # a write error knows no name

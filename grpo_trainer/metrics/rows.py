@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from grpo_common.formats import ROWS_FORMAT, check_format
 from grpo_trainer.files import replace_file
 
 ENDS = 5
@@ -15,7 +16,11 @@ ENDS = 5
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without an incomplete last line of a running or killed writer."""
+    """Return the rows of a file, without an incomplete last line of a running or killed writer.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
     return [row for _, row in _lines(path)]
 
 
@@ -49,7 +54,7 @@ class NewRows:
             self.close()
             self._file, self._incomplete = self._path.open(), ""
         *lines, self._incomplete = (self._incomplete + self._file.read()).split("\n")
-        rows = [row for line in lines if (row := json.loads(line))["time"] > self._newest]
+        rows = [row for line in lines if (row := parse_row(self._path, line))["time"] > self._newest]
         self._newest = max([self._newest, *(row["time"] for row in rows)])
         return rows
 
@@ -67,4 +72,15 @@ class NewRows:
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     lines = path.read_text().split("\n")
     for line in lines[:-1]:  # the text after the last line break is incomplete
-        yield line, json.loads(line)
+        yield line, parse_row(path, line)
+
+
+def parse_row(path: Path, line: str | bytes) -> dict[str, Any]:
+    """Return a row of the file.
+
+    Raises:
+        FormatError: a newer version wrote it.
+    """
+    row = json.loads(line)
+    check_format(str(path), row, ROWS_FORMAT)
+    return row

@@ -13,9 +13,8 @@ from typing import Any
 from grpo_common.trace import read_events as read_trace
 from grpo_trainer.config.run import SET_BY_THE_RUN, TRACE_FILE
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import METRICS_FILE, folders_named
+from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
-from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.health import Episode, episodes
 from grpo_trainer.metrics.rows import rows_so_far
 from grpo_trainer.report.events import Event, read_events

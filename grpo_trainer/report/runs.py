@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from grpo_common.formats import FormatError
 from grpo_common.locks import is_held
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.metrics.rows import ENDS
+from grpo_trainer.metrics.rows import ENDS, parse_row
 from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
 
 DEPTH = 2
@@ -37,7 +38,7 @@ class Listed:
         total_steps: what it set out to do; None: not known.
         reward: mean of the last five steps; None: no step has one.
         state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running; damaged:
-            its options or its rows cannot be read.
+            its options or its rows cannot be read; newer: a newer version of this program wrote it.
         changed: when its last step was written, Unix seconds.
     """
 
@@ -74,12 +75,15 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 def _listed(folder: Path) -> Listed:
     try:
         settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
+        last = final_step(folder / "checkpoints")
+    except FormatError:
+        return Listed(str(folder), None, None, 0, None, None, "newer", folder.stat().st_mtime)
     except ValueError:  # neither TOML nor JSON; the other runs are listed all the same
         return Listed(str(folder), None, None, 0, None, None, "damaged", folder.stat().st_mtime)
     steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
     rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
     checkpoints = folder / "checkpoints"
-    done = is_done(steps, total, final_step(checkpoints))
+    done = is_done(steps, total, last)
     try:
         running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
         state = "running" if running else "done" if done else "stopped"
@@ -106,7 +110,7 @@ def _last_rows(path: Path) -> list[dict[str, Any]]:
         size = path.stat().st_size
         file.seek(max(0, size - LAST_BYTES))
         lines = file.read().split(b"\n")[:-1]  # what follows the last line break is not whole yet
-    return [json.loads(line) for line in (lines if size <= LAST_BYTES else lines[1:])]
+    return [parse_row(path, line) for line in (lines if size <= LAST_BYTES else lines[1:])]
 
 
 def as_json(runs: Sequence[Listed]) -> str:

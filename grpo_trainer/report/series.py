@@ -22,7 +22,7 @@ REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
 """A line of the rollout API's log: which number has which name."""
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
-NOT_MEASURED = re.compile(r"step|time|train/resumed|health/.*")
+NOT_MEASURED = re.compile(r"step|time|format|train/resumed|health/.*")
 """Keys of rows that have no plot; the report marks resumes and health in the other plots."""
 
 

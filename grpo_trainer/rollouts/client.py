@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from environments.api import wire
+from grpo_common.formats import check_format
 from grpo_common.http import CONNECT_S, complaint, may_pass
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
@@ -91,8 +92,9 @@ class RolloutClient:
             answer = self._send("POST", "/register", msgspec.json.encode(self._registration))
             if isinstance(answer, _Wait):
                 return answer
-            uuid = wire.decode(answer.content, wire.RegisterResponse, answer.headers["content-type"]).uuid
-            self._registration = msgspec.structs.replace(self._registration, uuid=uuid)
+            registered = wire.decode(answer.content, wire.RegisterResponse, answer.headers["content-type"])
+            check_format(f"the rollout API at {self._config.url}", registered.format, wire.FORMAT, ServerError)
+            self._registration = msgspec.structs.replace(self._registration, uuid=registered.uuid)
             return True
 
     # Batches in

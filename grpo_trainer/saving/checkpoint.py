@@ -298,8 +298,10 @@ class Checkpoints:
         Raises:
             ConfigError: the named folder is no checkpoint, or is damaged; it was made with other options or in another
                 mode; or `--save-path` has newer checkpoints.
+            FormatError: a newer version of this program wrote a checkpoint. The folder is as it was.
         """
         self._make_folder()
+        saved_checkpoints(self._config.save_path)  # before anything is moved or deleted: all are of a known format
         if self._config.resume == "never":
             if self._copies is not None:
                 self._copies.check_empty()

@@ -15,10 +15,11 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from grpo_common.formats import FormatError, check_format
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.saving.finding import saved_checkpoints
-from grpo_trainer.saving.manifest import STATE_FILE
+from grpo_trainer.saving.manifest import FORMAT, STATE_FILE
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class CheckpointCopies:
         for there in self._files.ls(self._root, detail=False) if self._files.exists(self._root) else ():
             state = f"{str(there).rstrip('/')}/{STATE_FILE}"
             if self._files.exists(state):
-                found.append((int(json.loads(self._files.cat_file(state))["step"]), state.split("/")[-2]))
+                content = json.loads(self._files.cat_file(state))
+                check_format(state, content, FORMAT)
+                found.append((int(content["step"]), state.split("/")[-2]))
         return sorted(found)
 
     def _prune(self, newest: str) -> None:
@@ -111,6 +114,8 @@ class CheckpointCopies:
     def _readable(self) -> Iterator[None]:
         try:
             yield
+        except FormatError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"the copies of checkpoints can't be read: {error}",

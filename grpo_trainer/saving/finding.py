@@ -24,7 +24,11 @@ class Found:
 
 
 def saved_checkpoints(folder: Path) -> list[Found]:
-    """Return the checkpoints with a readable state.json, of any kind and including final ones, oldest first."""
+    """Return the checkpoints with a readable state.json, of any kind and including final ones, oldest first.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
     found = []
     for path in _folders(folder):
         try:
@@ -35,7 +39,12 @@ def saved_checkpoints(folder: Path) -> list[Found]:
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
-    """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`."""
+    """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`.
+
+    Raises:
+        FormatError: a newer version wrote one of the checkpoints. Nothing was moved.
+    """
+    saved_checkpoints(folder)
     for path in _folders(folder):
         try:
             read_state(path)

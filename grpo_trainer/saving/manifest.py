@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_common.errors import UserError
+from grpo_common.formats import KEY, check_format
 from grpo_trainer.files import replace_file, sync
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE = "state.json"
+FORMAT = 1
+"""Number of the format of a checkpoint's whole folder."""
 
 READERS = 4
 """Number of files that are read at the same time; hashing releases Python's GIL."""
@@ -80,6 +83,7 @@ def seal(folder: Path, progress: Progress) -> None:
     with ThreadPoolExecutor(READERS) as readers:
         sums = list(readers.map(_synced_checksum, paths))
     content = {
+        KEY: FORMAT,
         **asdict(progress),
         "saved_at": time.time(),
         "files": {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)},
@@ -97,9 +101,12 @@ def read_state(folder: Path) -> State:
 
     Raises:
         DamagedError: the file is damaged.
+        FormatError: a newer version wrote the checkpoint.
     """
+    path = folder / STATE_FILE
     try:
-        content = json.loads((folder / STATE_FILE).read_text())
+        content = json.loads(path.read_text())
+        check_format(str(path), content, FORMAT)
         if content.pop("checksum") != _checksum_of(content):
             raise DamagedError(field=STATE_FILE, got="another checksum", wanted="its own checksum")
         offsets = VersionOffsets(tuple(VersionOffset(**jump) for jump in content["numbering"]["jumps"]))

@@ -50,7 +50,7 @@ def test_what_a_line_says(tmp_path: Path) -> None:
     best, worst = read_rows(tmp_path / "new" / "samples.jsonl")
     # Rewards 0 and 1: mean 0.5, standard deviation (n - 1) 0.7071, 0.5 / 0.7072 = 0.707
     assert best == {
-        **{"step": 3, "version": 7, "environment": 4, "group": 0, "reward": 1.0, "cut": 0},
+        **{"format": 1, "step": 3, "version": 7, "environment": 4, "group": 0, "reward": 1.0, "cut": 0},
         **{"prompt": "ab", "pieces": ["c", "d"], "ratios": [0.5, 0.5], "trained": [True, True]},
         "advantage": best["advantage"],
     }

@@ -265,15 +265,6 @@ def test_a_file_that_is_no_store_is_refused(tmp_path: Path):
     assert error.value.field == f"--store {path}" and isinstance(error.value.__cause__, sqlite3.DatabaseError)
 
 
-def test_a_store_of_another_format_is_refused(tmp_path: Path):
-    connection = sqlite3.connect(tmp_path / "s")
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(StoreError) as error:
-        Store(tmp_path / "s")
-    assert error.value.got == "format 99"
-
-
 def test_a_commit_that_fails_is_told(tmp_path: Path):
     async def life() -> None:
         store = Store(tmp_path / "s")

@@ -12,6 +12,7 @@ adapter gets the version published last, and every answer names its version.
 
 # ruff: noqa: F401  # these names are for importers of this package
 from vllm_server.protocol.bridge import (
+    FORMAT,
     BridgeDebug,
     BridgeInfo,
     BridgeStatus,

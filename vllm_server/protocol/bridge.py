@@ -7,6 +7,9 @@ import msgspec
 
 from vllm_server.protocol.routed_experts import RoutedShape
 
+FORMAT = 1
+"""Number of the format of all messages between server and clients."""
+
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's workers.
@@ -36,7 +39,8 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     publish. `machine` is the server's `machine_id()`. `bridge_config_path` is set while weights are shared.
     `logits_dtype` is the dtype of the logits behind logprobs; null if it is not known. `max_num_seqs` is the engine's
     limit of concurrent sequences; null for an older server. `receives_weights`: a trainer may send all weights.
-    `quantization` is vLLM's name of the method, `kv_cache_dtype` that of the KV cache.
+    `quantization` is vLLM's name of the method, `kv_cache_dtype` that of the KV cache. `format` is the number of the
+    format of all messages between this server and its clients.
     """
 
     enabled: bool
@@ -66,6 +70,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     receives_weights: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    format: int = 1
 
     @property
     def in_8_bits(self) -> bool:
