@@ -34,6 +34,7 @@ from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, PromptTooLong
+from environments.data_config import DataConfig, RewardConfig
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
@@ -84,6 +85,7 @@ class BaseEnv(Generic[Item, Config]):
         config: The environment's settings.
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
+        data, rewards: The tables ``[data]`` and ``[[rewards]]``, for an environment that `takes_data`.
         items: Where items come from, if `setup` sets it, such as `Shuffled(rows, self.config.seed)`.
         curr_step: The trainer's last known step; 0 without a trainer.
         measures: Figures to report with each step: `self.measures.add("strict", 1.0)`.
@@ -92,10 +94,13 @@ class BaseEnv(Generic[Item, Config]):
     """
 
     items: Iterator[Item]
+    data: DataConfig = DataConfig()
+    rewards: tuple[RewardConfig, ...] = ()
     name: ClassVar[str] = ""
     program: ClassVar[str | None] = None  # its command in messages; None: the class's module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     score_in_thread: ClassVar[bool] = True  # False: `score` is fast, or uses signals
+    takes_data: ClassVar[bool] = False  # True: it reads `data` and `rewards`; otherwise these options are refused
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Name a class without a name."""
@@ -151,15 +156,15 @@ class BaseEnv(Generic[Item, Config]):
         """Return the item's prompt: plain text, or messages for the model's chat template."""
         raise NotImplementedError(f"{type(self).__name__} overrides neither prompt() nor collect_trajectories()")
 
-    def score(self, item: Item, answer: str) -> float:
-        """Return the score of one answer (see `decode`).
+    def score(self, item: Item, answer: str) -> float | None:
+        """Return the score of one answer (see `decode`); None if no reward applies to it.
 
         It runs in a thread: the answers of a group one after another, several groups at a time (`score_in_thread`).
         """
         raise NotImplementedError(f"{type(self).__name__} overrides neither score() nor collect_trajectories()")
 
-    async def score_group(self, item: Item, completions: Sequence[Completion]) -> list[float]:
-        """Return the score of each answer of a group.
+    async def score_group(self, item: Item, completions: Sequence[Completion]) -> Sequence[float | None]:
+        """Return the score of each answer of a group; None for an answer to which no reward applies.
 
         Override it where scoring must wait, or must see how an answer ended.
         """
@@ -168,7 +173,7 @@ class BaseEnv(Generic[Item, Config]):
             return await self.threads.call(self._scores, item, answers)
         return self._scores(item, answers)
 
-    def _scores(self, item: Item, answers: Sequence[str]) -> list[float]:
+    def _scores(self, item: Item, answers: Sequence[str]) -> list[float | None]:
         return [self.score(item, answer) for answer in answers]
 
     def sampling(self, room: int) -> Sampling:
@@ -212,7 +217,7 @@ class BaseEnv(Generic[Item, Config]):
         room = self.config.max_token_length - len(token_ids)
         return await self.server.generate(token_ids, n, self.sampling(room))
 
-    def trajectory(self, prompt: str | list[Message], completion: Completion, score: float) -> Trajectory:
+    def trajectory(self, prompt: str | list[Message], completion: Completion, score: float | None) -> Trajectory:
         """Return a completion with its score, and with its messages if the settings include them."""
         prompt = self.asked(prompt)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

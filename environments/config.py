@@ -9,9 +9,10 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from environments.data_config import DataConfig, Rewards, spelled_out
 from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 
 
@@ -38,6 +40,10 @@ class PromptTooLong(ConfigError):
 
 class PromptRefused(ConfigError):
     """The model's chat template does not render a prompt."""
+
+
+class UnusableRow(UserError, ValueError):
+    """A row of the data set can't be read, or has no prompt."""
 
 
 def _http_url(url: str) -> str:
@@ -190,8 +196,17 @@ class Settings(BaseSettings, Generic[EnvConfig]):
 
     env: EnvConfig
     openai: ServerConfig = ServerConfig()
+    data: DataConfig = DataConfig()
+    rewards: Rewards = Field(
+        default=(),
+        validation_alias=AliasChoices("rewards", "reward"),
+        description="FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN; FUNCTION=0.1 has a weight; "
+        "may be repeated",
+    )
     slurm: Annotated[bool, AfterValidator(_no_slurm)] = Field(default=False, description="accepted for old scripts")
-    config: Path | None = Field(default=None, description="TOML file with the same settings, in [env] and [openai]")
+    config: Path | None = Field(
+        default=None, description="TOML file with the same settings, in [env], [openai], [data], [[rewards]]"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -234,6 +249,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         SystemExit: ``--help`` was given, or a flag has no value.
     """
     names = sorted(_paths(settings_cls))
+    arguments = spelled_out(list(arguments))
     flags = [argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")]
     unknown = [name for name in flags if name not in {*names, "help"}]
     if unknown:
@@ -270,6 +286,38 @@ def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]
             raise ConfigError.of([_explain(wrong, names) for wrong in found]) from None
 
 
+def refuse_data(name: str, has_data: bool, has_rewards: bool) -> None:
+    """Refuse `[data]` and `[[rewards]]` for an environment that does not read them.
+
+    Raises:
+        ConfigError: They were given.
+    """
+    if has_data or has_rewards:
+        raise ConfigError(
+            f"the environment {name} has prompts and a reward already",
+            field="--data" if has_data else "--reward",
+            got=f"--env {name}",
+            wanted="--env dataset, or an environment of your own with takes_data = True",
+            fix="omit --env, or omit --data and --reward",
+        )
+
+
+def require_data(has_data: bool, has_rewards: bool) -> None:
+    """Require `[data]` and `[[rewards]]`.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    if not has_data:
+        raise ConfigError("no data set", field="--data", fix="add --data FILE, or the name of a data set on the hub")
+    if not has_rewards:
+        raise ConfigError(
+            "no reward scores the answers",
+            field="--reward",
+            fix="add --reward FILE.py:FUNCTION, or a built-in: exact_match, math, regex:PATTERN",
+        )
+
+
 def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", nargs="?")
@@ -290,7 +338,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every setting's path, such as ``env.group_size``, and its older names."""
     for name, field in model.model_fields.items():
         nested = [t for t in (field.annotation, *get_args(field.annotation)) if t not in (None, NoneType)]
-        for kind in nested:
+        for kind in nested if get_origin(field.annotation) is not tuple else ():
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _paths(kind, f"{prefix}{name}.")
                 break
@@ -308,8 +356,10 @@ def _nearest(name: str, names: Sequence[str], flag: str) -> str:
 
 
 def _explain(wrong: Any, names: Sequence[str]) -> Problem:
-    """Return a pydantic error as a problem. Errors of our validators have the form `wanted …; FIX`."""
+    """Return a pydantic error as a problem. Validators raise a `UserError`, or an error of the form `wanted …; FIX`."""
     path = ".".join(map(str, wrong["loc"]))
+    if isinstance(raised := wrong.get("ctx", {}).get("error"), UserError):
+        return replace(raised.problems[0], field=raised.field or f"--{path}")
     if wrong["type"] == "extra_forbidden":
         return Problem(path, summary="no such setting", fix=_nearest(path, names, ""))
     if wrong["type"] == "missing":

@@ -1,8 +1,10 @@
-"""Confidence intervals of measured shares."""
+"""Confidence intervals of measured shares and means."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
 
 Z_95 = 1.959963984540054
 """The normal distribution's 97.5 % quantile: 95 % of values are within this many standard deviations."""
@@ -12,6 +14,18 @@ def with_interval(name: str, share: float, trials: int) -> dict[str, float]:
     """Return the metrics of a share: itself, and the ends of its confidence interval."""
     low, high = wilson(share, trials)
     return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
+def mean_with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of one or more values, and the ends of its 95 % confidence interval.
+
+    Values that are all 0 or 1 are a share, with Wilson's interval. Others have that of the normal approximation.
+    """
+    mean, count = fmean(values), len(values)
+    if set(values) <= {0.0, 1.0}:
+        return with_interval(name, mean, count)
+    half = Z_95 * stdev(values) / math.sqrt(count) if count > 1 else 0.0
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
 def wilson(share: float, trials: int) -> tuple[float, float]:

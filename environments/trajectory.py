@@ -42,7 +42,7 @@ class Trajectory:
         tokens: Prompt and completion, or all turns of a conversation.
         trained: Whether the policy sampled the token, so that it is trained on.
         rollout_logprobs: The sampling policy's logprob of each token; `wire.MASKED_LOGPROB` where not trained.
-        score: The reward.
+        score: The reward; None: no reward applies, so no token is trained and the group's baseline leaves it out.
         policy_version: Oldest policy version that sampled a part of it; None if the server has no versions.
         messages: The same as text, for people to read.
         temperature: Sampling temperature. The trainer divides its logits by it, which correct ratios require.
@@ -56,7 +56,7 @@ class Trajectory:
     tokens: list[int]
     trained: list[bool]
     rollout_logprobs: list[float]
-    score: float
+    score: float | None
     policy_version: int | None
     messages: list[Message]
     temperature: float = 1.0
@@ -67,7 +67,7 @@ class Trajectory:
     truncated: bool = False
 
     @classmethod
-    def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> Trajectory:
+    def of(cls, completion: Completion, score: float | None, messages: Sequence[Message] = ()) -> Trajectory:
         """Return the trajectory of one completion of one prompt.
 
         Raises:
@@ -115,16 +115,23 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
     same = all(each == sampling[0] for each in sampling)
     overrides = [
-        {**({} if same else own), **({wire.TRUNCATED: True} if trajectory.truncated else {})}
+        {
+            **({} if same else own),
+            **({wire.TRUNCATED: True} if trajectory.truncated else {}),
+            **({wire.UNSCORED: True} if trajectory.score is None else {}),
+        }
         for own, trajectory in zip(sampling, trajectories, strict=True)
     ]
     return wire.ScoredData(
         tokens=[trajectory.tokens for trajectory in trajectories],
         masks=[
-            [token if trained else wire.IGNORED for token, trained in zip(t.tokens, t.trained, strict=True)]
+            [
+                token if trained and t.score is not None else wire.IGNORED
+                for token, trained in zip(t.tokens, t.trained, strict=True)
+            ]
             for t in trajectories
         ],
-        scores=[float(trajectory.score) for trajectory in trajectories],  # True, and numbers of numpy, too
+        scores=[float(trajectory.score or 0.0) for trajectory in trajectories],  # True, and numbers of numpy, too
         advantages=turn_advantages(trajectories),
         inference_logprobs=[trajectory.rollout_logprobs for trajectory in trajectories],
         policy_versions=versions if len(versions) == len(trajectories) else None,
@@ -161,7 +168,7 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
     """
     if not any(trajectory.turn_rewards for trajectory in trajectories):
         return None
-    rests = [t.score - sum(reward.value for reward in t.turn_rewards) for t in trajectories]
+    rests = [(t.score or 0.0) - sum(reward.value for reward in t.turn_rewards) for t in trajectories]
     in_turns = all(t.turn_rewards and abs(rest) <= 1e-9 for t, rest in zip(trajectories, rests, strict=True))
     rewards = [
         [*t.turn_rewards, *([] if in_turns else [TurnReward(len(t.tokens), rest)])]

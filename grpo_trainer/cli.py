@@ -47,7 +47,15 @@ FIRST = (
     *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
 )
 """Flags that matter first: the others have good defaults."""
-FIRST_OF_A_RUN = (*FIRST, "--env", "--run-dir", "--log-samples", "--server.gpu-memory-utilization")
+FIRST_OF_A_RUN = (
+    *FIRST,
+    "--data",
+    "--reward",
+    "--env",
+    "--run-dir",
+    "--log-samples",
+    "--server.gpu-memory-utilization",
+)
 TRAIN_EXAMPLE = (
     "for example: grpo train --model-name runs/demo-model --weight-bridge-mode lora_only; to start rollout API, server "
     "and environment too, as most people want, use `grpo run` with the same options"
@@ -59,6 +67,22 @@ Environment = Annotated[
         metavar="NAME",
         help=f"Environment: {', '.join(BUILT_IN)}, or a Python module of yours (default: arithmetic). "
         "--env.KEY and --openai.KEY set its options (listed by: grpo env NAME serve --help).",
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D",
+        help="Your data set: a JSONL, JSON, CSV or Parquet file, a folder, or a name on the hub. --data.KEY sets its "
+        "options, such as prompt_column, answer_column and held_out (listed by: grpo env dataset serve --help).",
+    ),
+]
+Reward = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="R",
+        help="Your reward: FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN; may be repeated. "
+        "FUNCTION=0.1 has a weight.",
     ),
 ]
 ConfigFile = Annotated[
@@ -92,6 +116,8 @@ def run(
     options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
+    data: Data = None,
+    reward: Reward = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the processes that the run would start, and start none.")
     ] = False,
@@ -106,7 +132,8 @@ def run(
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and supervise them until training is done."""
     on_cluster = {"cluster": "auto"} if slurm else {}
-    run_config = _read_run(ctx, {**options, **on_cluster}, config, env)
+    own = {"env": env, "data": data, "reward": reward}
+    run_config = _read_run(ctx, {**options, **on_cluster}, config, own)
     if as_json and not dry_run:
         raise ConfigError(field="--json", got="no --dry-run", wanted="--dry-run with it", fix="add --dry-run")
     if slurm and dry_run:
@@ -171,6 +198,8 @@ def doctor(
     options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
+    data: Data = None,
+    reward: Reward = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
@@ -180,9 +209,9 @@ def doctor(
     from grpo_trainer.doctor.machine import look
 
     run_config: RunConfig | ConfigError | None = None
-    if config or options or env or ctx.args:
+    if config or options or env or data or reward or ctx.args:
         try:
-            run_config = _read_run(ctx, options, config, env)
+            run_config = _read_run(ctx, options, config, {"env": env, "data": data, "reward": reward})
         except ConfigError as error:
             run_config = error
     examination = examine(look(), run_config)
@@ -311,8 +340,10 @@ def demo_model(ctx: typer.Context) -> None:
     _become("environments.demo_model", ctx.args)
 
 
-def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, env: str | None) -> RunConfig:
-    return build_run(read_toml(config) if config else {}, {**options, **({"env": env} if env else {})}, ctx.args)
+def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, own: dict[str, Any]) -> RunConfig:
+    """Return a run's configuration; `own` has the environment's flags."""
+    given = {key: value for key, value in own.items() if value}
+    return build_run(read_toml(config) if config else {}, {**options, **given}, ctx.args)
 
 
 def _show_plan(config: RunConfig, *, as_json: bool) -> None:

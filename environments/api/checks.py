@@ -21,7 +21,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 WHOLE = ("tokens", "masks")
 PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 LIST_PER_TOKEN = "one list per token"
-_SWITCHES = ("sft", "set_advantage_to_zero", wire.TRUNCATED)
+_SWITCHES = ("sft", "set_advantage_to_zero", wire.TRUNCATED, wire.UNSCORED)
 
 
 class Posted(Struct, frozen=True):

@@ -232,7 +232,7 @@ class Service:
             group.env_id,
             len(group.lengths),
             len(payload),
-            fmean(group.scores),
+            fmean(wire.counted_scores(group) or [0.0]),
             group.policy_versions or (),
             self.timer(),
         )

@@ -34,6 +34,8 @@ IGNORED = -100
 """A mask entry of this value says that the token is not trained; any other says that it is."""
 TRUNCATED = "truncated"
 """Key of `overrides`: true for a sequence that reached a limit of its tokens."""
+UNSCORED = "unscored"
+"""Key of `overrides`: true for a sequence to which no reward applies. Its score is not used."""
 MASKED_LOGPROB = 1.0
 """What environments put in `inference_logprobs` where no token was sampled (a logprob is never positive)."""
 
@@ -449,6 +451,12 @@ def unpack(group: PackedGroup) -> ScoredData:
         **{name: getattr(group, name) for name in UNPACKED_FIELDS},
         env_id=group.env_id,
     )
+
+
+def counted_scores(group: ScoredData | PackedGroup) -> list[float]:
+    """The scores of a group without those of sequences that are marked as unscored."""
+    marks = [{**(group.group_overrides or {}), **own}.get(UNSCORED) for own in group.overrides or ()]
+    return [score for score, mark in zip(group.scores, marks, strict=True) if not mark] if marks else group.scores
 
 
 def spans(lengths: list[int]) -> list[slice]:

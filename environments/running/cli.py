@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from environments.api import wire
-from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
+from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, refuse_data, settings_class
 from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
@@ -92,6 +92,8 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
         raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
     settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
+    if not env_cls.takes_data:
+        refuse_data(env_cls.name, settings.data.path is not None, bool(settings.rewards))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
@@ -103,6 +105,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
     server = servers(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
+    env.data, env.rewards = settings.data, settings.rewards
     stop = asyncio.Event()
     allow_interrupts()
     _stop_on_signals(stop, status=0 if command == "serve" else 1)

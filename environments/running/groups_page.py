@@ -28,7 +28,7 @@ body { max-width: 60rem } .bars { width: 100%; height: 5rem; border-bottom: 1px 
 
 def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
     """Return the page: figures of all groups, then each group with its prompt once and its answers by score."""
-    scores = [score for group in groups for score in group.scores]
+    scores = [score for group in groups for score in wire.counted_scores(group)]
     body = [f"<h1>{html.escape(title)}</h1>", _figures(groups, scores), _histogram(scores)]
     body += [_group(number, group) for number, group in enumerate(groups[:MOST_GROUPS], start=1)]
     if len(groups) > MOST_GROUPS:
@@ -38,7 +38,7 @@ def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
 
 def _figures(groups: Sequence[wire.ScoredData], scores: Sequence[float]) -> str:
     lengths = [trained_tokens(mask) for group in groups for mask in group.masks]
-    same = sum(len(set(group.scores)) == 1 for group in groups)
+    same = sum(len(set(wire.counted_scores(group))) <= 1 for group in groups)
     figures = {"groups": f"{len(groups):,}", "answers": f"{len(scores):,}"}
     if scores:
         figures |= {"mean score": f"{fmean(scores):.3f}", "mean length in tokens": f"{fmean(lengths):,.1f}"}
@@ -69,7 +69,7 @@ def _histogram(scores: Sequence[float]) -> str:
 def _group(number: int, group: wire.ScoredData) -> str:
     conversations = group.messages or [[] for _ in group.scores]
     shared = _shared(conversations)
-    mean = fmean(group.scores)
+    mean = fmean(wire.counted_scores(group) or [0.0])
     order = sorted(range(len(group.scores)), key=lambda index: -group.scores[index])
     answers = "".join(_answer(group, index, conversations[index][shared:], mean) for index in order)
     first = conversations[0][shared - 1].get("content") if shared else None
@@ -91,12 +91,12 @@ def _shared(conversations: Sequence[Sequence[dict[str, Any]]]) -> int:
 
 
 def _answer(group: wire.ScoredData, index: int, messages: Sequence[dict[str, Any]], mean: float) -> str:
-    score = group.scores[index]
+    score, mark = group.scores[index], ((group.overrides or [])[index:] or [{}])[0].get(wire.UNSCORED)
     trained = trained_tokens(group.masks[index])
-    side = "good" if score > mean else "bad" if score < mean else ""
+    side = "" if mark or score == mean else "good" if score > mean else "bad"
     version = f", policy {group.policy_versions[index]}" if group.policy_versions else ""
     return (
-        f'<div class="answer"><b class="{side}">{score:.3f}</b> <small>{trained} of '
+        f'<div class="answer"><b class="{side}">{"no reward" if mark else f"{score:.3f}"}</b> <small>{trained} of '
         f"{len(group.tokens[index])} tokens trained{version}</small>{_messages(messages)}</div>"
     )
 

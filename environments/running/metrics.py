@@ -34,7 +34,7 @@ class Tally:
     def add(self, group: wire.ScoredData) -> None:
         """Count a group that was sent."""
         self.groups += 1
-        self.scores += group.scores
+        self.scores += wire.counted_scores(group)
         self.lengths += [trained_tokens(mask) for mask in group.masks]
         self.versions.update(group.policy_versions or [])
 

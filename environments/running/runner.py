@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong
+from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.files import JsonlFile
@@ -49,9 +49,13 @@ LOSSES = {
     PromptTooLong: "prompt too long",
     PromptRefused: "prompt refused by the chat template",
     ScoreTimeout: "scored for too long",
+    UnusableRow: "unusable row",
 }
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL = "all scores equal"
+ALL_UNSCORED = "no reward applies"
+TEACH_NOTHING = (ALL_EQUAL, ALL_UNSCORED)
+"""Reasons to drop a group of an environment that works."""
 
 Tasks = dict[asyncio.Task[None], int]
 """Maps each task to the trainer's step when its group was started."""
@@ -66,11 +70,14 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
     if len(group.tokens) != expected:
         return f"{len(group.tokens)} sequences for {expected}"
-    if all(entry == wire.IGNORED for mask in group.masks for entry in mask) and not all(truncated_of(group)):
-        return "no token to train on: all completions are empty"
+    if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
+        if not wire.counted_scores(group):
+            return ALL_UNSCORED
+        if not all(truncated_of(group)):
+            return "no token to train on: all completions are empty"
     if not all(map(math.isfinite, group.scores)):
         return "a score that is not finite"
-    if config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
+    if config.ensure_scores_are_not_same and len(set(wire.counted_scores(group))) == 1:
         return ALL_EQUAL
     if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
@@ -356,8 +363,8 @@ class Runner:
             self._drop("came to nothing")
             return
         self._running.add([trained_tokens(mask) for mask in group.masks])
-        if (reason := unfit(group, self.config, self.registration.max_token_len)) == ALL_EQUAL:
-            self._drop(reason)  # the task may be too easy or too hard, but the environment works
+        if (reason := unfit(group, self.config, self.registration.max_token_len)) in TEACH_NOTHING:
+            self._drop(reason)
         elif reason is not None:
             self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
         else:

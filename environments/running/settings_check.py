@@ -5,15 +5,18 @@ The environment itself would report errors seconds or minutes later. This check 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Final, cast
 
-from environments.config import BaseEnvConfig, ConfigError, ServerConfig, check_table
+from pydantic import BaseModel
 
-__all__ = ["BUILT_IN", "ConfigError", "check", "check_server", "group_size"]
+from environments.config import BaseEnvConfig, ConfigError, ServerConfig, check_table, refuse_data, require_data
+from environments.data_config import DataConfig, Rewards
+
+__all__ = ["BUILT_IN", "DATASET", "ConfigError", "check", "check_data", "check_server", "group_size"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,14 @@ class BuiltIn:
     settings_module: str = ""
 
 
+DATASET: Final = "dataset"
+"""The environment that reads `[data]` and `[[rewards]]`."""
+DATASET_MODULE: Final = "environments.dataset"
+
 BUILT_IN: Final = MappingProxyType(
     {
         "arithmetic": BuiltIn("environments.arithmetic_server", "ArithmeticConfig"),
+        "dataset": BuiltIn(DATASET_MODULE, "DatasetConfig", settings_module=f"{DATASET_MODULE}.env"),
         "gsm8k": BuiltIn("environments.gsm8k_server", "Gsm8kConfig"),
         "verifiers": BuiltIn(
             "environments.verifiers_server", "VerifiersConfig", settings_module="environments.from_verifiers.config"
@@ -64,6 +72,24 @@ def check_server(values: Mapping[str, object]) -> None:
         ConfigError: As for `check`.
     """
     check_table("openai", ServerConfig, values)
+
+
+def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object]) -> None:
+    """Check the tables `[data]` and `[[rewards]]`. The data set and the functions are not looked for yet.
+
+    Raises:
+        ConfigError: As for `check`; or the environment does not read them, or needs them.
+    """
+    check_table("data", DataConfig, data)
+    check_table("rewards", _RewardTables, {"rewards": rewards})
+    if name in BUILT_IN and name != DATASET:
+        refuse_data(name, bool(data), bool(rewards))
+    if name == DATASET:
+        require_data(data.get("path") is not None, bool(rewards))
+
+
+class _RewardTables(BaseModel):
+    rewards: Rewards
 
 
 def group_size(name: str, values: Mapping[str, object]) -> int | None:

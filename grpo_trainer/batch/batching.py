@@ -209,10 +209,10 @@ def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
 
 def _advantages(group: Group, config: LossConfig) -> list[float | NDArray[np.float32]]:
     """Return each sequence's advantage: 1 if supervised, the environment's per token if given, else the group's."""
-    own = iter(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
+    own = group.advantages(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
     values: list[float | NDArray[np.float32]] = []
-    for sample in group.samples:
-        value, given = 1.0 if sample.supervised else next(own), sample.advantages_T
+    for sample, value in zip(group.samples, own, strict=True):
+        given = sample.advantages_T
         values.append(value if given is None or (sample.supervised and given.any()) else given)
     return values
 
@@ -230,6 +230,7 @@ def _batch_metrics(
         "batch/zero_variance_share": Mean(sum(is_zero_variance(group.rewards) for group in judged), len(judged)),
         "batch/sequences_trained": Sum(len(kept)),
         "batch/supervised": Sum(sum(sample.supervised for sample in cut)),
+        "batch/unscored": Sum(sum(sample.unscored for sample in cut)),
         "batch/trained_tokens": Sum(counts.trained_tokens),
         "batch/teacher_tokens": Sum(counts.teacher_tokens),
         "batch/tokens": Sum(sum(len(sample.tokens_T) for sample in cut)),

@@ -30,6 +30,8 @@ class EnvironmentProcess(Section):
     )
     env: dict[str, Any] = Field(default_factory=dict)
     openai: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    rewards: tuple[Any, ...] = ()
 
 
 def environment_module(name: str, said: str = "--env") -> str:
@@ -73,5 +75,7 @@ def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Probl
             settings_check.check(environment.name, environment.env)
         with collected(own):
             settings_check.check_server(environment.openai)
+        with collected(own):
+            settings_check.check_data(environment.name, environment.data, environment.rewards)
         found += [replace(each, field=f"--env {environment.name}: {each.field}") for each in own]
     return found

@@ -16,7 +16,14 @@ In TOML, a table each; the keys of `[trainer]` are the flags of `grpo train`:
     env = { group_size = 8 }
 
 On the command line the trainer's flags stand as they are, the others carry their table's name: `--server.port 0`,
-`--api.port 0`; `--env NAME` picks the environment and `--env.KEY`, `--openai.KEY` set its options.
+`--api.port 0`; `--env NAME` picks the environment and `--env.KEY`, `--openai.KEY`, `--data.KEY` set its options.
+`--data D --reward R` is the environment `dataset`; in TOML:
+
+    [data]
+    path = "problems.jsonl"
+
+    [[rewards]]
+    function = "my.py:right"
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from typing import Any
 
 from pydantic import field_validator
 
+from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.roster import FOLDER
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
@@ -131,6 +139,8 @@ class RunConfig(Section):
         return (self.run_dir / TRACE_FILE).absolute() if self.options.trace else None
 
 
+OF_THE_ENVIRONMENT = ("data", "rewards")
+"""Tables of a file that may stand outside `[[environments]]` if there is only one environment."""
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {"options": RunOptions, "trainer": TrainConfig, "server": ServerProcess, "api": ApiProcess}
 )
@@ -183,7 +193,11 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
             built[table] = build(section, given[table], where=where)
     with collected(problems):
         options = _env_options(env_args, problems)
-        built["environments"] = _environments(file.get("environments", []), flags.get("env"), options)
+        if flags.get("data") is not None:
+            options["data"]["path"] = flags["data"]
+        own = {key: file[key] for key in OF_THE_ENVIRONMENT if key in file}
+        tables, rewards = file.get("environments", []), flags.get("reward") or ()
+        built["environments"] = _environments(tables, flags.get("env"), options, rewards, own)
         problems += problems_of_tables(built["environments"])
     if problems:
         raise ConfigError.of(problems)
@@ -198,7 +212,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
 def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, dict[str, Any]]:
     """What a file says, by section."""
     run_keys = [leaf.key for leaf in leaves(RunOptions)]
-    tables = ("trainer", "server", "api", "environments")
+    tables = ("trainer", "server", "api", "environments", *OF_THE_ENVIRONMENT)
     strange = [key for key in file if key not in tables and key.replace("-", "_") not in run_keys]
     problems += [unknown_key(key, [*tables, *run_keys]) for key in strange]
     given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
@@ -214,7 +228,7 @@ def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     typed: dict[str, dict[str, Any]] = {table: {} for table in SECTIONS}
     for key, value in flags.items():
         table, _, name = key.rpartition(".")
-        if key != "env":
+        if key not in ("env", "data", "reward"):
             typed[table or ("options" if key in run_keys else "trainer")][name] = value
     return typed
 
@@ -258,33 +272,51 @@ def _one_for_each_trainer(config: RunConfig) -> ServerProcess:
 
 
 def _environments(
-    tables: Any, name: str | None, options: Mapping[str, Mapping[str, str]]
+    tables: Any,
+    name: str | None,
+    options: Mapping[str, Mapping[str, str]],
+    rewards: Sequence[str],
+    own: Mapping[str, Any],
 ) -> tuple[EnvironmentProcess, ...]:
+    """Return the environments of a file and of flags.
+
+    Args:
+        options: options of the environment by table.
+        rewards: those of flags, which replace the file's.
+        own: the file's tables outside `[[environments]]`.
+    """
     if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
         tables = [tables]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(field="environments", got=repr(tables), wanted="tables: [[environments]]")
-    if not (name or any(options.values())):
+    if not (name or any(options.values()) or rewards or own):
         return tuple(_environment(table) for table in tables) or (EnvironmentProcess(),)
     if len(tables) > 1:
         raise ConfigError(
-            "a flag can't tell which environment of the file is meant",
-            field="--env",
+            "it does not say which environment of the file is meant",
+            field="--env, --data or [data]",
             got=f"{len(tables)} environments",
             wanted="one environment in the file",
-            fix="edit the file",
+            fix="edit the file: an entry of [[environments]] has its own env, openai, data and rewards",
         )
-    table = tables[0] if tables else {}
-    merged = {group: {**table.get(group, {}), **options.get(group, {})} for group in ("env", "openai")}
-    return (_environment({"name": "arithmetic", **table, **({"name": name} if name else {}), **merged}),)
+    table = {**(tables[0] if tables else {}), **own}
+    if isinstance(table.get("data"), str):
+        table["data"] = {"path": table["data"]}
+    groups = {group: table.get(group, {}) for group in options}
+    merged = {group: {**given, **options[group]} for group, given in groups.items() if isinstance(given, dict)}
+    default = settings_check.DATASET if table.get("data") or options["data"] else "arithmetic"
+    typed = {**({"name": name} if name else {}), **({"rewards": rewards} if rewards else {})}
+    return (_environment({"name": default, **table, **typed, **merged}),)
 
 
 def _environment(table: dict[str, Any]) -> EnvironmentProcess:
     known = list(EnvironmentProcess.model_fields)
     problems = [unknown_key(key, known, "environments.") for key in table if key not in known]
-    for group in ("env", "openai"):
+    for group in ("env", "openai", "data"):
         if not isinstance(table.get(group, {}), dict):
             problems.append(Problem(f"environments.{group}", repr(table[group]), "a table of options"))
+    if not isinstance(rewards := table.get("rewards", ()), list | tuple):
+        problems.append(Problem("rewards", repr(rewards), "a list, or tables: [[rewards]]"))
     if problems:
         raise ConfigError.of(problems)
     return EnvironmentProcess(**table)
@@ -292,7 +324,7 @@ def _environment(table: dict[str, Any]) -> EnvironmentProcess:
 
 def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict[str, str]]:
     """`--env.group_size 8 --openai.api_key=x` as `{"env": {"group_size": "8"}, "openai": {"api_key": "x"}}`."""
-    found: dict[str, dict[str, str]] = {"env": {}, "openai": {}}
+    found: dict[str, dict[str, str]] = {"env": {}, "openai": {}, "data": {}}
     for flag, value in flags_of(args):
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in found or not key:
@@ -309,9 +341,9 @@ def _unknown_flag(flag: str, group: str, key: str) -> Problem:
     tables = {"server": ServerProcess, "api": ApiProcess}
     if key and group in tables:
         return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
-    near = difflib.get_close_matches(group, ["env", "openai", *tables], n=1) if key else []
+    near = difflib.get_close_matches(group, ["env", "openai", "data", *tables], n=1) if key else []
     if near:
         return Problem(flag, fix=f"did you mean --{near[0]}.{key}?", summary="unknown option")
     sections = (TrainConfig, RunOptions)
     known = [name for section in sections for leaf in leaves(section) for name in leaf.flags]
-    return unknown_word(flag, [*known, "--env", "--config"])
+    return unknown_word(flag, [*known, "--env", "--data", "--reward", "--config"])

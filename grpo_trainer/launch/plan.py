@@ -396,4 +396,6 @@ def _environment_tables(
         **({"roster": str(config.roster)} if config.roster and "base_url" not in environment.openai else {}),
         **environment.openai,
     }
-    return {"env": env, "openai": openai}
+    data = {"data": environment.data} if environment.data else {}
+    rewards = {"rewards": list(environment.rewards)} if environment.rewards else {}
+    return {"env": env, "openai": openai, **data, **rewards}

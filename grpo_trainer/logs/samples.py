@@ -124,11 +124,14 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
     found: list[Chosen] = []
     for at in order:
         group = groups[at]
-        own = iter(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
+        own = group.advantages(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
         all_of_it = [
-            Chosen(at, sample, group.environment, _advantage(sample, 1.0 if sample.supervised else next(own)))
-            for sample in group.samples
+            Chosen(at, sample, group.environment, _advantage(sample, value))
+            for sample, value in zip(group.samples, own, strict=True)
+            if not sample.unscored
         ]
+        if not all_of_it:
+            continue
         best = max(all_of_it, key=lambda each: each.sample.reward)
         worst = min(all_of_it, key=lambda each: each.sample.reward)
         found += [best] if best is worst else [best, worst]

@@ -23,7 +23,7 @@ _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 def to_group(packed: wire.PackedGroup) -> Group:
     """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.filter`).
 
-    A sequence's overrides take precedence over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
+    A sequence's overrides take precedence over the group's: `sft`, `set_advantage_to_zero`, `unscored`, `temperature`.
     """
     ends = np.cumsum(packed.lengths)[:-1]
     tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
@@ -41,7 +41,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
     samples = tuple(
         Sample(
             tokens_T=tokens[i],
-            trained_T=trained[i],
+            trained_T=trained[i] & (not overrides[i].get(wire.UNSCORED)),
             reward=packed.scores[i],
             advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
             rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
@@ -49,6 +49,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
             temperature=_temperature(overrides[i].get("temperature"), requested.get("temperature")),
             supervised=bool(overrides[i].get("sft")),
             truncated=bool(overrides[i].get(wire.TRUNCATED)),
+            unscored=bool(overrides[i].get(wire.UNSCORED)),
             teacher=_teacher(packed, i),
             masks=masks[i][0],
             experts=experts[i][0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,7 @@ class Sample:
         temperature: temperature of sampling; the trainer divides its logits by it.
         supervised: the sequence is imitated; the policy did not sample it.
         truncated: it reached a limit of its tokens.
+        unscored: no reward applies to it: it has no trained token, and its group's baseline leaves it out.
         teacher: a teacher's tokens for each position, else None.
         weight: factor of its loss.
         masks: the tokens that sampling kept at each position; the trainer renormalises over them. None: all.
@@ -65,6 +67,7 @@ class Sample:
     temperature: float = 1.0
     supervised: bool = False
     truncated: bool = False
+    unscored: bool = False
     teacher: Teacher | None = None
     weight: float = 1.0
     masks: SamplingMasks | None = None
@@ -86,8 +89,13 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the samples of the policy, without supervised ones."""
-        return [sample.reward for sample in self.samples if not sample.supervised]
+        """Rewards of the samples that the baseline counts: sampled by the policy, and scored."""
+        return [sample.reward for sample in self.samples if not (sample.supervised or sample.unscored)]
+
+    def advantages(self, of_rewards: Iterable[float]) -> list[float]:
+        """Return one advantage for each sample: 1 if supervised, 0 if unscored, else the next one of `of_rewards`."""
+        own = iter(of_rewards)
+        return [1.0 if s.supervised else 0.0 if s.unscored else next(own) for s in self.samples]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import GroupFilter
-from grpo_trainer.rollouts.types import Sample
+from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.manifest import Progress
 from tests.processes import answers, end, free_port, running, wait_for
 
@@ -489,6 +489,15 @@ def test_sequences_that_the_environment_leaves_out_get_no_advantage() -> None:
     assert second.advantages_T is None  # the group's own
     own = samples_of(overrides=[{}, {"set_advantage_to_zero": True}], advantages=[[2.0, 3.0], [4.0, 5.0]])
     assert [s.advantages_T.tolist() for s in own if s.advantages_T is not None] == [[2.0, 3.0], [0.0, 0.0]]
+
+
+def test_a_sequence_marked_as_unscored_is_not_trained_on_and_not_in_the_baseline() -> None:
+    marked, other = samples_of(overrides=[{"unscored": True}, {}])
+    assert marked.unscored and not marked.trained_T.any()
+    assert other.trained_T.tolist() == [False, True]
+    group = Group((marked, other))
+    assert group.rewards == [1.0]
+    assert group.advantages([0.5]) == [0.0, 0.5]
 
 
 def test_overrides_of_a_sequence_stand_over_the_groups() -> None:

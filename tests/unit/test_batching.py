@@ -253,3 +253,23 @@ def test_padding_goes_right_and_carries_nothing() -> None:
     assert microbatch.rows_N.tolist() == [0, 1, 1, 1] and microbatch.columns_N.tolist() == [1, 1, 2, 3]
     assert microbatch.temperature_N.dtype == torch.float32
     assert np.isclose(float(microbatch.weights_N.sum()), 1.0)
+
+
+def test_a_sequence_to_which_no_reward_applies_is_in_no_mean() -> None:
+    # Rewards 1 and 0 count, the third sequence does not: mean 0.5, std 0.70711.
+    group = [sample([1], [2], 1.0), sample([1], [3, 4, 5], 0.0), replace(sample([1], [6, 7], 9.0), unscored=True)]
+    group[2] = replace(group[2], trained_T=np.zeros(3, np.bool_))
+    prepared = prepare(batch(group), LossConfig(loss="grpo"), 10)
+    first, second = prepared.sequences
+    assert first.advantages.tolist() == pytest.approx([0.5 / 0.70721], abs=1e-4)
+    assert (first.weight, second.weight) == (pytest.approx(1 / 2), pytest.approx(1 / 6))  # of two sequences, not three
+    numbers = reduce(prepared.metrics)
+    assert numbers["reward/mean"] == 0.5 and numbers["batch/unscored"] == 1 and numbers["batch/sequences"] == 3
+
+
+def test_a_sequence_without_a_trained_token_is_in_no_denominator() -> None:
+    empty = replace(sample([1], [4, 5], 0.0), trained_T=np.zeros(3, np.bool_))
+    prepared = prepare(batch([sample([1], [2], 1.0), empty]), LossConfig(loss="grpo"), 10)
+    (only,) = prepared.sequences
+    assert only.weight == 1.0
+    assert only.advantages.tolist() == pytest.approx([0.5 / 0.70721], abs=1e-4)  # the empty one is in the baseline

@@ -111,10 +111,11 @@ ROOMS = {
         *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
+        *("data_config", "config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
         *("api", "peers", "trajectory", "tokenizers", "conversation", "running"),
         *("base", "multi_turn", "maths", "word_problems"),
-        *("from_verifiers", "released_model", "demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
+        *("dataset", "from_verifiers", "released_model", "demo_model"),
+        *("arithmetic_server", "gsm8k_server", "verifiers_server"),
         *("word_problems_server", "synthetic_server"),
     ),
 }

@@ -1,0 +1,153 @@
+"""Prompt and right answer of a row: which columns they are, and what a column may hold."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from environments.config import ConfigError, UnusableRow
+from environments.data_config import DataConfig
+from environments.dataset.data import Data, Row
+from environments.maths.answer_form import in_the_asked_form
+from environments.trajectory import Message
+
+PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
+ANSWER_COLUMNS: Final = ("answer", "solution", "label")
+HASHES: Final = "####"
+"""Before the answer in the solutions of GSM8K."""
+
+Prompt = str | list[Message]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns are used.
+
+    Attributes:
+        prompt: Column of the prompt; None if there is a template.
+        template: Text with columns in braces; None if there is a column.
+        answer: Column of the right answer; None: no column is.
+        as_messages: Prompts are messages in the data set.
+    """
+
+    prompt: str | None
+    template: str | None
+    answer: str | None
+    as_messages: bool
+
+    @classmethod
+    def of(cls, config: DataConfig, data: Data) -> Columns:
+        """Return the columns that the settings name, or the first ones that exist of the usual names.
+
+        Raises:
+            ConfigError: There is no such column.
+        """
+        there = data.rows.columns
+        answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
+        if (template := config.prompt_template) is not None:
+            for _, name, _, _ in string.Formatter().parse(template):
+                if name is not None:
+                    _chosen("--data.prompt_template", name, (), there)
+            return cls(None, template, answer, as_messages=False)
+        prompt = _chosen("--data.prompt_column", config.prompt_column, PROMPT_COLUMNS, there)
+        if prompt is None:
+            raise ConfigError(
+                field="--data.prompt_column",
+                got=f"the columns {', '.join(there)} in {data.name}",
+                wanted=f"one of {', '.join(PROMPT_COLUMNS)}",
+                fix="name the column with the prompt, or write --data.prompt_template",
+            )
+        first = next((value for n in data.checked() if (value := data.rows[n][prompt]) is not None), None)
+        return cls(prompt, None, answer, as_messages=isinstance(first, list))
+
+    def prompt_of(self, row: Row) -> Prompt:
+        """Return a row's prompt. An answer of the assistant at its end is left out.
+
+        Raises:
+            UnusableRow: The row has none, or one of another kind than the others; the field is the column.
+        """
+        if self.template is not None:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None]
+            for name in names:
+                if not isinstance(row[name], str | int | float):
+                    raise UnusableRow(field=name, got=_kind(row[name]), wanted="text or a number")
+            return self.template.format_map(row)
+        assert self.prompt is not None, "a column or a template"
+        value = row[self.prompt]
+        if self.as_messages:
+            return _messages(self.prompt, value)
+        if not isinstance(value, str) or not value.strip():
+            raise UnusableRow(field=self.prompt, got=_kind(value), wanted="text, as in the first row")
+        return value
+
+    def answer_of(self, row: Row) -> str | None:
+        """Return a row's right answer as text, of a solution that ends in `#### 18` only 18; None if it has none.
+
+        Raises:
+            UnusableRow: It is something else than text or a number.
+        """
+        if self.answer is None or (value := row[self.answer]) is None:
+            return None
+        if not isinstance(value, str | int | float):
+            raise UnusableRow(field=self.answer, got=_kind(value), wanted="text or a number")
+        text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        if HASHES in text:
+            text = text.rpartition(HASHES)[2]
+            number = text.replace(",", "").replace("$", "").strip()
+            return number if re.fullmatch(r"-?[\d.]+", number) else text.strip()
+        return text.strip()
+
+    def __str__(self) -> str:
+        """Return what the start prints."""
+        source = f"the template {self.template!r}" if self.template is not None else f"column {self.prompt}"
+        return f"prompt: {source}; right answer: {f'column {self.answer}' if self.answer else 'no column'}"
+
+
+def boxed_or_all(answer: str) -> str:
+    r"""Return what a right answer has in its last `\boxed{…}`, or all of it, without dollar signs around it."""
+    return (in_the_asked_form(answer, "boxed") or answer).strip().strip("$").strip()
+
+
+def _chosen(flag: str, named: str | None, usual: Sequence[str], there: Iterable[str]) -> str | None:
+    there = list(there)
+    if named is None:
+        return next((name for name in usual if name in there), None)
+    if named in there:
+        return named
+    near = difflib.get_close_matches(named, there, n=1)
+    fix = f"did you mean {near[0]}?" if near else "name one of these"
+    raise ConfigError("no such column", field=f"{flag} {named}", wanted=f"one of {', '.join(there)}", fix=fix)
+
+
+def _messages(column: str, value: Any) -> list[Message]:
+    """Return messages without keys that are None: a table has each key in all messages."""
+    wanted = 'a list of messages, {"role": …, "content": …}'
+    if not isinstance(value, list) or not value:
+        raise UnusableRow(field=column, got=_kind(value), wanted=f"{wanted}, as in the first row")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UnusableRow(field=f"{column}, message {number}", got=_kind(message), wanted=wanted)
+        if message.get("content") is None and message["role"] != "assistant":
+            raise UnusableRow(field=f"{column}, message {number}", got="no content", wanted="content")
+    messages = [{key: each for key, each in message.items() if each is not None} for message in value]
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise UnusableRow(field=column, got="only an answer of the assistant", wanted="a message before it")
+    return messages
+
+
+def _kind(value: object) -> str:
+    """Return a value's kind, and its beginning, as JSON names it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "empty text" if not value.strip() else f"text, {value[:40]!r}"
+    names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    name = next((name for kind, name in names.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+    shown = repr(value)
+    return f"{name}, {shown if len(shown) <= 40 else shown[:40] + '…'}"

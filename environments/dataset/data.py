@@ -1,0 +1,471 @@
+"""Read a data set: a file, a folder, or a name on the hub.
+
+JSON is read here, and everything else by the library `datasets`, which caches it in Arrow files outside the user's
+folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, its errors name no line, and its import takes
+three seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+import msgspec
+
+from environments.config import ConfigError, UnusableRow
+from environments.data_config import DataConfig
+
+log = logging.getLogger(__name__)
+
+CHECKED_WHOLE: Final = 200 << 20
+"""Bytes of files up to which every row is checked before the start."""
+SAMPLED_ROWS: Final = 1000
+"""Rows of larger data that are checked before the start, and that tell which columns there are."""
+JSON_ENDS: Final = (".jsonl", ".ndjson", ".json")
+TABLE_ENDS: Final = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz")
+KINDS: Final = "a .jsonl, .json, .csv, .tsv or .parquet file"
+BOM: Final = b"\xef\xbb\xbf"
+UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Row = dict[str, Any]
+
+
+class Rows(Protocol):
+    """The rows of a data set, by number from 0."""
+
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Row: ...
+
+    def place(self, number: int) -> str:
+        """Return where a row is, for messages: a line of a file, or a row counted from 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set that was opened.
+
+    Attributes:
+        name: As messages call it.
+        whole: It is small enough to check every row before the start.
+        fingerprint: Changes if the content does.
+    """
+
+    name: str
+    rows: Rows
+    whole: bool
+    fingerprint: str
+
+    def checked(self) -> Iterator[int]:
+        """Return the numbers of the rows to check before the start."""
+        return iter(range(len(self.rows) if self.whole else min(len(self.rows), SAMPLED_ROWS)))
+
+
+def read_data(config: DataConfig) -> tuple[Data, Data | None]:
+    """Return the data set of the settings, and that of `held_out_split` if it is set.
+
+    Raises:
+        ConfigError: It does not exist, can't be read, or has no rows.
+    """
+    assert config.path is not None, "the environment asks for --data first"
+    data = _read(config.path, config.split, config.subset, "--data.split")
+    if (other := config.held_out_split) is None:
+        return data, None
+    flag = "--data.held_out_split"
+    if Path(other).expanduser().is_file():
+        return data, _read(other, None, None, flag)
+    return data, _read(config.path, other, config.subset, flag)
+
+
+def _read(name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
+    path = Path(name).expanduser()
+    field = f"--data {name}"
+    try:
+        if path.is_dir():
+            data = _folder(field, path, split, subset, split_flag)
+        elif path.exists():
+            data = _file(field, path, split, subset, split_flag)
+        else:
+            _refuse_missing(field, name, path)
+            data = _hub(field, name, split, subset, split_flag)
+    except OSError as error:
+        raise ConfigError("cannot be read", field=field, got=error.strerror or _first_line(error)) from None
+    if not len(data.rows):
+        raise ConfigError(field=field, got="no rows", wanted="one row or more")
+    return data
+
+
+def _refuse_missing(field: str, name: str, path: Path) -> None:
+    """Refuse a name that can only be a path: nothing is there."""
+    if HUB_NAME.fullmatch(name) and not name.startswith((".", "~")) and path.suffix not in (*JSON_ENDS, *TABLE_ENDS):
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = difflib.get_close_matches(path.name, (each.name for each in folder.iterdir()), n=1)
+    fix = f"did you mean {folder / near[0]}?" if near else f"correct the path; it is relative to {Path.cwd()}"
+    raise ConfigError("no such file or folder", field=field, wanted=f"{KINDS}, a folder, or a name on the hub", fix=fix)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _file(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
+    for flag, value in ((split_flag, None if split == "train" else split), ("--data.subset", subset)):
+        if value is not None:
+            raise ConfigError(
+                "a file has no splits and no subsets",
+                field=f"{flag} {value}",
+                got=str(path),
+                fix=f"omit {flag}" + (", or name a file" if flag == "--data.held_out_split" else ""),
+            )
+    size = path.stat().st_size
+    if not size:
+        raise ConfigError(field=field, got="an empty file", wanted="one row or more")
+    ends = path.suffixes[-2:]
+    end = ends[-1] if ends else ""
+    rows: Rows
+    if end in JSON_ENDS:
+        rows = _json_rows(field, path, whole=size <= CHECKED_WHOLE)
+    else:
+        kind = ends[0] if end in COMPRESSED and len(ends) == 2 else end
+        builder = "json" if kind in JSON_ENDS else TABLE_ENDS.get(kind)
+        if builder is None:
+            raise ConfigError(
+                "not a kind of file that can be read",
+                field=field,
+                got=f"the ending {end}" if end else "a name without an ending",
+                wanted=KINDS,
+                fix="rename or convert it",
+            )
+        rows = _Table(_load(field, lambda library: library.load_dataset(builder, **_csv(kind), **_only(path)), path))
+    return Data(str(path), rows, size <= CHECKED_WHOLE, _hash_files([path]))
+
+
+def _csv(kind: str) -> dict[str, Any]:
+    """Return options of pandas: an empty cell is None, and NA or null are text as they are in any other file."""
+    options = {"keep_default_na": False, "na_values": [""]}
+    return options | ({"sep": "\t"} if kind == ".tsv" else {}) if kind in (".csv", ".tsv") else {}
+
+
+def _only(path: Path) -> dict[str, Any]:
+    return {"data_files": str(path.absolute()), "split": "train"}
+
+
+def _json_rows(field: str, path: Path, *, whole: bool) -> Rows:
+    """Return the rows of JSON Lines, or of one JSON array of objects."""
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(UTF_16):
+        raise ConfigError(field=field, got="UTF-16", wanted="UTF-8", fix="save it as UTF-8")
+    begin = start.removeprefix(BOM).lstrip()
+    if path.suffix == ".json" and begin[:1] == b"[":
+        return _Array(field, path)
+    if path.suffix == ".json" and begin[:1] == b"{" and (rows := _one_object(path)) is not None:
+        return rows
+    return _Lines(field, path, whole=whole)
+
+
+class _Lines:
+    """JSON Lines in a memory-mapped file; blank lines don't count."""
+
+    def __init__(self, field: str, path: Path, *, whole: bool) -> None:
+        """Find the lines, and read those that are checked before the start.
+
+        Raises:
+            ConfigError: A line is not a JSON object.
+        """
+        self._field = field
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._starts = array("Q")
+        at, end = len(BOM) if self._bytes[:3] == BOM else 0, len(self._bytes)
+        while at < end:
+            stop = self._bytes.find(b"\n", at)
+            stop = end if stop < 0 else stop
+            if self._bytes[at:stop].strip():
+                self._starts.append(at)
+            at = stop + 1
+        seen: dict[str, None] = {}
+        for number in range(len(self) if whole else min(len(self), SAMPLED_ROWS)):
+            try:
+                seen |= dict.fromkeys(self._row(number))
+            except UnusableRow as error:
+                raise ConfigError.of(error.problems) from None
+        self.columns = tuple(seen)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Row:
+        return dict.fromkeys(self.columns) | self._row(number)
+
+    def place(self, number: int) -> str:
+        return f"line {self._bytes[: self._starts[number]].count(10) + 1}"
+
+    def _row(self, number: int) -> Row:
+        start = self._starts[number]
+        stop = self._bytes.find(b"\n", start)
+        line = self._bytes[start : len(self._bytes) if stop < 0 else stop]
+        try:
+            row = _decode(line)
+        except ValueError as error:
+            raise self._wrong(number, f"{_short(line)} ({_first_line(error)})", "one JSON object") from None
+        if not isinstance(row, dict):
+            fix = "put each row on a line, as {…}" if line.strip()[:1] == b"[" else ""
+            raise self._wrong(number, _short(line), "one JSON object", fix)
+        return row
+
+    def _wrong(self, number: int, got: str, wanted: str, fix: str = "") -> UnusableRow:
+        fix = fix or "correct or remove the line"
+        return UnusableRow(field=f"{self._field}, {self.place(number)}", got=got, wanted=wanted, fix=fix)
+
+
+class _Array:
+    """The objects of a JSON array, in memory."""
+
+    def __init__(self, field: str, path: Path, rows: list[Any] | None = None) -> None:
+        """Read the whole file.
+
+        Raises:
+            ConfigError: It is not an array of objects.
+        """
+        content = path.read_bytes().removeprefix(BOM)
+        try:
+            self._rows: list[Any] = _decode(content) if rows is None else rows
+        except ValueError as error:
+            found = re.search(r"\(byte (\d+)\)", str(error))
+            line = content[: int(found[1])].count(b"\n") + 1 if found else content.count(b"\n") + 1
+            raise ConfigError(
+                f"not JSON: {_first_line(error)}", field=f"{field}, line {line}", wanted="a JSON array of objects"
+            ) from None
+        for number, row in enumerate(self._rows):
+            if not isinstance(row, dict):
+                got = _short(repr(row).encode())
+                raise ConfigError(field=f"{field}, {self.place(number)}", got=got, wanted="one JSON object")
+        self.columns = tuple(dict.fromkeys(key for row in self._rows for key in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return dict.fromkeys(self.columns) | self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"row {number + 1}"
+
+
+def _one_object(path: Path) -> _Array | None:
+    """Return the rows of a file such as `{"data": [{…}, …]}`; None if it is something else, such as JSON Lines."""
+    try:
+        found = _decode(path.read_bytes().removeprefix(BOM))
+    except ValueError:
+        return None
+    lists = [value for value in found.values() if isinstance(value, list) and all(isinstance(r, dict) for r in value)]
+    return _Array(f"--data {path}", path, lists[0]) if len(lists) == 1 and lists[0] else None
+
+
+def _decode(text: bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8; save the file as UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except msgspec.DecodeError:
+        try:
+            return json.loads(text, strict=False)  # NaN, and raw tabs in strings, as other tools write them
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{error.msg}, (byte {error.pos})") from None
+
+
+def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
+    """Return a hash of files' contents, and of their names below a folder."""
+    digest = hashlib.sha256()
+    for path in files:
+        if root is not None:
+            digest.update(f"{path.relative_to(root)}\n".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- the library `datasets`
+
+
+class _Table:
+    """Rows of a `datasets.Dataset`, memory-mapped."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.columns = tuple(cast("list[str]", table.column_names))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, number: int) -> Row:
+        return cast("Row", self._table[number])
+
+    def place(self, number: int) -> str:
+        return f"row {number + 1}"
+
+
+def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
+    files = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+    if not files:
+        raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
+    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
+
+    def load(library: Any) -> Any:
+        return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
+
+    table = _split_of(field, _load(field, load, path), split, split_flag)
+    size = sum(each.stat().st_size for each in files)
+    fingerprint = f"{_hash_files(files, path)}-{split or ''}"
+    return Data(f"{path}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint)
+
+
+def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
+    found = _load(field, lambda library: library.load_dataset(name, subset), None)
+    table = _split_of(field, found, split, split_flag)
+    sources = sorted(getattr(table.info, "download_checksums", None) or {})  # addresses with the commit that was read
+    fingerprint = hashlib.sha256("\n".join(sources).encode()).hexdigest() if sources else str(table._fingerprint)
+    size = table.info.dataset_size or table.data.nbytes
+    return Data(f"{name}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, f"{fingerprint}-{split or ''}")
+
+
+def _named(subset: str | None, split: str | None) -> str:
+    return "".join(f", {kind} {value}" for kind, value in (("subset", subset), ("split", split)) if value)
+
+
+def _split_of(field: str, found: Any, split: str | None, flag: str) -> Any:
+    """Return one split of what `datasets` has loaded."""
+    if not isinstance(found, Mapping):  # saved by Dataset.save_to_disk
+        if split not in (None, "train"):
+            raise ConfigError(
+                field=f"{flag} {split}", got="a data set without splits", wanted="no split", fix=f"omit {flag}"
+            )
+        return found
+    names = list(found)
+    if split is None:
+        if "train" in names or len(names) == 1:
+            return found["train" if "train" in names else names[0]]
+        raise ConfigError(field=flag, got="no split", wanted=f"one of {', '.join(names)}", fix=f"add {flag} {names[0]}")
+    if split not in names:
+        near = difflib.get_close_matches(split, names, n=1) or names[:1]
+        raise ConfigError(
+            "no such split", field=f"{flag} {split}", wanted=f"one of {', '.join(names)}", fix=f"for example {near[0]}"
+        )
+    return found[split]
+
+
+def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
+    """Return what a function of `datasets` loads.
+
+    Raises:
+        ConfigError: It can't be loaded; the message says why, in one line.
+    """
+    log.info("reading %s", field.removeprefix("--data "))
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        return load(datasets)
+    except Exception as error:
+        # The library passes on errors of pandas, Arrow, its hub client and its HTTP client, and its own, most of which
+        # share only `Exception`.
+        raise _explained(field, error, path) from error
+
+
+def _explained(field: str, error: BaseException, path: Path | None) -> ConfigError:
+    """Return why `datasets` could not load something."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
+        chain.append(cause)
+    text = " ".join(_first_line(each) for each in chain)
+    status = next((s for each in chain if (s := getattr(getattr(each, "response", None), "status_code", None))), None)
+    names = {type(each).__name__ for each in chain}
+    if path is not None:
+        if "UnicodeDecodeError" in names and path.is_file():
+            field = f"{field}, line {_first_bad_line(path)}"
+            return ConfigError(
+                field=field, got="bytes that are not UTF-8", wanted="UTF-8", fix="save the file as UTF-8"
+            )
+        if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", text):
+            return ConfigError(
+                field=f"{field}, line {found[2]}", got=f"{found[3]} cells", wanted=f"{found[1]}, as in the first line",
+                fix='put text that contains a comma in "quotes"',
+            )  # fmt: skip
+        if "corresponds to no data" in text:
+            return ConfigError(field=field, got="no rows", wanted="one row or more")
+        root = next((each for each in reversed(chain) if str(each)), error)
+        return ConfigError("cannot be read", field=field, got=_first_line(root), fix="check the file's format")
+    if "GatedRepoError" in names or "gated" in text:
+        fix = "accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
+        return ConfigError("the data set is gated", field=field, got="no access", wanted="a token with access", fix=fix)
+    if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
+        subsets = found[1].replace("'", "")
+        return ConfigError(field="--data.subset", got=_subset_of(text), wanted=f"one of {subsets}", fix="name one")
+    if names & {"OfflineModeIsEnabled", "OfflineModeIsEnabledError"} or os.environ.get("HF_HUB_OFFLINE") in (
+        "1",
+        "true",
+    ):
+        fix = "unset HF_HUB_OFFLINE, or name a file or folder"
+        return ConfigError(
+            "not in the cache, and offline mode is on", field=field, wanted="a data set in the cache", fix=fix
+        )
+    if status == 401 or status == 403:
+        fix = "check the name; for a private data set log in with `hf auth login` or set HF_TOKEN"
+        return ConfigError(field=field, got=f"{status} from the hub", wanted="a data set that you may read", fix=fix)
+    if status == 404 or names & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
+        fix = "correct the name, such as openai/gsm8k, or name a file; for a private data set set HF_TOKEN"
+        return ConfigError("neither a file here nor a data set on the hub", field=field, got=field[7:], fix=fix)
+    if names & {"ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError"}:
+        fix = "check the network, or name a file or folder"
+        return ConfigError("the hub does not answer", field=field, got=_first_line(error), fix=fix)
+    return ConfigError("cannot be loaded", field=field, got=_first_line(error), fix="name a file or folder instead")
+
+
+def _subset_of(text: str) -> str:
+    found = re.search(r"BuilderConfig '(.*?)' not found", text)
+    return found[1] if found else "none"
+
+
+def _first_bad_line(path: Path) -> int:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def _first_line(error: BaseException) -> str:
+    """Return an error's first line, short enough for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _short(text: bytes, most: int = 80) -> str:
+    """Return the start of foreign text, with control characters escaped."""
+    shown = repr(text[:most].decode(errors="replace").strip())[1:-1]
+    return f"{shown}…" if len(text) > most else shown

@@ -1,0 +1,316 @@
+"""The environment behind ``grpo run --data D --reward R``: rows of a data set, scored by reward functions.
+
+grpo env dataset process --data problems.jsonl --reward my.py:f --env.data_path_to_save_groups groups.jsonl
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from pydantic import Field
+
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError, UnusableRow, require_data
+from environments.dataset.columns import Columns, Prompt
+from environments.dataset.data import Data, Row, read_data
+from environments.dataset.rewards import Asked, RewardLoader, Score, TrainerState, weighted_sum
+from environments.intervals import mean_with_interval
+from environments.items import Shuffled
+from environments.maths.judge import MathJudge
+from environments.peers.inference import Completion, Sampling
+from environments.trajectory import Message, Trajectory
+
+log = logging.getLogger(__name__)
+
+LEAST_ROOM = 1
+"""Tokens that a prompt must leave for an answer."""
+TEMPLATE_TOKENS = 256
+"""More than a chat template adds to a prompt: a text with fewer bytes than the room less this fits without a count."""
+SPLIT_SEED = 20261128
+"""A constant, not the run's seed: a row that one run trains on is not held out in another."""
+MESSAGE_BYTES = 32
+"""More than the tokens that a chat template adds to each message, such as its role and its ends."""
+LONGEST_EXTRA = 1000
+"""Characters of a value of `log_extra` that are kept."""
+UNSCORED_IN_A_ROW = 256
+"""After this many groups in a row to which no reward applies, the environment ends."""
+
+
+class DatasetConfig(BaseEnvConfig):
+    """Settings of the environment of a data set, beside the tables ``[data]`` and ``[[rewards]]``."""
+
+    max_tokens: int | None = Field(default=None, ge=1, description="longest answer in tokens; unset: all the room")
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    eval_samples: int = Field(default=1, ge=1, description="samples per held-out row")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
+    judge_workers: int = Field(default=2, ge=1, description="processes of the built-in reward math")
+
+
+class DatasetEnv(BaseEnv[int, DatasetConfig]):
+    """Rows of a data set, scored by reward functions. An item is the number of a row."""
+
+    name = "dataset"
+    env_config_cls = DatasetConfig
+    takes_data = True
+
+    async def setup(self) -> None:
+        """Read and check the data, and import the rewards."""
+        require_data(self.data.path is not None, bool(self.rewards))
+        self._judge: MathJudge | None = None
+        self._extras: dict[int, dict[str, str]] = {}
+        self._unscored = 0
+        self._said_no_rows = False
+        self._source, other = await asyncio.to_thread(read_data, self.data)
+        self.columns = Columns.of(self.data, self._source)
+        loader = RewardLoader(self._source.rows.columns, self.columns.answer, self.threads, self._math_judge)
+        self._rewards = [loader.load(each) for each in self.rewards]
+        self._chat = self._asks_in_chat()
+        usable = await asyncio.to_thread(self._usable, self._source)
+        self._evaluated = self._source
+        if other is not None:
+            self._evaluated, held_out = other, await asyncio.to_thread(self._usable, other)
+        else:
+            usable, held_out = self._split(usable)
+        self._held_out: Sequence[int] = held_out
+        self.items = Shuffled(usable, self.config.seed)
+        self._say(len(usable))
+
+    def _say(self, rows: int) -> None:
+        """Log what the rows and columns are."""
+        weights = ", ".join(f"{each.name} (weight {each.config.weight:g})" for each in self._rewards)
+        form = (
+            "as a user message of the chat template (--data.chat off: as plain text)" if self._chat else "as plain text"
+        )
+        if self.columns.as_messages:
+            form = "messages through the chat template"
+        log.info("%s: %d rows to train on, %d held out", self._source.name, rows, len(self._held_out))
+        log.info("%s, %s; rewards: %s", self.columns, form, weights)
+
+    async def close(self) -> None:
+        """Stop the judges."""
+        if getattr(self, "_judge", None) is not None:
+            await self._math_judge().close()
+
+    def _math_judge(self) -> MathJudge:
+        self._judge = self._judge or MathJudge(self.config.judge_workers)
+        return self._judge
+
+    def _asks_in_chat(self) -> bool:
+        """Return whether a text prompt is sent as a user message."""
+        template = self.tokenizer.chat_template
+        if self.columns.as_messages or self.data.chat == "on":
+            if not template:
+                raise ConfigError(
+                    field=f"--env.tokenizer_name {self.config.tokenizer_name}",
+                    got="a tokenizer without a chat template",
+                    wanted="a chat template, which messages need",
+                    fix="use an instruction-tuned model, or prompts that are text",
+                )
+            return not self.columns.as_messages
+        if self.data.chat == "off" or not template:
+            return False
+        marks = [str(token) for token in self.tokenizer.all_special_tokens if len(str(token)) > 1]
+        texts = (self._prompt_text(number) for number, _ in zip(self._source.checked(), range(100), strict=False))
+        return not any(mark in text for text in texts for mark in marks)
+
+    def _prompt_text(self, number: int) -> str:
+        try:
+            return str(self.columns.prompt_of(self._source.rows[number]))
+        except UnusableRow:
+            return ""  # reported when all rows are checked
+
+    # ------------------------------------------------------------ rows
+
+    def _usable(self, data: Data) -> Sequence[int]:
+        """Return the numbers of the rows whose prompts leave room for an answer.
+
+        Of large data only the first rows are checked: the others are when they are drawn.
+
+        Raises:
+            ConfigError: A row has no prompt, or none has one that leaves room.
+        """
+        room, fitting, longest, skipped = self.config.max_token_length, array("Q"), 0, 0
+        for number in data.checked():
+            row = data.rows[number]
+            try:
+                prompt = self.columns.prompt_of(row)
+                self.columns.answer_of(row)
+            except UnusableRow as error:
+                problem = error.problems[0]
+                field = f"--data {data.name}, {data.rows.place(number)}, column {problem.field}"
+                raise ConfigError.of([replace(problem, field=field, fix="correct or remove the row")]) from None
+            except KeyError as error:
+                raise ConfigError(
+                    "no such column", field=f"--data {data.name}", got=f"no {error}", wanted="the same columns"
+                ) from None
+            if _bytes_of(prompt) > room - TEMPLATE_TOKENS:
+                length = len(self.tokenize(self._asked(prompt)))
+                if length + LEAST_ROOM > room:
+                    longest, skipped = max(longest, length), skipped + 1
+                    continue
+            fitting.append(number)
+        if skipped:
+            log.warning(
+                "%s: %d prompts leave no room for an answer and are skipped; the longest has %d tokens, and "
+                "--env.max_token_length is %d",
+                data.name, skipped, longest, room,
+            )  # fmt: skip
+        if not fitting:
+            raise ConfigError(
+                field="--env.max_token_length",
+                got=f"{room}, and prompts of {longest} tokens at most",
+                wanted="room for an answer to one prompt or more",
+                fix="raise it (in grpo run: --seq-len), or shorten the prompts",
+            )
+        return fitting if data.whole else array("Q", range(len(data.rows)))
+
+    def _split(self, usable: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the rows to train on and the held-out ones, always the same of the same data."""
+        count = self.data.held_out
+        if not count:
+            return usable, ()
+        if count >= len(usable):
+            raise ConfigError(
+                field="--data.held_out", got=count, wanted=f"fewer than the {len(usable)} rows", fix="lower it"
+            )
+        chosen = set(random.Random(SPLIT_SEED).sample(range(len(usable)), count))
+        train = array("Q", (number for place, number in enumerate(usable) if place not in chosen))
+        return train, array("Q", (usable[place] for place in sorted(chosen)))
+
+    def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
+        """Return a row, and its prompt as it is in the data set.
+
+        Raises:
+            UnusableRow: The row has none.
+        """
+        row = data.rows[number]
+        try:
+            return row, self.columns.prompt_of(row)
+        except (UnusableRow, KeyError) as error:
+            field = f"--data {data.name}, {data.rows.place(number)}"
+            raise UnusableRow("no usable prompt", field=field, got=error) from None
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        """Return a prompt as the model gets it."""
+        return [{"role": "user", "content": prompt}] if self._chat and isinstance(prompt, str) else prompt
+
+    def prompt(self, item: int) -> str | list[Message]:
+        """Return the prompt of a row."""
+        return self._asked(self._prompt(self._source, item)[1])
+
+    def sampling(self, room: int) -> Sampling:
+        """Return sampling of `max_tokens`, or of all the room."""
+        return Sampling(max_tokens=min(room, self.config.max_tokens or room), temperature=self.config.temperature)
+
+    # ------------------------------------------------------------ scores
+
+    async def score_group(self, item: int, completions: Sequence[Completion]) -> list[Score]:
+        """Return the weighted sum of the rewards for each answer; None where none applies."""
+        scores, metrics, extras = await self._scores_of(self._source, item, completions)
+        for reward, of_reward in zip(self._rewards, scores, strict=True):
+            for score in of_reward:
+                if score is not None:
+                    self.measures.add(f"reward_{reward.name}", score)
+        for name, value in metrics:
+            self.measures.add(name, value)
+        totals = weighted_sum(self._rewards, scores)
+        self._unscored = 0 if any(total is not None for total in totals) else self._unscored + 1
+        if self._unscored >= UNSCORED_IN_A_ROW:
+            raise ConfigError(
+                "no reward applies to any answer",
+                field="--reward",
+                got=f"None from every function, for {self._unscored} groups in a row",
+                wanted="a number for some answers",
+                fix="check the functions, and the columns that they read",
+            )
+        for place, completion in enumerate(completions if extras else ()):
+            self._extras[id(completion)] = {name: values[place] for name, values in extras.items()}
+        return totals
+
+    def trajectory(self, prompt: str | list[Message], completion: Completion, score: Score) -> Trajectory:
+        """Return a completion with its score; its last message has what functions passed to `log_extra`."""
+        extra, made = self._extras.pop(id(completion), None), super().trajectory(prompt, completion, score)
+        if extra and made.messages:
+            made.messages[-1] = {**made.messages[-1], "extra": extra}
+        return made
+
+    async def _scores_of(
+        self, data: Data, number: int, completions: Sequence[Completion]
+    ) -> tuple[list[list[Score]], list[tuple[str, float]], dict[str, list[str]]]:
+        """Return each reward's scores, and what the functions passed to `log_metric` and to `log_extra`."""
+        row, prompt = self._prompt(data, number)
+        texts, count = [self.decode(completion) for completion in completions], len(completions)
+        metrics: list[tuple[str, float]] = []
+        extras: dict[str, list[str]] = {}
+
+        def log_metric(name: str, value: float) -> None:
+            metrics.append((str(name), float(value)))
+
+        def log_extra(column: str, values: Sequence[object]) -> None:
+            if len(values) == count:
+                extras[str(column)] = [str(value)[:LONGEST_EXTRA] for value in values]
+
+        keywords = {
+            **{name: [value] * count for name, value in row.items()},
+            "completions": [[{"role": "assistant", "content": text}] for text in texts]
+            if self.columns.as_messages
+            else texts,
+            "prompts": [prompt] * count,
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+            "trainer_state": TrainerState(self.curr_step),
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        asked = Asked(keywords, texts, self.columns.answer_of(row))
+        return list(await asyncio.gather(*(each.scores(asked) for each in self._rewards))), metrics, extras
+
+    # ------------------------------------------------------------ evaluation
+
+    async def evaluate(self) -> dict[str, float]:
+        """Return the mean rewards of answers to the held-out rows, with 95 % confidence intervals.
+
+        The intervals count rows, not samples: several answers to one row are not independent.
+        """
+        if not self._held_out:
+            if not self._said_no_rows:
+                self._said_no_rows = True
+                log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
+            return {}
+        examined = await asyncio.gather(*(self._examine(number) for number in self._held_out))
+        found: dict[str, list[float]] = {}
+        for figures in examined:
+            for name, value in figures.items():
+                found.setdefault(name, []).append(value)
+        metrics = {
+            key: value for name, values in found.items() for key, value in mean_with_interval(name, values).items()
+        }
+        return {**metrics, "rows": len(examined)}
+
+    async def _examine(self, number: int) -> dict[str, float]:
+        """Return the means over the answers to one held-out row, by metric."""
+        prompt = self.encode(self._asked(self._prompt(self._evaluated, number)[1]))
+        sampling = replace(
+            self.sampling(self.config.max_token_length - len(prompt)), temperature=self.config.eval_temperature
+        )
+        completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
+        scores, metrics, _ = await self._scores_of(self._evaluated, number, completions)
+        rows = {"reward": weighted_sum(self._rewards, scores)}
+        if len(self._rewards) > 1:
+            rows |= {f"reward_{each.name}": of_reward for each, of_reward in zip(self._rewards, scores, strict=True)}
+        for name, value in metrics:
+            rows.setdefault(name, []).append(value)
+        means = {name: [value for value in values if value is not None] for name, values in rows.items()}
+        return {name: fmean(values) for name, values in means.items() if values}
+
+
+def _bytes_of(prompt: Prompt) -> int:
+    """Return the bytes of a prompt's text: a token has one or more."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message.get("content", "")).encode()) + MESSAGE_BYTES for message in prompt)

@@ -1,0 +1,325 @@
+"""Reward functions of TRL's signature, and the built-in ones.
+
+A function is called once for each group, with keywords:
+
+    completions      the answers: texts, or [{"role": "assistant", "content": …}] where the prompts are messages
+    prompts          the prompt, repeated for each answer
+    completion_ids   the answers' token ids
+    trainer_state    .global_step
+    log_extra        log_extra(column, values): text for the pages that show samples
+    log_metric       log_metric(name, value): a metric of the environment
+    COLUMN           each column of the data set, repeated for each answer, except a column named prompt
+
+and returns a score for each answer, or None where it does not apply. Source: TRL's GRPOTrainer, `_calculate_rewards`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import re
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from environments.config import ConfigError
+from environments.data_config import REGEX, RewardConfig
+from environments.dataset.columns import boxed_or_all
+from environments.maths.gsm8k import after_thinking
+from environments.maths.judge import MathJudge
+from environments.threads import Threads
+from grpo_common.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Score = float | None
+OURS: Final = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Keywords that every function may have besides the columns."""
+NOT_PASSED: Final = ("prompt", "completion", "completion_ids")
+"""Columns that functions with `**kwargs` don't get, as in TRL."""
+NEED_ANSWERS: Final = ("exact_match", "math")
+THREADS_HINT: Final = "signal only works in main thread"
+
+
+class RewardError(UserError, ValueError):
+    """A reward function raised an error, or returned something else than a score for each answer."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of transformers' `TrainerState` that is known here.
+
+    Attributes:
+        global_step: The trainer's last known step.
+    """
+
+    global_step: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A group's answers, as rewards see them.
+
+    Attributes:
+        keywords: The arguments of functions, by name.
+        texts: The answers as text.
+        answer: The right answer; None if the row has none.
+    """
+
+    keywords: Mapping[str, Any]
+    texts: Sequence[str]
+    answer: str | None
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward: its settings, and what computes the scores of a group.
+
+    Attributes:
+        file: Source file of the user's function; None for a built-in.
+    """
+
+    config: RewardConfig
+    compute: Callable[[Asked], Awaitable[Any]]
+    file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.label
+
+    async def scores(self, asked: Asked) -> list[Score]:
+        """Return a score, or None, for each answer.
+
+        Raises:
+            RewardError: The function returned something else.
+        """
+        given = await self.compute(asked)
+        count, field = len(asked.texts), f"--reward {self.config.function}"
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise RewardError(field=field, got=_shown(given), wanted=f"a list of {count} numbers")
+        values = list(given)
+        if len(values) != count:
+            raise RewardError(field=field, got=f"{len(values)} scores", wanted=f"{count}, one for each answer")
+        return [self._score(field, number, value) for number, value in enumerate(values, start=1)]
+
+    def _score(self, field: str, number: int, value: Any) -> Score:
+        if value is None:
+            return None
+        try:
+            score = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise RewardError(
+                field=f"{field}, answer {number}",
+                got=_shown(value),
+                wanted="a finite number, or None where the reward does not apply",
+            )
+        return score
+
+
+def weighted_sum(rewards: Sequence[Reward], scores: Sequence[Sequence[Score]]) -> list[Score]:
+    """Return each answer's weighted sum over the rewards that apply to it; None if none does."""
+    totals: list[Score] = []
+    for of_answer in zip(*scores, strict=True):
+        parts = [
+            each.config.weight * score for each, score in zip(rewards, of_answer, strict=True) if score is not None
+        ]
+        totals.append(sum(parts) if parts else None)
+    return totals
+
+
+class RewardLoader:
+    """Makes rewards of their settings.
+
+    Args:
+        columns: the data set's columns.
+        answer_column: the one with the right answer, if there is one.
+        threads: where plain functions run.
+        judge: returns the judge of mathematical answers, which is started when it is first asked for.
+    """
+
+    def __init__(
+        self, columns: Sequence[str], answer_column: str | None, threads: Threads, judge: Callable[[], MathJudge]
+    ) -> None:
+        self._columns, self._answer_column, self._threads, self._judge = columns, answer_column, threads, judge
+        self._files: dict[Path, ModuleType] = {}
+
+    def load(self, config: RewardConfig) -> Reward:
+        """Return a reward.
+
+        Raises:
+            ConfigError: There is no such function, its file can't be imported, it needs an argument that is no
+                column, or a built-in has no right answers to compare with.
+        """
+        name = config.function
+        if name.startswith(REGEX):
+            pattern = re.compile(name.removeprefix(REGEX))
+            if re.search(r"=-?[\d.]+$", name):
+                log.warning(
+                    "--reward %s: all of %r is the pattern; a weight stands before it: regex=0.1:…",
+                    name,
+                    pattern.pattern,
+                )
+            return Reward(config, partial(self._regex, pattern))
+        if name in NEED_ANSWERS:
+            if self._answer_column is None:
+                raise ConfigError(
+                    "it compares with right answers",
+                    field=f"--reward {name}",
+                    got=f"the columns {', '.join(self._columns)}",
+                    wanted="answer, solution or label",
+                    fix="name the column by --data.answer_column",
+                )
+            if name == "exact_match":
+                return Reward(config, _exact_match)
+            return Reward(config, partial(_math, self._judge()))
+        where, _, function_name = name.rpartition(":")
+        field = f"--reward {name}"
+        module = self._file(field, where) if where.endswith(".py") else _module(field, where)
+        function = _function(field, module, function_name)
+        self._check_signature(field, function)
+        file = getattr(module, "__file__", None)
+        return Reward(config, partial(self._call, field, function), Path(file) if file else None)
+
+    def _file(self, field: str, where: str) -> ModuleType:
+        path = Path(where).expanduser()
+        if not path.is_file():
+            folder = path.parent if path.parent.is_dir() else Path()
+            near = difflib.get_close_matches(path.name, (each.name for each in folder.glob("*.py")), n=1)
+            fix = f"did you mean {folder / near[0]}?" if near else f"correct the path; it is relative to {Path.cwd()}"
+            raise ConfigError("no such file", field=field, got=where, wanted="a Python file", fix=fix)
+        path = path.resolve()
+        if path not in self._files:
+            if str(path.parent) not in sys.path:
+                sys.path.append(str(path.parent))  # the file may import its neighbours
+            spec = importlib.util.spec_from_file_location(f"reward_file_{len(self._files)}_{path.stem}", path)
+            assert spec is not None and spec.loader is not None, "it ends in .py"
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            _imported(field, partial(spec.loader.exec_module, module))
+            self._files[path] = module
+        return self._files[path]
+
+    def _check_signature(self, field: str, function: Callable[..., Any]) -> None:
+        """Refuse a function that needs an argument which is no column."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a function in C
+            return
+        known = [*OURS, *self._columns]
+        for each in parameters:
+            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                continue
+            if each.kind is each.POSITIONAL_ONLY:
+                raise ConfigError(field=field, got=f"{each.name}, positional only", wanted="arguments with names")
+            if each.name not in known and each.default is each.empty:
+                near = difflib.get_close_matches(each.name, known, n=1)
+                raise ConfigError(
+                    "an argument is neither a column nor one of TRL's",
+                    field=field,
+                    got=each.name,
+                    wanted=f"one of {', '.join(known)}",
+                    fix=f"did you mean {near[0]}?" if near else "give it a default, or rename the column",
+                )
+
+    async def _call(self, field: str, function: Callable[..., Any], asked: Asked) -> Any:
+        try:
+            return await self._threads.call(partial(function, **_accepted(function, asked.keywords)))
+        except Exception as error:
+            if THREADS_HINT in str(error):
+                error.add_note(f"{field} runs in a thread: without signals, such as math_verify's parsing_timeout=None")
+            raise
+
+    async def _regex(self, pattern: re.Pattern[str], asked: Asked) -> list[Score]:
+        return await self._threads.call(lambda: [float(pattern.search(text) is not None) for text in asked.texts])
+
+
+async def _exact_match(asked: Asked) -> list[Score]:
+    if asked.answer is None:
+        return [None] * len(asked.texts)
+    return [float(after_thinking(text).strip() == asked.answer) for text in asked.texts]
+
+
+async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
+    """Return 1 where math-verify finds the right value anywhere in an answer."""
+    import asyncio
+
+    if asked.answer is None:
+        return [None] * len(asked.texts)
+    gold = boxed_or_all(asked.answer)
+    verdicts = await asyncio.gather(*(judge.judge(gold, after_thinking(text), "boxed") for text in asked.texts))
+    return [float(verdict.lenient) for verdict in verdicts]
+
+
+def _accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return dict(keywords)
+    named = {name: keywords[name] for name in parameters if name in keywords}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return {name: value for name, value in keywords.items() if name not in NOT_PASSED or name in OURS} | named
+    return named
+
+
+def _module(field: str, where: str) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(where)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        file = Path(*where.split(".")).with_suffix(".py")
+        fix = f"did you mean {file}:{field.rpartition(':')[2]}?" if file.is_file() else "correct it, or name a FILE.py"
+        raise ConfigError("no such module", field=field, got=where, wanted="a module", fix=fix)
+    return _imported(field, partial(importlib.import_module, where))
+
+
+def _imported(field: str, load: Callable[[], Any]) -> Any:
+    """Run an import.
+
+    Raises:
+        ConfigError: The user's code raised an error; the message has its file and line.
+    """
+    try:
+        return load()
+    except Exception as error:  # any error of the user's module, at import, is for the user to mend
+        if isinstance(error, SyntaxError):
+            place = f"{error.filename}, line {error.lineno}"
+        else:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+            place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "its import"
+        raise ConfigError(
+            "can't be imported", field=field, got=f"{type(error).__name__}: {error}", fix=f"correct {place}"
+        ) from error
+
+
+def _function(field: str, module: ModuleType, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    there = [each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")]
+    near = difflib.get_close_matches(name, there, n=1)
+    raise ConfigError(
+        "no such function" if found is None else "not a function",
+        field=field,
+        got=name,
+        wanted=f"one of {', '.join(there)}" if there else "a function",
+        fix=f"did you mean {near[0]}?" if near else "",
+    )
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    kind = type(value).__name__
+    return f"{shown if len(shown) <= 60 else shown[:60] + '…'} ({kind})"

@@ -1,0 +1,295 @@
+"""The environment of a data set: prompts, groups, held-out rows, order; a server that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Tokenizer
+
+from environments.api import wire
+from environments.config import ConfigError
+from environments.data_config import DataConfig, RewardConfig
+from environments.dataset import env as dataset
+from environments.dataset.env import DatasetConfig, DatasetEnv
+from environments.demo_model.model import build_tokenizer
+from environments.intervals import mean_with_interval
+from environments.running.runner import ALL_UNSCORED, unfit
+from tests.stand_ins import Scripted
+
+END = "<|endoftext|>"
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
+RIGHT = "def right(completions, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+LENGTH = "def length(completions):\n    return [len(c) for c in completions]\n"
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<>{% endif %}"
+
+
+@pytest.fixture
+def tokenizer() -> Qwen2Tokenizer:
+    return build_tokenizer()
+
+
+def written(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def environment(
+    tokenizer: Qwen2Tokenizer,
+    data: Path,
+    rewards: Sequence[Any],
+    answers: Sequence[str] = ("1" + END, "2" + END),
+    *,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> DatasetEnv:
+    config = DatasetConfig(**({"tokenizer_name": "demo", "group_size": len(answers)} | changes))
+    env = DatasetEnv(config, Scripted(tokenizer, lambda _: answers), tokenizer)
+    env.data = DataConfig(path=str(data), **(options or {}))
+    env.rewards = tuple(map(RewardConfig.model_validate, rewards))
+    return env
+
+
+async def first_group(env: DatasetEnv) -> wire.ScoredData:
+    try:
+        await env.setup()
+        item = await env.get_next_item()
+        assert item is not None
+        group = await env.collect_trajectories(item)
+        assert group is not None
+        return group
+    finally:
+        await env.close()
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> str:
+    (tmp_path / "my.py").write_text(RIGHT + LENGTH)
+    return str(tmp_path / "my.py")
+
+
+def test_rows_become_groups_with_weighted_rewards_and_their_metrics(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data = written(tmp_path / "rows.jsonl", ROWS[:1])  # 0+1=, 1
+    env = environment(tokenizer, data, [f"{rewards}:right", f"{rewards}:length=0.1"], ["1" + END, "22" + END])
+    group = asyncio.run(first_group(env))
+    assert group.scores == pytest.approx([1.1, 0.2])
+    assert group.messages is not None and group.messages[0] == [
+        {"role": "user", "content": "0+1="},
+        {"role": "assistant", "content": "1"},
+    ]
+    assert env.measures.take() == {"reward_right": 0.5, "reward_length": 1.5}
+
+
+def test_a_sample_to_which_no_reward_applies_is_marked_and_not_trained_on(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer
+) -> None:
+    (tmp_path / "some.py").write_text(
+        "def some(completions):\n    return [None if c == '1' else 2.0 for c in completions]\n"
+    )
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    group = asyncio.run(first_group(environment(tokenizer, data, [f"{tmp_path}/some.py:some"])))
+    assert group.overrides == [{"unscored": True}, {}]
+    assert set(group.masks[0]) == {wire.IGNORED} and set(group.masks[1]) != {wire.IGNORED}
+    assert wire.counted_scores(group) == [2.0]
+
+
+def test_a_reward_that_does_not_apply_leaves_the_others(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    (tmp_path / "never.py").write_text("def never(completions):\n    return [None] * len(completions)\n")
+    data = written(tmp_path / "rows.jsonl", ROWS[:1])
+    env = environment(tokenizer, data, [f"{tmp_path}/never.py:never=5", f"{rewards}:right"])
+    assert asyncio.run(first_group(env)).scores == [1.0, 0.0]
+    assert env.measures.take() == {"reward_right": 0.5}
+
+
+def test_a_group_to_which_no_reward_applies_is_dropped_and_a_run_of_nothing_else_ends(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "UNSCORED_IN_A_ROW", 2)
+    (tmp_path / "never.py").write_text("def never(completions):\n    return [None] * len(completions)\n")
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/never.py:never"])
+
+    async def scene() -> None:
+        group = await first_group(env)
+        assert unfit(group, env.config, max_token_len=-1) == ALL_UNSCORED
+        await env.collect_trajectories(0)
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(scene())
+    assert caught.value.field == "--reward" and "2 groups" in caught.value.got
+
+
+def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data = written(tmp_path / "rows.jsonl", ROWS)
+
+    async def scene(seed: int) -> tuple[set[int], list[int]]:
+        env = environment(tokenizer, data, [f"{rewards}:right"], options={"held_out": 5}, seed=seed)
+        await env.setup()
+        return set(env._held_out), [next(env.items) for _ in range(30)]
+
+    first, second = (asyncio.run(scene(seed)) for seed in (0, 1))
+    assert first[0] == second[0] and len(first[0]) == 5
+    assert sorted(first[1][:15]) == sorted(set(range(20)) - first[0])  # each row once before any comes again
+    assert first[1] != second[1] and sorted(first[1][15:]) == sorted(first[1][:15])
+
+
+def test_a_resumed_run_continues_with_the_next_row(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
+    data = written(tmp_path / "rows.jsonl", ROWS)
+
+    async def scene() -> tuple[list[int], list[int]]:
+        whole, resumed = (environment(tokenizer, data, [f"{rewards}:right"]) for _ in range(2))
+        await whole.setup()
+        rows = [next(whole.items) for _ in range(7)]
+        state = whole.state()
+        await resumed.setup()
+        resumed.restore(state)
+        return [*rows, *(next(whole.items) for _ in range(20))], [*rows, *(next(resumed.items) for _ in range(20))]
+
+    assert len(set(map(tuple, asyncio.run(scene())))) == 1
+
+
+def test_evaluation_scores_held_out_rows_with_the_same_rewards_and_intervals(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    train, held_out = written(tmp_path / "rows.jsonl", ROWS), written(tmp_path / "test.jsonl", ROWS[:4])
+    env = environment(
+        tokenizer, train, [f"{rewards}:right", f"{rewards}:length=0.5"], ["1" + END],
+        options={"held_out_split": str(held_out)},
+    )  # fmt: skip
+
+    async def scene() -> dict[str, float]:
+        await env.setup()
+        return await env.evaluate()
+
+    metrics = asyncio.run(scene())
+    # The answer 1 is right for 0+1= alone: rewards 1.5, 0.5, 0.5, 0.5, of mean 0.75 and standard deviation 0.5.
+    assert metrics["reward"] == 0.75 and metrics["reward_right"] == 0.25 and metrics["reward_length"] == 1.0
+    assert metrics["reward_high"] - metrics["reward"] == pytest.approx(1.96 * 0.5 / 2, abs=1e-3)
+    assert metrics["rows"] == 4 and env.measures.take() == {}
+
+
+def test_without_held_out_rows_an_evaluation_is_empty(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{rewards}:right"])
+
+    async def scene() -> dict[str, float]:
+        await env.setup()
+        return await env.evaluate()
+
+    assert asyncio.run(scene()) == {}
+
+
+def test_intervals_of_shares_are_wilsons_and_of_other_values_normal() -> None:
+    assert mean_with_interval("x", [1.0, 1.0])["x_high"] == 1.0
+    assert mean_with_interval("x", [1.0, 1.0])["x_low"] == pytest.approx(0.342, abs=1e-3)  # 2 / (2 + 1.96²)
+    found = mean_with_interval("x", [0.0, 2.0])  # standard deviation √2: half = 1.96 · √2 / √2
+    assert [found["x"], found["x_low"], found["x_high"]] == pytest.approx([1.0, -0.96, 2.96], abs=1e-3)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def asked(env: DatasetEnv, item: int = 0) -> Any:
+    async def scene() -> Any:
+        await env.setup()
+        return env.prompt(item)
+
+    return asyncio.run(scene())
+
+
+def test_text_is_sent_as_it_is_to_a_model_without_a_chat_template(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    tokenizer.chat_template = None
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    assert asked(environment(tokenizer, data, [f"{rewards}:right"])) == "0+1="
+
+
+@pytest.mark.parametrize(("chat", "is_chat"), [("auto", True), ("on", True), ("off", False)])
+def test_text_becomes_a_user_message_where_the_model_has_a_chat_template(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, chat: str, is_chat: bool
+) -> None:
+    tokenizer.chat_template = CHAT
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    env = environment(tokenizer, data, [f"{rewards}:right"], options={"chat": chat})
+    assert asked(env) == ([{"role": "user", "content": "0+1="}] if is_chat else "0+1=")
+    # Functions get the answers in the form of the data set's prompts.
+    assert asyncio.run(first_group(env)).scores in ([1.0, 0.0], [0.0, 1.0], [0.0, 0.0])
+
+
+def test_prompts_with_special_tokens_are_not_put_into_the_template_again(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    tokenizer.chat_template = CHAT
+    data = written(tmp_path / "rows.jsonl", [{"prompt": f"{END}1+1=", "answer": "2"}])
+    assert asked(environment(tokenizer, data, [f"{rewards}:right"])) == f"{END}1+1="
+
+
+def test_messages_are_prompts_and_completions_are_messages(tmp_path: Path, tokenizer: Qwen2Tokenizer) -> None:
+    tokenizer.chat_template = CHAT
+    (tmp_path / "roles.py").write_text(
+        "def roles(completions, prompts, **kwargs):\n"
+        "    assert prompts[0] == [{'role': 'user', 'content': 'hi'}]\n"
+        "    return [float(c == [{'role': 'assistant', 'content': '1'}]) for c in completions]\n"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "an answer that is not a prompt"}]
+    data = written(tmp_path / "rows.jsonl", [{"messages": talk}])
+    env = environment(tokenizer, data, [f"{tmp_path}/roles.py:roles"])
+    assert asyncio.run(first_group(env)).scores == [1.0, 0.0]
+    assert asked(env) == [{"role": "user", "content": "hi"}]
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
+    tokenizer.chat_template = None
+    data = written(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "hi"}], "answer": "1"}])
+    with pytest.raises(ConfigError) as caught:
+        asked(environment(tokenizer, data, [f"{rewards}:right"]))
+    assert caught.value.field == "--env.tokenizer_name demo"
+
+
+def test_prompts_that_leave_no_room_are_skipped_and_counted(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        *ROWS,
+        {"prompt": "1" * 70, "answer": "1"},
+        {"prompt": "1" * 64, "answer": "1"},
+        {"prompt": "1" * 63, "answer": "1"},
+    ]
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", rows), [f"{rewards}:right"], max_token_length=64)
+    asked(env)
+    assert sorted(next(env.items) for _ in range(21)) == [*range(20), 22]
+    assert "2 prompts" in caplog.text and "70 tokens" in caplog.text
+
+
+def test_data_without_a_prompt_that_fits_is_refused(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
+    data = written(tmp_path / "rows.jsonl", [{"prompt": "1" * 70, "answer": "1"}])
+    with pytest.raises(ConfigError) as caught:
+        asked(environment(tokenizer, data, [f"{rewards}:right"], max_token_length=64))
+    assert caught.value.field == "--env.max_token_length" and "70 tokens" in caught.value.got
+
+
+def test_what_functions_log_reaches_metrics_and_messages(tmp_path: Path, tokenizer: Qwen2Tokenizer) -> None:
+    (tmp_path / "logs.py").write_text(
+        "def logs(completions, log_extra, log_metric, trainer_state, completion_ids, **kwargs):\n"
+        "    log_extra('seen', [c.upper() for c in completions])\n"
+        "    log_metric('step', trainer_state.global_step)\n"
+        "    return [len(ids) for ids in completion_ids]\n"
+    )
+    env = environment(
+        tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/logs.py:logs"], ["a" + END, "bc" + END]
+    )
+    env.curr_step = 7
+    group = asyncio.run(first_group(env))
+    assert group.scores == [2.0, 3.0]  # with the end token
+    assert group.messages is not None
+    assert [talk[-1]["extra"] for talk in group.messages] == [{"seen": "A"}, {"seen": "BC"}]
+    assert env.measures.take() == {"reward_logs": 2.5, "step": 7.0}

@@ -1,0 +1,390 @@
+"""Rewards: how they are written, which functions TRL's signature allows, what a function may not return."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.config import ConfigError, Settings, parse_settings
+from environments.data_config import RewardConfig, TableError, read_reward
+from environments.dataset.env import DatasetConfig
+from environments.dataset.rewards import Asked, Reward, RewardError, RewardLoader, TrainerState, weighted_sum
+from environments.maths.judge import MathJudge
+from environments.threads import Threads
+
+# ---------------------------------------------------------------- how they are written
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "weight"),
+    [
+        ("my.py:f", "my.py:f", None),
+        ("my.py:f=0.1", "my.py:f", 0.1),
+        ("folder=1/my.py:f", "folder=1/my.py:f", None),
+        ("my_package.rewards:f=-2", "my_package.rewards:f", -2.0),
+        ("math", "math", None),
+        ("exact_match=1e-1", "exact_match", 0.1),
+        ("regex:x=5", "regex:x=5", None),  # all of it is the pattern
+        ("regex:a:b=0.5", "regex:a:b=0.5", None),
+        ("regex=0.5:x=5", "regex:x=5", 0.5),
+        (r"regex:^\d{1,3}$", r"regex:^\d{1,3}$", None),
+    ],
+)
+def test_a_reward_is_a_function_and_perhaps_a_weight(text: str, function: str, weight: float | None) -> None:
+    assert read_reward(text) == (function, weight)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("my.py", "'my.py'"),
+        ("my.py:", "'my.py:'"),
+        (":f", "':f'"),
+        ("mth", "'mth'"),
+        ("my.py:f=abc", "the weight 'abc'"),
+        ("my.py:f=", "the weight ''"),
+        ("my.py:f=nan", "the weight 'nan'"),
+        ("regex:", "no pattern"),
+        ("regex=0.5", "no pattern"),
+        ("regex=x:a", "the weight 'x'"),
+        ("regex:(", "'('"),
+    ],
+)
+def test_a_reward_that_cannot_be_read_is_named(text: str, got: str) -> None:
+    with pytest.raises(TableError) as caught:
+        read_reward(text)
+    assert (caught.value.field, caught.value.got) == (f"--reward {text}", got)
+
+
+def settings(*arguments: str) -> Settings[Any]:
+    return parse_settings(Settings[DatasetConfig], "test", ["--env.tokenizer_name", "model", *arguments])
+
+
+def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'rewards = ["my.py:f", {function = "regex:[a,b]=1", weight = 0.5}]\n'
+        '[env]\ntokenizer_name = "model"\n[data]\npath = "rows.jsonl"\nheld_out = 5\n'
+    )
+    typed = settings(
+        "--data", "rows.jsonl", "--data.held_out", "5", "--reward", "my.py:f", "--reward=regex=0.5:[a,b]=1"
+    )
+    assert settings("--config", str(file)) == typed.model_copy(update={"config": file})
+    assert [(each.function, each.weight, each.label) for each in typed.rewards] == [
+        ("my.py:f", 1.0, "f"),
+        ("regex:[a,b]=1", 0.5, "regex"),
+    ]
+
+
+def test_flags_replace_the_files_rewards(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[[rewards]]\nfunction = "my.py:f"\n[[rewards]]\nfunction = "math"\n')
+    assert [each.function for each in settings("--config", str(file), "--reward", "my.py:g").rewards] == ["my.py:g"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "wanted"),
+    [
+        (["--reward", "a.py:f", "--reward", "b.py:f"], "--reward", "different names"),
+        (["--reward", "regex:a", "--reward", "regex:b"], "--reward", "different names"),
+        (["--data.held_out", "5"], "--data", "a data set"),
+        (["--data", "x", "--data.held_out", "1", "--data.held_out_split", "test"], "--data.held_out", "one of them"),
+        (["--data", "x", "--data.prompt_template", "none"], "--data.prompt_template", "column names in braces"),
+        (["--data", "x", "--data.prompt_template", "{a"], "--data.prompt_template", "column names in braces"),
+    ],
+)
+def test_wrong_tables_are_named(arguments: list[str], field: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*arguments)
+    assert caught.value.field == field and caught.value.wanted.startswith(wanted)
+
+
+def test_two_rewards_of_one_function_have_names_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('rewards = [{function = "a.py:f"}, {function = "b.py:f", name = "other"}]\n')
+    assert [each.label for each in settings("--config", str(file)).rewards] == ["f", "other"]
+
+
+def test_a_typed_template_has_new_lines() -> None:
+    typed = settings("--data", "x", "--data.prompt_template", r"{question}\nAnswer: \\n")
+    assert typed.data.prompt_template == "{question}\nAnswer: \\n"
+
+
+# ---------------------------------------------------------------- functions
+
+COLUMNS = ("prompt", "solution", "level")
+
+
+def loaded(code: str, folder: Path, name: str = "f", columns: tuple[str, ...] = COLUMNS) -> Reward:
+    file = folder / "rewards_of_a_test.py"
+    file.write_text(code)
+    return loader(columns).load(RewardConfig(function=f"{file}:{name}"))
+
+
+def loader(columns: tuple[str, ...] = COLUMNS, answer: str | None = "solution") -> RewardLoader:
+    return RewardLoader(columns, answer, Threads(4), lambda: MathJudge(1))
+
+
+def asked(completions: list[Any], answer: str | None = "4", **columns: Any) -> Asked:
+    count = len(completions)
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    keywords = {
+        "prompt": ["2+2="] * count,
+        "solution": ["$4$"] * count,
+        "level": [1] * count,
+        "completions": completions,
+        "prompts": ["2+2="] * count,
+        "completion_ids": [[1, 2]] * count,
+        "trainer_state": TrainerState(3),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+        **columns,
+    }
+    return Asked(keywords, texts, answer)
+
+
+def scores(reward: Reward, completions: list[Any], **columns: Any) -> list[float | None]:
+    return asyncio.run(reward.scores(asked(completions, **columns)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(completions, **kwargs):\n    return [float(len(c)) for c in completions]",
+        "def f(completions):\n    return [len(c) for c in completions]",
+        "async def f(completions, **kwargs):\n    return [float(len(c)) for c in completions]",
+        "import numpy\ndef f(completions, **_):\n    return numpy.array([len(c) for c in completions])",
+        "class F:\n    async def __call__(self, completions, **_):\n        return [len(c) for c in completions]\n"
+        "f = F()",
+        "from functools import partial\ndef g(completions, extra, **_):\n    return [len(c) for c in completions]\n"
+        "f = partial(g, extra=1)",
+    ],
+    ids=["keywords", "one argument", "async", "numpy", "callable", "partial"],
+)
+def test_functions_of_every_kind_are_called(tmp_path: Path, code: str) -> None:
+    assert scores(loaded(code, tmp_path), ["a", "bcd"]) == [1.0, 3.0]
+
+
+def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
+    code = (
+        "def f(prompts, completions, completion_ids, trainer_state, level, **kwargs):\n"
+        "    assert prompts == ['2+2='] * 2 and level == [1, 1] and completion_ids == [[1, 2]] * 2\n"
+        "    assert trainer_state.global_step == 3\n"
+        "    assert sorted(kwargs) == ['log_extra', 'log_metric', 'solution']\n"  # not `prompt`, as in TRL
+        "    return [1.0, None]\n"
+    )
+    assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
+
+
+def test_a_file_may_import_its_neighbours_and_holds_several_functions(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 5.0\n")
+    code = "from neighbour_of_rewards import VALUE\nCALLS = []\n" + "".join(
+        f"def {name}(completions):\n    CALLS.append(1)\n    return [VALUE + len(CALLS)] * len(completions)\n"
+        for name in "fg"
+    )
+    (tmp_path / "several.py").write_text(code)
+    both = loader()
+    first, second = (both.load(RewardConfig(function=f"{tmp_path}/several.py:{name}")) for name in "fg")
+    assert scores(first, ["a"]) == [6.0] and scores(second, ["a"]) == [7.0]  # one module, imported once
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "got"),
+    [
+        ("[1.0]", "", "1 scores"),
+        ("[1.0, 2.0, 3.0]", "", "3 scores"),
+        ("'12'", "", "'12' (str)"),
+        ("1.0", "", "1.0 (float)"),
+        ("None", "", "None (NoneType)"),
+        ("[1.0, 'x']", ", answer 2", "'x' (str)"),
+        ("[1.0, '2']", ", answer 2", "'2' (str)"),
+        ("[float('nan'), 1.0]", ", answer 1", "nan (float)"),
+        ("[1.0, float('inf')]", ", answer 2", "inf (float)"),
+        ("[[1.0], 2.0]", ", answer 1", "[1.0] (list)"),
+    ],
+)
+def test_what_is_no_list_of_scores_is_named(tmp_path: Path, value: str, place: str, got: str) -> None:
+    reward = loaded(f"def f(completions):\n    return {value}", tmp_path)
+    with pytest.raises(RewardError) as caught:
+        scores(reward, ["a", "b"])
+    assert caught.value.field == f"--reward {tmp_path}/rewards_of_a_test.py:f{place}"
+    assert caught.value.got == got
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "got", "fix"),
+    [
+        ("def right(completions): ...", "rigt", "rigt", "did you mean right?"),
+        ("right = 3", "right", "right", ""),
+        ("def f(completions, solutoin): ...", "f", "solutoin", "did you mean solution?"),
+        ("def f(completions, /): ...", "f", "completions, positional only", ""),
+        ("import nothing_of_this_name\ndef f(completions): ...", "f", "ModuleNotFoundError", "line 1"),
+        ("def f(completions):\n    return [", "f", "SyntaxError", "line 2"),
+        ("x = 1\nraise KeyError('why')", "f", "KeyError: 'why'", "rewards_of_a_test.py, line 2"),
+    ],
+)
+def test_functions_that_cannot_be_used_are_named_before_the_start(
+    tmp_path: Path, code: str, name: str, got: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(code, tmp_path, name)
+    assert got in caught.value.got and fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("function", "fix"), [("rewards_of_a_tset.py:f", "rewards_of_a_test.py?"), ("no_such_module:f", "FILE.py")]
+)
+def test_files_and_modules_that_are_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fix: str
+) -> None:
+    (tmp_path / "rewards_of_a_test.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        loader().load(RewardConfig(function=function))
+    assert fix in caught.value.fix
+
+
+# ---------------------------------------------------------------- built-in rewards
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "texts", "expected"),
+    [
+        ("exact_match", "4", ["4", " 4\n", "44", "<think>5</think> 4"], [1.0, 1.0, 0.0, 1.0]),
+        ("exact_match", None, ["4"], [None]),
+        (r"regex:^\d+$", None, ["4", "four", "12"], [1.0, 0.0, 1.0]),
+        ("regex:a=5", None, ["a=5", "a"], [1.0, 0.0]),
+        ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"so it is $\frac{2}{4}$", "three"], [1.0, 1.0, 0.0]),
+        ("math", r"First … \boxed{12}", ["The answer is 12.", "13"], [1.0, 0.0]),
+        ("math", None, ["4"], [None]),
+    ],
+)
+def test_built_in_rewards(function: str, answer: str | None, texts: list[str], expected: list[float | None]) -> None:
+    async def scene() -> list[float | None]:
+        judge = MathJudge(1)
+        try:
+            reward = RewardLoader(COLUMNS, "solution", Threads(4), lambda: judge).load(RewardConfig(function=function))
+            return await reward.scores(asked(texts, answer))
+        finally:
+            await judge.close()
+
+    assert asyncio.run(scene()) == expected
+
+
+@pytest.mark.parametrize("function", ["exact_match", "math"])
+def test_rewards_that_compare_need_right_answers(function: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loader(("prompt",), None).load(RewardConfig(function=function))
+    assert caught.value.field == f"--reward {function}" and "answer_column" in caught.value.fix
+
+
+def test_none_leaves_a_reward_out_of_the_sum() -> None:
+    async def nothing(asked: Asked) -> None:
+        return None
+
+    first, second = (Reward(RewardConfig(function="a.py:f", weight=weight), nothing) for weight in (1.0, 0.5))
+    # 1 + 0.5 · 2 = 2; 1; 0.5 · 4 = 2; none applies
+    assert weighted_sum([first, second], [[1.0, 1.0, None, None], [2.0, None, 4.0, None]]) == [2.0, 1.0, 2.0, None]
+
+
+# ---------------------------------------------------------------- functions in TRL's manner
+
+ACCURACY = '''
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+import threading
+
+
+def accuracy(completions: list[list[dict[str, str]]], solution: list[str], log_extra=None, **kwargs):
+    """Compare with the solution by math-verify; skip what has no readable solution."""
+    patience = 5 if threading.current_thread() is threading.main_thread() else None
+    found = []
+    for completion, right in zip(completions, solution, strict=True):
+        gold = parse(right, parsing_timeout=patience)
+        if not gold:
+            found.append(None)
+            continue
+        config = LatexExtractionConfig(
+            normalization_config=NormalizationConfig(units=True),
+            boxed_match_priority=0,
+            try_extract_without_anchor=False,
+        )
+        said = parse(completion[0]["content"], extraction_config=[config], parsing_timeout=patience)
+        found.append(float(verify(gold, said, timeout_seconds=patience)))
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+    return found
+'''
+THINK = '''
+import re
+
+
+def think(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
+    """1 for one block of thinking followed by an answer."""
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(re.match(r"^<think>(?!.*<think>).*?</think>.*$", text, re.DOTALL) is not None) for text in contents]
+'''
+LENGTH = '''
+def overlong(max_len: int, cache: int):
+    """Punish answers that come close to the limit, as DAPO does."""
+
+    def soft_overlong(completion_ids: list[list[int]], **kwargs) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [0.0 if n <= max_len - cache else max(-1.0, (max_len - cache - n) / cache) for n in lengths]
+
+    return soft_overlong
+
+
+length = overlong(4, 2)
+'''
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "completions", "expected"),
+    [
+        (ACCURACY, "accuracy", [said(r"\boxed{4}"), said(r"\boxed{5}")], [1.0, 0.0]),
+        (THINK, "think", [said("<think>\nso\n</think>\n4"), said("<think>4")], [1.0, 0.0]),
+        (LENGTH, "length", [said("a"), said("b")], [0.0, -0.5]),  # 2 of 4 tokens, and 3: (4 - 2 - 3) / 2
+    ],
+)
+def test_functions_in_the_manner_of_trls_examples_run_unchanged(
+    tmp_path: Path, code: str, name: str, completions: list[Any], expected: list[float]
+) -> None:
+    reward = loaded(code, tmp_path, name)
+    assert scores(reward, completions, completion_ids=[[1, 2], [1, 2, 3]]) == expected
+
+
+def test_a_solution_that_cannot_be_read_is_left_out_of_the_sum(tmp_path: Path) -> None:
+    reward = loaded(ACCURACY, tmp_path, "accuracy")
+    assert scores(reward, [said(r"\boxed{4}")], solution=["no number here"]) == [None]
+
+
+def test_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: Path) -> None:
+    code = "import signal\ndef f(completions):\n    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n    return [1.0]\n"
+    with pytest.raises(ValueError, match="main thread") as caught:
+        scores(loaded(code, tmp_path), ["a"])
+    assert any("thread" in note for note in caught.value.__notes__)
+
+
+def test_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nMET = None\n"
+        "async def f(completions):\n    global MET\n    MET = MET or asyncio.Barrier(2)\n    await MET.wait()\n"
+        "    return [1.0]\ng = f\n"
+    )
+    (tmp_path / "barrier.py").write_text(code)
+    both = loader()
+    first, second = (both.load(RewardConfig(function=f"{tmp_path}/barrier.py:{name}")) for name in "fg")
+
+    async def scene() -> list[Any]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(first.scores(asked(["a"])), second.scores(asked(["a"])))
+
+    assert asyncio.run(scene()) == [[1.0], [1.0]]
