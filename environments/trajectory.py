@@ -131,7 +131,7 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
             ]
             for t in trajectories
         ],
-        scores=[float(trajectory.score or 0.0) for trajectory in trajectories],  # True, and numbers of numpy, too
+        scores=[0.0 if t.score is None else float(t.score) for t in trajectories],  # True, and numbers of numpy, too
         advantages=turn_advantages(trajectories),
         inference_logprobs=[trajectory.rollout_logprobs for trajectory in trajectories],
         policy_versions=versions if len(versions) == len(trajectories) else None,

@@ -73,16 +73,16 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="D",
-        help="Your data set: a JSONL, JSON, CSV or Parquet file, a folder, or a name on the hub. --data.KEY sets its "
-        "options, such as prompt_column, answer_column and held_out (listed by: grpo env dataset serve --help).",
+        help="Your data: a file, a folder or a hub name. Files are JSONL, JSON, CSV, TSV or Parquet. --data.KEY sets "
+        "options, which `grpo env dataset serve --help` lists.",
     ),
 ]
 Reward = Annotated[
     list[str] | None,
     typer.Option(
         metavar="R",
-        help="Your reward: FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN; may be repeated. "
-        "FUNCTION=0.1 has a weight.",
+        help="Your reward: FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN. It may be repeated; "
+        "FILE.py:FUNCTION=0.1 has a weight.",
     ),
 ]
 ConfigFile = Annotated[
@@ -242,7 +242,7 @@ def env(ctx: typer.Context) -> None:
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN)
         typer.echo(
-            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n\n"
+            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known},\nor a module of yours.\n\n"
             "  serve     send scored groups to the rollout API, as in a run\n"
             "  process   write scored groups to a file and an HTML page, without a trainer\n"
             "  evaluate  score the server's answers to held-out items\n\n"

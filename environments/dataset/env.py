@@ -38,8 +38,6 @@ MESSAGE_BYTES = 32
 """More than the tokens that a chat template adds to each message, such as its role and its ends."""
 LONGEST_EXTRA = 1000
 """Characters of a value of `log_extra` that are kept."""
-UNSCORED_IN_A_ROW = 256
-"""After this many groups in a row to which no reward applies, the environment ends."""
 
 
 class DatasetConfig(BaseEnvConfig):
@@ -64,7 +62,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         require_data(self.data.path is not None, bool(self.rewards))
         self._judge: MathJudge | None = None
         self._extras: dict[int, dict[str, str]] = {}
-        self._unscored = 0
         self._said_no_rows = False
         self._source, other = await asyncio.to_thread(read_data, self.data)
         self.columns = Columns.of(self.data, self._source)
@@ -219,19 +216,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                     self.measures.add(f"reward_{reward.name}", score)
         for name, value in metrics:
             self.measures.add(name, value)
-        totals = weighted_sum(self._rewards, scores)
-        self._unscored = 0 if any(total is not None for total in totals) else self._unscored + 1
-        if self._unscored >= UNSCORED_IN_A_ROW:
-            raise ConfigError(
-                "no reward applies to any answer",
-                field="--reward",
-                got=f"None from every function, for {self._unscored} groups in a row",
-                wanted="a number for some answers",
-                fix="check the functions, and the columns that they read",
-            )
         for place, completion in enumerate(completions if extras else ()):
             self._extras[id(completion)] = {name: values[place] for name, values in extras.items()}
-        return totals
+        return weighted_sum(self._rewards, scores)
 
     def trajectory(self, prompt: str | list[Message], completion: Completion, score: Score) -> Trajectory:
         """Return a completion with its score; its last message has what functions passed to `log_extra`."""

@@ -54,8 +54,8 @@ LOSSES = {
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL = "all scores equal"
 ALL_UNSCORED = "no reward applies"
-TEACH_NOTHING = (ALL_EQUAL, ALL_UNSCORED)
-"""Reasons to drop a group of an environment that works."""
+UNSCORED_IN_A_ROW = 256
+"""After this many groups in a row to which no reward applies, the environment counts as broken."""
 
 Tasks = dict[asyncio.Task[None], int]
 """Maps each task to the trainer's step when its group was started."""
@@ -128,6 +128,7 @@ class Runner:
         path = self.config.data_path_to_save_groups
         self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
         self._lost = 0
+        self._unscored = 0
         self._started = 0
         self._failure: Exception | None = None
         self._items_left = True
@@ -363,8 +364,18 @@ class Runner:
             self._drop("came to nothing")
             return
         self._running.add([trained_tokens(mask) for mask in group.masks])
-        if (reason := unfit(group, self.config, self.registration.max_token_len)) in TEACH_NOTHING:
-            self._drop(reason)
+        reason = unfit(group, self.config, self.registration.max_token_len)
+        self._unscored = self._unscored + 1 if reason == ALL_UNSCORED else 0
+        if self._unscored >= UNSCORED_IN_A_ROW:
+            raise EnvironmentFailed(
+                f"no reward applies to any answer of {self._unscored} groups in a row",
+                field=self.env.name,
+                got="None for every score",
+                wanted="numbers",
+                fix="look for a score that returns nothing, and for columns that it misses",
+            )
+        if reason in (ALL_EQUAL, ALL_UNSCORED):
+            self._drop(reason)  # the task may be too easy or too hard, but the environment works
         elif reason is not None:
             self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
         else:

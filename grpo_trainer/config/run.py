@@ -294,7 +294,7 @@ def _environments(
     if len(tables) > 1:
         raise ConfigError(
             "it does not say which environment of the file is meant",
-            field="--env, --data or [data]",
+            field="--env",
             got=f"{len(tables)} environments",
             wanted="one environment in the file",
             fix="edit the file: an entry of [[environments]] has its own env, openai, data and rewards",

@@ -19,7 +19,6 @@ from environments.data_config import DataConfig
 from environments.dataset import data as reading
 from environments.dataset.columns import Columns, boxed_or_all
 from environments.dataset.data import Data, read_data
-from tests.stand_ins import Reply, answering
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]

@@ -363,7 +363,7 @@ def test_functions_in_the_manner_of_trls_examples_run_unchanged(
 
 def test_a_solution_that_cannot_be_read_is_left_out_of_the_sum(tmp_path: Path) -> None:
     reward = loaded(ACCURACY, tmp_path, "accuracy")
-    assert scores(reward, [said(r"\boxed{4}")], solution=["no number here"]) == [None]
+    assert scores(reward, [said(r"\boxed{4}")], solution=["unreadable"]) == [None]
 
 
 def test_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: Path) -> None:

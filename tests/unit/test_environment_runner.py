@@ -533,3 +533,27 @@ def test_evaluation_is_told_every_so_many_steps(
         asyncio.run(scene())
     messages = [record.args for record in caplog.records if isinstance(record.args, tuple)]
     assert [args for args in messages if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]
+
+
+def test_groups_without_a_reward_are_dropped_and_nothing_else_ends_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "UNSCORED_IN_A_ROW", 20)  # more than LOST_IN_A_ROW: such groups are not lost
+    marked = msgspec.structs.replace(group(trained=False), overrides=[{"unscored": True}] * 2)
+
+    async def half(item: int) -> wire.ScoredData:
+        return marked if item % 20 else group(version=item)
+
+    async def none(item: int) -> wire.ScoredData:
+        return marked
+
+    async def scene() -> None:
+        service = await started()
+        task = asyncio.create_task(serving(Sums(config(), half), service, asyncio.Event()))
+        assert await train(service, steps=1)
+        task.cancel()
+        await asyncio.wait_for(serving(Sums(config(), none), await started(), asyncio.Event()), 20)
+
+    with pytest.raises(EnvironmentFailed) as caught:
+        asyncio.run(scene())
+    assert "None" in caught.value.got

@@ -35,6 +35,6 @@ def test_a_score_is_any_kind_of_number(score: Any, content_type: str) -> None:
 
 def test_what_is_no_number_is_no_score() -> None:
     """It raises where the environment's group is made, so that it costs this group and no other."""
-    no_score: Any = None
-    with pytest.raises(TypeError):
+    no_score: Any = "x"
+    with pytest.raises(ValueError, match="float"):
         scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), no_score)])

@@ -218,7 +218,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             [],
             *("--lora-rank", "16 and --lora-r 8", "one"),
         ),
-        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, gsm8k, verifiers, word_problems"),
+        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, dataset, gsm8k, verifiers, word_problems"),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
         ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
@@ -424,7 +424,7 @@ def test_help_begins_with_what_most_people_want() -> None:
 def test_an_unknown_environment_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
-    assert "nosuch" in done.stderr and "arithmetic, gsm8k, verifiers, word_problems" in done.stderr
+    assert "nosuch" in done.stderr and "arithmetic, dataset, gsm8k, verifiers, word_problems" in done.stderr
 
 
 def test_an_environment_is_called_as_it_was_asked_for() -> None:

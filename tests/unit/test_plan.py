@@ -305,7 +305,10 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     with pytest.raises(ConfigError) as error:
         environment_module("chess")
     assert (error.value.field, error.value.got) == ("--env", "chess")
-    assert "arithmetic, gsm8k, verifiers, word_problems" in error.value.wanted and "my_envs.chess" in error.value.fix
+    assert (
+        "arithmetic, dataset, gsm8k, verifiers, word_problems" in error.value.wanted
+        and "my_envs.chess" in error.value.fix
+    )
     assert environment_module("my.chess") == "my.chess"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chess.py").touch()
