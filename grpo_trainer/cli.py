@@ -47,15 +47,7 @@ FIRST = (
     *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
 )
 """Flags that matter first: the others have good defaults."""
-FIRST_OF_A_RUN = (
-    *FIRST,
-    "--data",
-    "--reward",
-    "--env",
-    "--run-dir",
-    "--log-samples",
-    "--server.gpu-memory-utilization",
-)
+FIRST_OF_A_RUN = (*FIRST, "--data", "--reward", "--env", "--run-dir", "--log-samples")
 TRAIN_EXAMPLE = (
     "for example: grpo train --model-name runs/demo-model --weight-bridge-mode lora_only; to start rollout API, server "
     "and environment too, as most people want, use `grpo run` with the same options"
@@ -81,7 +73,7 @@ Reward = Annotated[
     list[str] | None,
     typer.Option(
         metavar="R",
-        help="Your reward: FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN. It may be repeated; "
+        help="Reward: FILE.py:FUNCTION or MODULE:FUNCTION, exact_match, math or regex:PATTERN. It may be repeated; "
         "FILE.py:FUNCTION=0.1 has a weight.",
     ),
 ]

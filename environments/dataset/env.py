@@ -23,15 +23,15 @@ from environments.dataset.rewards import Asked, RewardLoader, Score, TrainerStat
 from environments.intervals import mean_with_interval
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
-from environments.peers.inference import Completion, Sampling
+from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory
 
 log = logging.getLogger(__name__)
 
 LEAST_ROOM = 1
 """Tokens that a prompt must leave for an answer."""
-TEMPLATE_TOKENS = 256
-"""More than a chat template adds to a prompt: a text with fewer bytes than the room less this fits without a count."""
+SPARE_TOKENS = 16
+"""Kept free when a prompt's bytes, more than its tokens, show that it fits."""
 SPLIT_SEED = 20261128
 """A constant, not the run's seed: a row that one run trains on is not held out in another."""
 MESSAGE_BYTES = 32
@@ -43,8 +43,6 @@ LONGEST_EXTRA = 1000
 class DatasetConfig(BaseEnvConfig):
     """Settings of the environment of a data set, beside the tables ``[data]`` and ``[[rewards]]``."""
 
-    max_tokens: int | None = Field(default=None, ge=1, description="longest answer in tokens; unset: all the room")
-    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_samples: int = Field(default=1, ge=1, description="samples per held-out row")
     eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
     judge_workers: int = Field(default=2, ge=1, description="processes of the built-in reward math")
@@ -133,6 +131,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             ConfigError: A row has no prompt, or none has one that leaves room.
         """
         room, fitting, longest, skipped = self.config.max_token_length, array("Q"), 0, 0
+        shortest: Prompt = [{"role": "user", "content": "1"}] if self.columns.as_messages else self._asked("1")
+        free = room - len(self.tokenize(shortest)) - SPARE_TOKENS  # without template and system prompt
         for number in data.checked():
             row = data.rows[number]
             try:
@@ -146,7 +146,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 raise ConfigError(
                     "no such column", field=f"--data {data.name}", got=f"no {error}", wanted="the same columns"
                 ) from None
-            if _bytes_of(prompt) > room - TEMPLATE_TOKENS:
+            if _bytes_of(prompt) > free:
                 length = len(self.tokenize(self._asked(prompt)))
                 if length + LEAST_ROOM > room:
                     longest, skipped = max(longest, length), skipped + 1
@@ -200,10 +200,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     def prompt(self, item: int) -> str | list[Message]:
         """Return the prompt of a row."""
         return self._asked(self._prompt(self._source, item)[1])
-
-    def sampling(self, room: int) -> Sampling:
-        """Return sampling of `max_tokens`, or of all the room."""
-        return Sampling(max_tokens=min(room, self.config.max_tokens or room), temperature=self.config.temperature)
 
     # ------------------------------------------------------------ scores
 
