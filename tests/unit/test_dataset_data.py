@@ -27,10 +27,10 @@ ROWS: list[dict[str, Any]] = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "a
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of `datasets` outside the folder with the data."""
-    import datasets
+    import datasets.config as settings
 
     folder = tmp_path / "cache of datasets"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(settings, "HF_DATASETS_CACHE", folder)
     return folder
 
 

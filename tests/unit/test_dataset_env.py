@@ -18,6 +18,7 @@ from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.intervals import mean_with_interval
 from environments.running.runner import ALL_UNSCORED, unfit
+from environments.threads import settled
 from tests.stand_ins import Scripted
 
 END = "<|endoftext|>"
@@ -56,7 +57,7 @@ def environment(
 async def first_group(env: DatasetEnv) -> wire.ScoredData:
     try:
         await env.setup()
-        item = await env.get_next_item()
+        item = await settled(env.get_next_item())
         assert item is not None
         group = await env.collect_trajectories(item)
         assert group is not None

@@ -383,8 +383,9 @@ def test_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
     both = loader()
     first, second = (both.load(RewardConfig(function=f"{tmp_path}/barrier.py:{name}")) for name in "fg")
 
-    async def scene() -> list[Any]:
+    async def scene() -> tuple[Any, Any]:
         async with asyncio.timeout(20):
-            return await asyncio.gather(first.scores(asked(["a"])), second.scores(asked(["a"])))
+            first_scores, second_scores = await asyncio.gather(*(each.scores(asked(["a"])) for each in (first, second)))
+            return first_scores, second_scores
 
-    assert asyncio.run(scene()) == [[1.0], [1.0]]
+    assert asyncio.run(scene()) == ([1.0], [1.0])
