@@ -174,6 +174,7 @@ def planned(
         cache_bytes=planned_cache(config, here) if here and not places else None,
         env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
         places=places,
+        step=next((row["step"] for row in reversed(rows_so_far(config.run_dir / METRICS_FILE))), 0),
     )
 
 

@@ -96,6 +96,8 @@ class Case:
         return (ServerProcess if self.run else VllmConfig).flags()[name]
 
 
+LARGEST_PORT = 65_535
+
 Rule = Callable[[Case], Iterator[Problem]]
 C = TypeVar("C", TrainConfig, "RunConfig")
 RULES: list[Rule] = []
@@ -170,7 +172,15 @@ def groups(case: Case) -> Iterator[Problem]:
     sequences = case.trainer.sequences_per_step
     sizes = [group_size(environment.name, environment.env) for environment in case.run.environments]
     known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes) or _sums_to(sequences, known):
+    if len(known) < len(sizes):
+        return
+    if _sums_to(sequences, known):
+        # The API fills a batch exactly, so a size that is in no sum would be generated and never trained on.
+        for size in sorted({size for size in known if size > sequences or not _sums_to(sequences - size, known)}):
+            names = ", ".join(each.name for each, own in zip(case.run.environments, sizes, strict=True) if own == size)
+            others = " and ".join(str(other) for other in sorted(set(known) - {size}))
+            wanted = f"a size that adds up to {sequences} sequences a step, with groups of {others}"
+            yield Problem(f"--env {names}: env.group_size", str(size), wanted, fix=f"use {min(set(known) - {size})}")
         return
     parts = " and ".join(map(str, dict.fromkeys(known)))
     wanted = f"a multiple of {parts}" if len(known) == 1 else f"a sum of groups of {parts}"
@@ -371,6 +381,9 @@ def quantised_server(case: Case) -> Iterator[Problem]:
 @rule
 def servers(case: Case) -> Iterator[Problem]:
     vllm, number = case.trainer.vllm, case.servers
+    if case.run is not None and case.run.server.port + number - 1 > LARGEST_PORT:
+        wanted = f"at most {LARGEST_PORT + 1 - number}, for {number} servers on consecutive ports"
+        yield Problem("--server.port", str(case.run.server.port), wanted, "choose a lower one (0 picks free ones)")
     addresses = [f"{vllm.host}:{vllm.port}", *vllm.also]
     if len(set(addresses)) < len(addresses):
         yield Problem("--vllm-also", ", ".join(addresses), "each server once")

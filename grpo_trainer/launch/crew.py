@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ import msgspec
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, State, read_served
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import replace_file
-from grpo_trainer.launch.plan import TRAINERS, ProcessSpec
+from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, started_again
 from grpo_trainer.launch.requests import FOLDER, Answer, Request, answer_all
 from grpo_trainer.launch.watched import Watched
 
@@ -55,11 +55,6 @@ class Due:
     specs: tuple[ProcessSpec, ...]
     at: float
     waits: bool = False
-
-
-def started_again(specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec]:
-    """Return processes as they start again on the same machines."""
-    return [replace(spec, argv=(*spec.argv, *spec.again), again=()) for spec in specs]
 
 
 class Crew:
@@ -165,9 +160,9 @@ class Crew:
             if time.monotonic() < one.at:
                 continue
             self._due.remove(one)
-            placed = self._planner.placed(one.specs) if self._planner else started_again(one.specs)
+            placed = self._planner.placed(one.specs) if self._planner else one.specs
             if placed is not None:
-                starting.append(placed)
+                starting.append([started_again(spec, self._boots[spec.name]) for spec in placed])
                 continue
             if not one.waits:
                 self._say(f"{', '.join(spec.name for spec in one.specs)}: waiting for room on a machine")

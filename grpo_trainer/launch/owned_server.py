@@ -231,6 +231,7 @@ def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: C
             model=model,
             flags=("--policy-version", str(version)),
             name=name,
+            step=version,
         )
 
     link = config.log_dir / name.replace("server", "served_model")

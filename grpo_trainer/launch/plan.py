@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,8 @@ CACHE_FLAG = "--kv-cache-memory-bytes"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 API_START_SECONDS = 60.0
 """Most seconds until the rollout API answers."""
+SEED_FLAG = "--seed"
+"""vLLM's flag for the seed of its sampling; its default is 0 at every start."""
 TRAINERS = "trainers"
 """The trainer processes, which restart together."""
 STOP_SECONDS_ALL_WEIGHTS = 120.0
@@ -54,6 +57,7 @@ class ProcessSpec:
             not restart.
         after_errors: it restarts after errors that it reports itself, too, not only when it was killed.
         again: further arguments when it restarts.
+        seed: of a server, from which each of its starts has another `sampling_seed`; None: it has none, or the user's.
     """
 
     name: str
@@ -70,6 +74,7 @@ class ProcessSpec:
     restarts: str = ""
     after_errors: bool = False
     again: tuple[str, ...] = ()
+    seed: str | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -102,6 +107,7 @@ def plan_run(
     cache_bytes: int | None = None,
     env: Mapping[str, str] = MappingProxyType({}),
     places: Places = NO_PLACES,
+    step: int = 0,
 ) -> RunPlan:
     """Plan the processes of `grpo run`.
 
@@ -113,6 +119,7 @@ def plan_run(
         cache_bytes: size of the server's KV cache on each of its GPUs; None: the server measures the free memory.
         env: added to the environment of every process.
         places: on a cluster, the machines and GPUs of trainers and servers.
+        step: the last one of a run that is resumed.
     """
     folder = config.run_dir / "config"
     trainer = _trainer_table(config, ports, on_gpu, places)
@@ -125,7 +132,7 @@ def plan_run(
         environments.append(ProcessSpec(name, argv, may_end=True, restarts=name, after_errors=True))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
-        servers += _server_processes(config, ports, python, on_gpu, cache_bytes, places)
+        servers += _server_processes(config, ports, python, on_gpu, cache_bytes, places, step)
     trainers = _trainer_processes(config, folder / "trainer.toml", ports, python, places)
     overlaps = not on_gpu or _may_overlap(config, cache_bytes)
     stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
@@ -140,7 +147,7 @@ def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
     A server that measures the free memory for its cache would count the trainer's memory as used, and vLLM exits with
     an error if memory is freed during the measurement.
     """
-    is_fixed = cache_bytes is not None or says_cache_size(config.trainer.vllm.extra_args)
+    is_fixed = cache_bytes is not None or gives(config.trainer.vllm.extra_args, CACHE_FLAG)
     return config.trainer.owns_server or is_fixed
 
 
@@ -181,18 +188,23 @@ def server_process(
     model: str,
     flags: tuple[str, ...] = (),
     name: str = "server",
+    step: int = 0,
 ) -> ProcessSpec:
     """Return the server's process for a trainer's configuration.
 
     Args:
         model: folder or hub name of the served model; requests name it by the trainer's --model-name in any case.
         flags: further flags of the server.
+        step: with which the server starts: 0, or that of a resumed run or of a restarted server.
     """
     vllm = trainer.vllm
     argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model.name]
     argv += ["--host", vllm.host, "--port", str(vllm.port)]
     argv += ["--max-model-len", str(trainer.served_len)]
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
+    seed = None if gives(vllm.extra_args, SEED_FLAG) else f"{trainer.model.seed} {name} {step}"
+    if seed is not None:
+        argv += [SEED_FLAG, sampling_seed(seed, 0)]
     if trainer.model.logits_dtype != "auto":
         argv += ["--logits-dtype", trainer.model.logits_dtype]
     if trainer.loss.routing_replay == "server":
@@ -217,7 +229,26 @@ def server_process(
         ready_key=vllm.api_key,
         ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
+        seed=seed,
     )
+
+
+def sampling_seed(seed: str, start: int) -> str:
+    """Return vLLM's seed for a start of a server, so that no two servers or starts of a run sample the same numbers.
+
+    Args:
+        seed: what tells apart the servers of a run, and one run from another.
+        start: counts the server's starts from 0.
+    """
+    return str(int.from_bytes(sha256(f"{seed} {start}".encode()).digest()[:4]) >> 1)
+
+
+def started_again(spec: ProcessSpec, start: int) -> ProcessSpec:
+    """Return a process as it starts on the same machine for the `start`-th time, counted from 0."""
+    argv = [*spec.argv, *spec.again]
+    if spec.seed is not None:
+        argv[argv.index(SEED_FLAG) + 1] = sampling_seed(spec.seed, start)
+    return replace(spec, argv=tuple(argv), again=())
 
 
 def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
@@ -237,9 +268,9 @@ def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
             return ()
 
 
-def says_cache_size(extra_args: tuple[str, ...]) -> bool:
-    """Return whether the user has fixed the size of the server's KV cache."""
-    return any(key_of(flag) == key_of(CACHE_FLAG) for flag, _ in arguments(extra_args))
+def gives(extra_args: tuple[str, ...], name: str) -> bool:
+    """Return whether the user's arguments for vLLM have a flag."""
+    return any(key_of(flag) == key_of(name) for flag, _ in arguments(extra_args))
 
 
 def waiting_server(server: ProcessSpec) -> ProcessSpec:
@@ -249,7 +280,13 @@ def waiting_server(server: ProcessSpec) -> ProcessSpec:
 
 
 def _server_processes(
-    config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None, places: Places
+    config: RunConfig,
+    ports: Mapping[str, int],
+    python: str,
+    on_gpu: bool,
+    cache_bytes: int | None,
+    places: Places,
+    step: int,
 ) -> Iterator[ProcessSpec]:
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     flags += weight_flags(config.trainer, config.run_dir)
@@ -259,7 +296,8 @@ def _server_processes(
         path = str(_bridge_config_path(config, name))
         own = (*flags, "--shared-weights", "--bridge-config-path", path) if name in sharing else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
-        process = server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
+        model = one.model.name
+        process = server_process(one, python=python, on_gpu=on_gpu, model=model, flags=own, name=name, step=step)
         yield replace(process, restarts=name, after_errors=True) if trainer.servers_may_change else process
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import server_names
 from grpo_trainer.errors import ConfigError, ProcessFailedError
-from grpo_trainer.launch.crew import started_again
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.ports import claim_ports
@@ -65,11 +64,11 @@ class Replanner:
         """
         machines = self._machines
         if machines is None:
-            return started_again(specs)
+            return specs
         new = [name for name in self._config.server.names if name not in self._places]
         homeless = [spec.name for spec in specs if spec.name in new or machines.is_lost(spec.place)]
         if not homeless:
-            return started_again(specs)
+            return specs
         places = {name: place for name, place in self._places.items() if name not in homeless}
         for name in homeless:
             if (place := self._room(machines, name, places.values())) is not None:
@@ -84,7 +83,7 @@ class Replanner:
             return None
         self._ports |= ports
         self._places = places
-        return started_again(self._planned([spec.name for spec in specs]))
+        return self._planned([spec.name for spec in specs])
 
     def _room(self, machines: Machines, name: str, taken: Iterable[Place]) -> Place | None:
         """Return a place of the run that no process has any more, or one that a machine gives."""

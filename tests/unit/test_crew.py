@@ -19,7 +19,7 @@ from grpo_common.roster import Member, Served, in_use, read_members
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.launch import crew as crew_module
 from grpo_trainer.launch.crew import Crew
-from grpo_trainer.launch.plan import TRAINERS, ProcessSpec
+from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.requests import Request, request
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.watched import Watched
@@ -108,6 +108,19 @@ def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> 
         running.run([[replace(leads, again=again), replace(other, again=again)]])
     assert starts(tmp_path, "a") == [".", "--resume auto."]
     assert starts(tmp_path, "b")[0] == "."
+
+
+def test_a_server_that_restarts_samples_with_another_seed_each_time(tmp_path: Path) -> None:
+    crew = a_crew()
+    server = replace(spec("server", "", "--seed", "7", restarts="server"), seed="0 server 0")
+    seen = []
+    for _ in range(3):
+        crew.started(server)
+        crew.put_off([server])
+        time.sleep(0.15)  # PLACE_SECONDS in these tests is 0.1
+        (placed,) = crew.due()
+        seen.append(placed[0].argv[-1])
+    assert seen == [sampling_seed("0 server 0", start) for start in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process
+from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process, started_again
 from grpo_trainer.run import empty_old_queue
 
 PORTS = {"api": 8123, "server": 9123}
@@ -99,6 +99,35 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["openai"]["api_key"] == "k"
     assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
+
+
+def seeds(flags: dict[str, Any], step: int = 0) -> list[str]:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "server.replicas": 2, **flags})
+    made = plan_run(config, {**PORTS, "server-2": 9124}, python="py", on_gpu=False, step=step)
+    return [option(process.argv, "--seed") for process in made.processes if process.name.startswith("server")]
+
+
+def test_server_seed_differs_by_server_by_start_and_by_the_runs_seed() -> None:
+    first = seeds({})
+    assert seeds({}) == first
+    others = [*seeds({"seed": 1}), *seeds({}, step=10)]
+    assert len({*first, *others}) == 6
+    (server,) = [process for process in plan().processes if process.name == "server"]
+    again = [option(started_again(server, start).argv, "--seed") for start in range(3)]
+    assert again[0] == option(server.argv, "--seed") and len(set(again)) == 3
+    assert all(0 <= int(seed) < 2**31 for seed in [*first, *others, *again])
+
+
+def test_server_seed_of_restart_modes_differs_by_version() -> None:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "none"}).trainer
+    specs = [server_process(config, python="py", on_gpu=False, model="m", step=version) for version in (0, 3, 3)]
+    first, second, same = (option(spec.argv, "--seed") for spec in specs)
+    assert first != second == same
+
+
+def test_server_seed_of_the_user_stays() -> None:
+    (server,) = [process for process in plan({"server.extra_args": "--seed=7"}).processes if process.name == "server"]
+    assert server.argv.count("--seed") == 0 and "--seed=7" in started_again(server, 1).argv
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart", "shared_vllm"])

@@ -99,6 +99,17 @@ ROWS = [
         *(BATCH, "14 sequences a step", "6 and 10"),
         file={"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": 10}}]},
     ),
+    in_run(  # 4 + 4 = 8, but 6 and any number of 4 or 6 is never 8
+        rules.groups,
+        {"batch_size": 8, "gradient_accumulation_steps": 1},
+        *("--env gsm8k: env.group_size", "6", "use 4"),
+        file={"environments": [{"env": {"group_size": 4}}, {"name": "gsm8k", "env": {"group_size": 6}}]},
+    ),
+    in_run(
+        rules.servers,
+        {**LORA, "server.port": 65535, "server.replicas": 2},
+        *("--server.port", "65535", "at most 65534"),
+    ),
     in_train(rules.loss, {"loss": "sapo", "dual_clip": 3}, "--dual-clip", "3.0", "clipped"),
     in_train(rules.loss, {"is_correction": "mask"}, "--is-correction", "mask", "--ratio-against trainer"),
     in_train(rules.loss, {"ref_offload": True}, "--ref-offload", "True", "--kl-beta or --log-kl"),
