@@ -42,9 +42,8 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
     """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`.
 
     Raises:
-        FormatError: a newer version wrote one of the checkpoints. Nothing was moved.
+        FormatError: a newer version wrote one of the checkpoints.
     """
-    saved_checkpoints(folder)
     for path in _folders(folder):
         try:
             read_state(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -29,7 +30,9 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.requests import FOLDER as REQUESTS
 from grpo_trainer.launch.requests import Answer, Request, answer_all
 from grpo_trainer.logs.sinks import JsonlSink
+from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.report.runs import list_runs
+from grpo_trainer.report.series import Environments, read_series
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.copies import CheckpointCopies
 from grpo_trainer.saving.finding import newest_whole
@@ -153,6 +156,8 @@ def test_a_trainer_started_by_hand_leaves_newer_checkpoints(tmp_path: Path, resu
     from tests.unit.test_checkpoint import checkpoints, trainer_of_all_weights
 
     folder = copy_of(UNFINISHED, tmp_path)
+    damaged = shutil.copytree(folder / "checkpoints" / "step_3", folder / "checkpoints" / "step_1")
+    (damaged / "state.json").write_text("{")  # would be moved aside
     numbered_2(folder / "checkpoints" / "step_3" / "state.json")
     named = resume if resume in ("auto", "never") else str(folder / resume)
     saver = checkpoints(trainer_of_all_weights(), folder / "checkpoints", resume=named)
@@ -162,14 +167,15 @@ def test_a_trainer_started_by_hand_leaves_newer_checkpoints(tmp_path: Path, resu
 
 @pytest.mark.parametrize("journal", [False, True])
 def test_a_newer_queue_is_not_opened(tmp_path: Path, journal: bool) -> None:
-    path = copy_of(UNFINISHED, tmp_path) / "queue.sqlite"
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+    killed = tmp_path / "killed"
+    with closing(sqlite3.connect(copy_of(UNFINISHED, tmp_path) / "queue.sqlite", isolation_level=None)) as other:
         other.execute("PRAGMA user_version = 2")
         if not journal:
             other.close()
-        with refused(tmp_path, "queue.sqlite"):
-            Store(path)
-        assert Path(f"{path}-wal").exists() == journal
+        shutil.copytree(tmp_path / "unfinished", killed)  # with a journal: as a killed process leaves it
+    assert (killed / "queue.sqlite-wal").exists() == journal
+    with refused(killed, "queue.sqlite"):
+        Store(killed / "queue.sqlite")
 
 
 def test_a_newer_roster_is_not_read(tmp_path: Path) -> None:
@@ -240,6 +246,8 @@ def test_what_is_written_has_its_number(tmp_path: Path) -> None:
     sink.close()
     for name in ("state.json", "metrics.jsonl"):
         assert json.loads((tmp_path / name).read_text())["format"] == 1
+    series, _ = read_series(read_rows(tmp_path / "metrics.jsonl"), Environments())
+    assert series.keys() == {"loss"}, "the number is no figure"
 
 
 @pytest.mark.parametrize("content", [{}, {"format": 1}, [], [{"format": 2}], 0, 1])
