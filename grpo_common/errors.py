@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from grpo_common.redaction import HIDDEN, is_secret, redacted_text
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -25,6 +27,14 @@ class Problem:
     wanted: str = ""
     fix: str = ""
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        """Hide secrets in what comes from users and other programs, so that no way of showing it can forget to."""
+        is_value = is_secret(self.field) and self.got[:1] in tuple("'\"[{0123456789")
+        for name, text in (("field", self.field), ("got", self.got), ("summary", self.summary)):
+            clean = HIDDEN if name == "got" and is_value else redacted_text(text)
+            if clean != text:
+                object.__setattr__(self, name, clean)
 
     def __str__(self) -> str:
         """Return `FIELD: SUMMARY; got GOT, wanted WANTED; FIX` without the parts that are empty."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import Machine, look
@@ -28,7 +29,6 @@ from grpo_trainer.launch.places import NO_PLACES, place_run, trainer_names
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
-from grpo_trainer.report.redact import arguments_without_secrets
 from grpo_trainer.run import planned, wanted_ports
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
@@ -107,7 +107,7 @@ def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_g
         port = plan.ports.get("trainers" if spec.name == "trainer" else spec.name)
         gpus = _gpus(config, spec) if on_gpu else ()
         node = spec.place.node.name if spec.place.node else head
-        command = arguments_without_secrets(spec.argv)
+        command = redacted_arguments(spec.argv)
         return PlannedProcess(
             stage, spec.name, node, gpus, port, memory.get(spec.name), command, tuple(sorted(spec.env)), started_by
         )

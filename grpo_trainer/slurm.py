@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.places import Node, gpus_of_run, place_run
 from grpo_trainer.launch.plan import RunPlan
-from grpo_trainer.report.redact import arguments_without_secrets
 
 SPARE_SECONDS = 60
 """Seconds between Slurm's signal and its time limit, in addition to the time that the trainer has to save."""
@@ -70,7 +70,7 @@ def command_of(words: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them holds a key, which the script would show.
     """
-    shown = arguments_without_secrets(words)
+    shown = redacted_arguments(words)
     for position, (word, hidden) in enumerate(zip(words, shown, strict=True)):
         if word != hidden:
             flag = word.partition("=")[0] if "=" in word else words[position - 1]

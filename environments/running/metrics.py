@@ -13,11 +13,9 @@ from environments.config import BaseEnvConfig, ConfigError
 from environments.running.files import JsonlFile
 from environments.trajectory import trained_tokens
 from grpo_common.formats import KEY, ROWS_FORMAT
+from grpo_common.redaction import redacted
 
 log = logging.getLogger(__name__)
-
-SECRET_ENDS = ("api_key", "token", "secret", "password")
-"""Ends of the names of settings that no tracker gets, an environment's own settings included."""
 
 
 @dataclass(slots=True)
@@ -127,8 +125,7 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
             fix="pip install 'grpo-trainer[wandb]', or leave the option out",
         ) from None
     try:
-        keys = {name for name in type(config).model_fields if name.endswith(SECRET_ENDS)}
-        settings = config.model_dump(mode="json", exclude=keys)
+        settings = redacted(config.model_dump(mode="json"))
         return wandb.init(project=info.project, group=info.group, name=name, config=settings)
     except (RuntimeError, OSError) as error:
         raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.bridge import LoraOnly, SharedVllm
 from grpo_trainer.config.server import KEY_VARIABLE
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
@@ -45,7 +46,7 @@ def _environment(config: TrainConfig) -> str:
     words += ["--env.rollout_server_url", config.rollouts.url, "--env.max_token_length", str(config.model.seq_len)]
     words += ["--openai.base_url", urls, "--openai.model_name", name]
     keys = {"--env.rollout_api_key": config.rollouts.api_key, "--openai.api_key": config.vllm.api_key}
-    return " ".join([shlex.join(words), *(f"{flag} …" for flag, key in keys.items() if key)])
+    return " ".join([_typed(words), *(f"{flag} …" for flag, key in keys.items() if key)])
 
 
 def _server(config: TrainConfig, *, on_gpu: bool) -> str:
@@ -59,6 +60,7 @@ def _server(config: TrainConfig, *, on_gpu: bool) -> str:
     return f"CUDA_VISIBLE_DEVICES={gpus} {command}" if gpus else command
 
 
-def _typed(words: list[str], key: str | None) -> str:
+def _typed(words: list[str], key: str | None = None) -> str:
     """A command line; its key is named, not shown."""
-    return f"{key}=… {shlex.join(words)}" if key else shlex.join(words)
+    command = shlex.join(redacted_arguments(words))
+    return f"{key}=… {command}" if key else command

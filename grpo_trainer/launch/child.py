@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.watched import LAST_LINES, Listener, Watched
+from grpo_trainer.launch.watched import LAST_LINES, Listener, Watched, command_line
 
 KILL_SECONDS = 1.0
 """Time for the kernel to remove killed processes."""
@@ -83,7 +83,7 @@ class Child(Watched):
         self.spec = spec
         self.started = time.monotonic()
         with self._lock:
-            self._write(f"$ {' '.join(spec.argv)}\n")
+            self._write(command_line(spec))
 
     @property
     def pid(self) -> int:

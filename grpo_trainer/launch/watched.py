@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
+import shlex
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from grpo_common.redaction import redacted_arguments, redacted_text
 from grpo_trainer import phases
 from grpo_trainer.errors import ProcessFailedError
 from grpo_trainer.launch.plan import ProcessSpec
@@ -39,6 +41,11 @@ Listener = Callable[[str], None]
 """Gets each line of a process's output, without its end of line."""
 
 
+def command_line(spec: ProcessSpec) -> str:
+    """Return the line of a log with the command that begins its next part."""
+    return f"$ {shlex.join(redacted_arguments(spec.argv))}\n"
+
+
 class Watched(ABC):
     """A running process, its log file and its last lines.
 
@@ -59,7 +66,7 @@ class Watched(ABC):
         self.started = time.monotonic()
         self._lock = threading.Lock()
         self._log = log_path.open("a", buffering=1, errors="replace")
-        self._log.write(f"$ {' '.join(spec.argv)}\n")
+        self._log.write(command_line(spec))
 
     # what each kind of process does in its own way ----------------------------------------------------------
 
@@ -196,8 +203,10 @@ class Watched(ABC):
     def last_words(self) -> str:
         """Return the path of its log, the first errors in the log, and its last lines."""
         causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
-        first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
-        lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
+        first = (
+            "The first errors in it:\n" + "".join(f"  {redacted_text(cause)}\n" for cause in causes) if causes else ""
+        )
+        lines = "\n".join(f"  {redacted_text(line)}" for line in self.last_lines if line.strip())
         return f"see {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
 
     def close(self) -> None:

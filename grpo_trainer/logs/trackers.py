@@ -8,6 +8,7 @@ import os
 from typing import Any
 from uuid import uuid4
 
+from grpo_common.redaction import redacted
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import replace_file
 
@@ -17,8 +18,8 @@ RUN_ID_FILE = "tracked_as"
 
 
 def public(config: TrainConfig) -> dict[str, Any]:
-    """The configuration without its keys to servers."""
-    return config.model_dump(mode="json", exclude={"rollouts": {"api_key"}, "vllm": {"api_key"}})
+    """The configuration with its secrets hidden."""
+    return redacted(config.model_dump(mode="json"))
 
 
 def run_id(config: TrainConfig, steps_done: int) -> str:

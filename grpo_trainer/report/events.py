@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.report.redact import without_secrets
+from grpo_common.redaction import redacted_text
 
 LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 PLACES = re.compile(r"^\$ |^\(\w+ pid=\d+\) |\d+")
@@ -23,8 +23,8 @@ UNUSUAL = {
     "rollout/refused_groups": "groups left out that can't be trained on",
 }
 """Counts among a step's metrics that are events if they are not 0."""
-NEWEST_LINES, LOG_BYTES = 60, 1 << 20
-"""Of each log: how many loud lines are shown, out of how much of its end."""
+NEWEST_LINES, LOG_BYTES, MOST_OF_LINE = 60, 1 << 20, 400
+"""Of each log: how many loud lines are shown, out of how much of its end, and how many characters of each."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,14 @@ class Event:
     routine: bool = False
 
 
-def read_events(rows: Sequence[Mapping[str, Any]], logs: Path) -> list[Event]:
-    """Return the events of a run's rows of metrics.jsonl, then those of its folder of logs."""
-    return [*_of_steps(rows), *_loud_lines(logs)]
+def read_events(rows: Sequence[Mapping[str, Any]], logs: Path, secrets: Iterable[str] = ()) -> list[Event]:
+    """Return the events of a run's rows of metrics.jsonl, then those of its folder of logs.
+
+    Args:
+        secrets: of the run's options; they are hidden wherever a log repeats them.
+    """
+    loud = (replace(event, text=redacted_text(event.text, secrets)[:MOST_OF_LINE]) for event in _loud_lines(logs))
+    return [*_of_steps(rows), *loud]
 
 
 def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
@@ -85,4 +90,4 @@ def _loud(source: str, lines: Sequence[str]) -> Iterator[Event]:
         ending = ending or SHUTDOWN in line
         if found := LOUD.search(line):
             routine = ending or (starting and found[1] == "WARNING")
-            yield Event(source, without_secrets(line.strip())[:400], routine)
+            yield Event(source, line.strip()[: 10 * MOST_OF_LINE], routine)

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 
+import tomli_w
+
 from grpo_trainer.metrics.health import Episode, learnt, outcome
 from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.metrics.rows import ENDS
@@ -139,8 +141,8 @@ def differences(runs: Sequence[Run]) -> str:
 
 def configuration(run: Run) -> str:
     found = [
-        f"<details><summary>{text(name)}</summary><pre>{text(toml)}</pre></details>"
-        for name, toml in run.configs.items()
+        f"<details><summary>{text(name)}</summary><pre>{text(tomli_w.dumps(tables))}</pre></details>"
+        for name, tables in run.configs.items()
     ]
     return "".join(found) or '<p class="dim">No config folder: the trainer was started by hand.</p>'
 

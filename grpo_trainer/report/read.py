@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_common.redaction import HIDDEN, Redaction, redact
 from grpo_common.trace import read_events as read_trace
 from grpo_trainer.config.run import SET_BY_THE_RUN, TRACE_FILE
 from grpo_trainer.errors import ConfigError
@@ -18,7 +19,6 @@ from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.metrics.health import Episode, episodes
 from grpo_trainer.metrics.rows import rows_so_far
 from grpo_trainer.report.events import Event, read_events
-from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.series import Series, read_environments, read_series
 from grpo_trainer.report.timeline import Interval, intervals
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
@@ -37,7 +37,8 @@ class Run:
         unhealthy: the episodes during which a figure was out of its usual range, by name of the check.
         series: every figure over its steps, those of environments under their names.
         samples: of samples.jsonl, with names of environments.
-        configs: process -> its TOML file, without secrets.
+        configs: process -> the tables of its file, without secrets.
+        unreadable: what of the folder could not be read, and is left out, as sentences.
         total_steps: what it set out to do; None: not known.
         checkpoints: names of the folders.
         final_step: the step of what the run left at its end; None: there is none.
@@ -50,12 +51,13 @@ class Run:
     unhealthy: Mapping[str, Sequence[Episode]]
     series: Mapping[str, Series]
     samples: Sequence[Mapping[str, Any]]
-    configs: Mapping[str, str]
+    configs: Mapping[str, Mapping[str, Any]]
     events: Sequence[Event]
     total_steps: int | None
     checkpoints: Sequence[str]
     final_step: int | None = None
     timeline: Sequence[Interval] = ()
+    unreadable: Sequence[str] = ()
 
     @property
     def steps(self) -> int:
@@ -77,16 +79,16 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What the user set for the trainer and, as `NAME.OPTION`, for environments; without secrets."""
-        found = {key: value for key, value in self._config("trainer").items() if key not in DERIVED}
-        for name in self.configs:
-            own = self._config(name).get("env", {}).items() if name.startswith("env-") else ()
+        found = {key: value for key, value in self.configs.get("trainer", {}).items() if key not in DERIVED}
+        for name, tables in self.configs.items():
+            own = tables.get("env") if name.startswith("env-") else None
+            own = own if isinstance(own, Mapping) else {}
             found |= {
-                f"{name.removeprefix('env-')}.{key}": value for key, value in own if key not in SET_FOR_ENVIRONMENTS
+                f"{name.removeprefix('env-')}.{key}": value
+                for key, value in own.items()
+                if key not in SET_FOR_ENVIRONMENTS
             }
-        return {key: value for key, value in found.items() if value != "…"}
-
-    def _config(self, name: str) -> dict[str, Any]:
-        return tomllib.loads(self.configs.get(name, ""))
+        return {key: value for key, value in found.items() if value != HIDDEN}
 
 
 def is_done(steps: int, total_steps: int | None, final_step: int | None) -> bool:
@@ -99,7 +101,7 @@ def is_done(steps: int, total_steps: int | None, final_step: int | None) -> bool
 def read_settings(folder: Path) -> dict[str, Any]:
     """The trainer's options in a run's folder, with secrets; none if it was started by hand, or by another user."""
     path = folder / CONFIG_FILE
-    return tomllib.loads(path.read_text()) if os.access(path, os.R_OK) else {}
+    return tomllib.loads(path.read_bytes().decode("utf-8-sig")) if os.access(path, os.R_OK) else {}
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
@@ -122,9 +124,11 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     for sample in samples:
         number = sample["environment"]
         sample["environment"] = None if number is None else environments.get(number, f"environment {number}")
-    files = [file for file in sorted((folder / "config").glob("*.toml")) if os.access(file, os.R_OK)]
-    configs = {file.stem: without_secrets(file.read_text()) for file in files}
-    steps = tomllib.loads(configs.get("trainer", "")).get("training_steps")
+    unreadable: list[str] = []
+    found = _read_configs(folder / "config", unreadable)
+    configs = {name: each.value for name, each in found.items()}
+    secrets = {secret for each in found.values() for secret in each.secrets}
+    steps = configs.get("trainer", {}).get("training_steps")
     return Run(
         name=folder.resolve().name,
         folder=folder,
@@ -133,12 +137,26 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         series=series,
         samples=samples,
         configs=configs,
-        events=read_events(rows, folder / "logs"),
-        total_steps=int(steps) if steps is not None else None,
+        events=read_events(rows, folder / "logs", secrets),
+        total_steps=steps if isinstance(steps, int) else None,
         checkpoints=[path.name for path in folders_named(folder / "checkpoints", r"[^.].*", containing=STATE_FILE)],
         final_step=final_step(folder / "checkpoints"),
         timeline=_timeline(folder / TRACE_FILE),
+        unreadable=unreadable,
     )
+
+
+def _read_configs(folder: Path, unreadable: list[str]) -> dict[str, Redaction]:
+    """Return the tables of each process's file without secrets; say which files can't be read."""
+    found = {}
+    for path in sorted(folder.glob("*.toml")):
+        if not os.access(path, os.R_OK):
+            continue  # another user's
+        try:
+            found[path.stem] = redact(tomllib.loads(path.read_bytes().decode("utf-8-sig")))
+        except (OSError, ValueError, RecursionError) as error:
+            unreadable.append(f"config/{path.name} is not TOML: {error}")
+    return found
 
 
 def _timeline(path: Path) -> list[Interval]:

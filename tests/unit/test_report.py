@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from grpo_common.pages.document import plotting
 from grpo_trainer.errors import ConfigError
@@ -24,7 +25,6 @@ from grpo_trainer.report.page import SCRIPTS, page, page_data
 from grpo_trainer.report.parts import banner, comparison, differences, events, tiles
 from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
 from grpo_trainer.report.read import Run, read_run
-from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
 from grpo_trainer.report.series import labels_of
 from grpo_trainer.saving.manifest import Progress, seal
@@ -104,11 +104,52 @@ def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: 
 
 
 def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
-    toml = 'vllm_api_key = "hunter2"\nwandb_token = "x y"\ntokenizer_name = "m"\nmax_tokens = 5\nlr = 1e-4\n'
-    assert without_secrets(toml) == (
-        'vllm_api_key = "…"\nwandb_token = "…"\ntokenizer_name = "m"\nmax_tokens = 5\nlr = 1e-4\n'
+    html = html_of(write_run(tmp_path / "a", [row(1)], vllm_api_key="hunter2", tokenizer_name="m", max_tokens=5))
+    assert "hunter2" not in html
+    for shown in ("vllm_api_key = &quot;…&quot;", "tokenizer_name = &quot;m&quot;", "max_tokens = 5"):
+        assert shown in html
+
+
+def test_secrets_are_hidden_in_whatever_form_they_have(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    (folder / "config" / "env-mine.toml").write_text(
+        """
+[env]
+rollout_server_url = "http://user:hunter2@host/v1?api_key=hunter3"
+headers = { Authorization = "Basic hunter4", x-api-key = 1234567 }
+words = ["--hf-token", "hunter5", "--server.extra-args=--max-num-batched-tokens=8192"]
+sent = '{"judge": {"password": "hunter6"}}'
+stop_token_ids = [1, 2]
+[env.judge.openai]
+api_key = [
+  "hunter7",
+]
+"""
     )
-    assert "hunter2" not in html_of(write_run(tmp_path / "a", [row(1)], vllm_api_key="hunter2"))
+    (folder / "logs").mkdir()
+    (folder / "logs" / "env-mine.log").write_text(
+        "WARNING refused: hunter7\nWARNING POST http://h/v1?token=hunter8\nERROR {'api_key': 'hunter9'}\n"
+    )
+    html = html_of(folder)
+    assert "hunter" not in html and "1234567" not in html
+    for shown in ("--server.extra-args=--max-num-batched-tokens=8192", "stop_token_ids", "POST http://h/v1?token=…"):
+        assert shown in html
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_args": ["--max-num-batched-tokens=8192"]},
+        {"env": {"stop_token_ids": [1, 2]}},
+        {"vllm_api_key": ["a", "b"], "wandb_token": {"of": {"me": "x"}}},
+    ],
+)
+def test_options_that_only_look_like_secrets_or_are_tables_of_them(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    (folder / "config" / "trainer.toml").write_text(tomli_w.dumps({"training_steps": 10, **settings}))
+    run = read_run(folder)
+    assert run.total_steps == 10 and run.configs["trainer"].keys() == {"training_steps", *settings}
+    assert page([run], made=datetime(2026, 1, 2))
 
 
 def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:

@@ -103,4 +103,4 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
     log.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("wandb", "tensorboard", "trackio"):
-        assert written[name] == sorted(set(row) - {"step", "time"}) and f"{name} closed" in written
+        assert written[name] == sorted(set(row) - {"format", "step", "time"}) and f"{name} closed" in written

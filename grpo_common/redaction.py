@@ -1,0 +1,283 @@
+"""Hides what nobody else should read: keys and passwords in options, command lines, logs and messages.
+
+Secrets are looked for in parsed values: by the name of a key or a flag, in the user part and the query of a URL, in
+headers, and in JSON inside a string. Free text (a line of a log, a message) is searched for the same forms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HIDDEN = "…"
+
+SECRET_WORDS = frozenset(
+    {
+        *("password", "passwords", "passwd", "passphrase", "passcode", "pwd", "pw", "secret", "secrets"),
+        *("credential", "credentials", "authorization", "authentication", "bearer", "cookie", "cookies"),
+        *("apikey", "apikeys", "jwt"),
+    }
+)
+"""A name with one of these words is that of a secret."""
+KEY_OWNERS = frozenset(
+    {
+        *("api", "access", "private", "secret", "auth", "account", "admin", "master", "server", "client", "service"),
+        *("ssh", "gpg", "encryption", "signing", "deploy", "storage", "license", "subscription", "shared", "session"),
+        *("openai", "anthropic", "hf", "huggingface", "wandb", "vllm", "azure", "aws", "gcp", "google", "trackio"),
+    }
+)
+"""Words before `key` or `keys` that make it a secret: a `sort_key` is none."""
+TOKEN_OWNERS = KEY_OWNERS | {"refresh", "bearer", "user", "github", "gitlab", "slack", "csrf"}
+"""Words before `tokens` that make them secrets: `max_tokens` are none."""
+VOCABULARY = frozenset(
+    {
+        *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "end", "begin", "think", "thinking"),
+        *("reasoning", "special", "image", "audio", "video", "tool", "per", "by", "each", "next", "first", "last"),
+    }
+)
+"""Words before `token` that make it one of a vocabulary."""
+TOKEN_PARTS = frozenset({"value", "read", "write", "string", "str", "key", "prod", "dev"})
+"""Words after `token` with which it stays a secret: a `token_budget` is none."""
+PASS_OWNERS = frozenset({"user", "db", "database", "smtp", "login", "proxy", "http", "redis", "sudo"})
+QUERY_NAMES = frozenset({"key", "sig", "signature", "code", "auth", "pass", "token", "x-amz-signature"})
+"""Further names of secrets among the parameters of a URL."""
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_URL_USER = re.compile(
+    r"""(?<=://)(?:[^\s/?#"'<>@:]{0,2048}:(?!\d+(?:[/?#\s]|$))[^\s"'<>]{0,2048}|[^\s/?#"'<>]{0,2048})@"""
+)
+"""The user part of a URL. A password may hold what should have been escaped; a port ends a host."""
+_BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?!(?:key|token|auth)\w*\b)([\w.~+/=-]{6,})")
+_SHAPES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
+)
+"""Keys of known services."""
+_NAME = re.compile(
+    r"""(?<![\w.-])(?P<name>[\w.-]++)"""
+    r"""(?P<between>\\*["']?\s*[:=]\s*|(?<!=)\\*["'],\s*(?=\\*["'])|\s+(?!--|[:=]))"""
+)
+"""A name and what stands between it and its value: `=`, `:`, or after a flag a space or the comma of a list."""
+_VALUE = re.compile(
+    r'''"""[\s\S]*?"""|'{3}[\s\S]*?'{3}'''
+    r"""|(?P<quote>\\*["'])(?:(?!(?P=quote))(?:\\.|[^\\]))*+(?P=quote)"""
+    r"""|\[[^\]]*\]?|\{[^}]*\}?"""
+    r"""|(?:(?:bearer|basic|token|digest)\s+)?[^\s]+""",
+    re.IGNORECASE,
+)
+_TO_THE_END = re.compile(r"""[^\r\n"'\\]*""")
+_IN_A_QUERY = re.compile(r"""[^&#\s"'<>]*""")
+SHORTEST = 6
+"""Characters of a known secret that is looked for in other text."""
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a key, a flag or a variable of this name holds a secret.
+
+    `vllm_api_key`, `--hf-token`, `HF_TOKEN` and `clientSecret` do; `max_tokens`, `stop_token_ids`, `tokenizer_name`,
+    `eos_token` and `sort_key` do not.
+    """
+    words = [word.lower() for word in _WORDS.findall(name)]
+    for at, word in enumerate(words):
+        before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
+        if word in SECRET_WORDS or word.endswith(("password", "passwd", "apikey", "secret")):
+            return True
+        if word in ("key", "keys") and before in KEY_OWNERS:
+            return True
+        if word.endswith("token") and before not in VOCABULARY and (not after or after in TOKEN_PARTS):
+            return True
+        if word.endswith("tokens") and not after and before in TOKEN_OWNERS:
+            return True
+        if not after and (word == "auth" or (word == "pass" and (not before or before in PASS_OWNERS))):
+            return True
+    return False
+
+
+@dataclass
+class Redaction:
+    """What was hidden in a value.
+
+    Attributes:
+        value: the same without secrets.
+        names: of what was hidden or left out, such as `trainer.vllm_api_key`.
+        secrets: what was hidden as it was; other text may repeat it.
+    """
+
+    value: Any = None
+    names: list[str] = field(default_factory=list)
+    secrets: set[str] = field(default_factory=set)
+
+
+def redact(value: Any, *, drop: bool = False, known: Iterable[str] = ()) -> Redaction:
+    """Hide the secrets in a parsed value, at every depth of tables, lists and JSON text.
+
+    Args:
+        value: mappings, sequences, texts and numbers; anything else stays as it is.
+        drop: leave out keys, flags with their values, and parts of URLs instead of writing `HIDDEN` in their place.
+            Text that holds a secret in another form is left out as a whole.
+        known: secrets that are hidden wherever they stand, if they are long enough.
+    """
+    walk = _Walk(drop, [each for each in known if len(each) >= SHORTEST])
+    found = walk.value(value, "")
+    return Redaction(None if found is _GONE else found, walk.names, walk.secrets)
+
+
+def redacted(value: Any) -> Any:
+    """Return a parsed value with its secrets hidden; see `redact`."""
+    return redact(value).value
+
+
+def redacted_arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a command line in which values of secret flags are hidden: `--flag VALUE`, `--flag=VALUE` and others."""
+    return tuple(redacted([*words]))
+
+
+def redacted_text(text: str, known: Iterable[str] = ()) -> str:
+    """Return free text, such as a line of a log, with its secrets hidden.
+
+    Args:
+        known: secrets that are hidden wherever they stand, if they are long enough.
+    """
+    return _Walk(False, [each for each in known if len(each) >= SHORTEST]).text(text, "")
+
+
+_GONE: Any = object()
+"""A value that is left out."""
+
+
+class _Walk:
+    """One pass over a value."""
+
+    def __init__(self, drop: bool, known: Sequence[str]) -> None:
+        self._drop, self._known = drop, sorted(known, key=len, reverse=True)
+        self.names: list[str] = []
+        self.secrets: set[str] = set()
+
+    def value(self, value: Any, where: str) -> Any:
+        if isinstance(value, Mapping):
+            return self._table(value, where)
+        if isinstance(value, (list, tuple)):
+            return self._list(value, where)
+        if isinstance(value, str):
+            return self.text(value, where)
+        return self._hidden(value, where) if str(value) in self._known else value
+
+    def _hidden(self, value: Any, where: str) -> Any:
+        """Take a value that is secret as a whole."""
+        if value is None or isinstance(value, bool) or value in ("", HIDDEN):
+            return value  # it says that there is none, or that one is used
+        self.names.append(where)
+        self._remember(value)
+        return _GONE if self._drop else HIDDEN
+
+    def _remember(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            value = [*value.values()]
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self._remember(each)
+        elif value is not None and not isinstance(value, bool):
+            self.secrets.add(str(value))
+
+    def _table(self, table: Mapping[Any, Any], where: str) -> Any:
+        kept = {}
+        names = [str(table[key]) for key in ("name", "key") if isinstance(table.get(key), str)]
+        of_a_secret = any(map(is_secret, names))  # {"name": "HF_TOKEN", "value": …}
+        for key, each in table.items():
+            name = f"{where}.{key}" if where else str(key)
+            secret = is_secret(str(key)) or (of_a_secret and str(key) in ("value", "values"))
+            clean = self._hidden(each, name) if secret else self.value(each, name)
+            if clean is not _GONE:
+                own = self.text(key, where) if isinstance(key, str) else key
+                kept[key if own is _GONE else own] = clean
+        return kept
+
+    def _list(self, words: Sequence[Any], where: str) -> list[Any]:
+        """Take a list, which may be a command line: all words up to the next flag belong to a secret flag."""
+        kept: list[Any] = []
+        pair = len(words) == 2 and isinstance(words[0], str) and is_secret(words[0])
+        flag = words[0] if pair else ""
+        for at, word in enumerate(words):
+            ends = isinstance(word, str) and word.startswith("--")
+            if flag and at and not ends:
+                clean = self._hidden(word, f"{where} {flag}".strip())
+            else:
+                clean = self.value(word, f"{where}.{at}")
+                last = word.rpartition("=")[2] if isinstance(word, str) else ""  # `--extra-args=--hf-token`
+                is_flag = re.fullmatch(r"--?[A-Za-z][\w.-]*", last) is not None
+                flag = (last if is_flag and is_secret(last) else "") or (flag if pair and not at else "")
+                if flag and self._drop and not pair:
+                    clean = _GONE
+            if clean is not _GONE:
+                kept.append(clean)
+        return kept
+
+    def text(self, text: str, where: str) -> Any:
+        clean = self._json(text, where) if text.lstrip()[:1] in ("{", "[") else text
+        if clean == text:
+            clean = self._pieces(text)
+            if clean != text:
+                self.names.append(where)
+                if self._drop:
+                    clean = self._without_user(text)
+        return clean
+
+    def _json(self, text: str, where: str) -> str:
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        clean = self.value(parsed, where)
+        return text if clean == parsed else json.dumps(clean, ensure_ascii=False)
+
+    def _without_user(self, text: str) -> Any:
+        """Return a URL without its user part; nothing if that is not all that was to be hidden."""
+        clean = _URL_USER.sub("", text)
+        return clean if self._pieces(clean) == clean else _GONE
+
+    def _pieces(self, text: str) -> str:
+        """Hide secrets in text by their forms."""
+        for known in self._known:
+            text = text.replace(known, HIDDEN)
+        if "://" in text:
+            text = _URL_USER.sub(f"{HIDDEN}@", text)
+        text = _BEARER.sub(rf"\1\2{HIDDEN}", text)
+        text = _SHAPES.sub(HIDDEN, text)
+        return self._assignments(text)
+
+    def _assignments(self, text: str) -> str:
+        """Hide the values of `name=value`, `name: value` and `--flag value`."""
+        parts, done, at = [], 0, 0
+        while found := _NAME.search(text, at):
+            at = found.end()
+            name, between = found["name"], found["between"]
+            assigned = between.strip("\"' \\\t\r\n")[:1] in ("=", ":") and bool(between.strip())
+            in_query = "=" in between and found.start() and text[found.start() - 1] in "?&"
+            secret = is_secret(name) or (in_query and name.lower() in QUERY_NAMES)
+            if not secret or not (assigned or name.startswith("-")):
+                at = found.end("name") if not assigned else at
+                continue
+            value = self._value_at(text, at, name, query=bool(in_query))
+            if (body := text[at:value].strip("\"'\\ ")) and body != HIDDEN:
+                quote = re.match(r"\\*[\"']", text[at:value])
+                edge = quote[0] if quote and text[at:value].endswith(quote[0]) and value - at > len(quote[0]) else ""
+                parts += [text[done:at], edge, HIDDEN, edge]
+                self.secrets.add(body)
+                done = value
+            at = max(value, at)
+        return "".join([*parts, text[done:]])
+
+    @staticmethod
+    def _value_at(text: str, at: int, name: str, *, query: bool) -> int:
+        """Return where the value that begins at `at` ends."""
+        if query:
+            form = _IN_A_QUERY
+        elif re.search(r"(?i)authorization|cookie", name) and text[at : at + 1] not in ('"', "'", "\\"):
+            form = _TO_THE_END
+        else:
+            form = _VALUE
+        found = form.match(text, at)
+        return found.end() if found else at
