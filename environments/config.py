@@ -5,7 +5,6 @@ table ``[env]`` of a file given with ``--config``. Flags override the file, and 
 """
 
 import argparse
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from environments.data_config import DataConfig, Rewards, spelled_out
-from grpo_common.errors import Problem, UserError, wanted_by_pydantic
+from grpo_common.errors import Problem, UserError, nearest, wanted_by_pydantic
 
 
 class ConfigError(UserError, ValueError):
@@ -349,10 +348,10 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(name: str, names: Sequence[str], flag: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    # A missing table name is the likeliest mistake: --group_size for --env.group_size.
-    near = near or [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
-    return f"did you mean {flag}{near[0]}?" if near else "--help lists them"
+    # A missing or wrong table name is the likeliest mistake: --group_size for --env.group_size.
+    same = (known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2])
+    near = next(same, None) or nearest(name, names)
+    return f"did you mean {flag}{near}?" if near else "--help lists them"
 
 
 def _explain(wrong: Any, names: Sequence[str]) -> Problem:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from grpo_common.errors import Problem
+from grpo_common.errors import OF_FILES, Problem, nearest
 
 CONFIG_FILE = "config.json"
 LISTED = 6
@@ -89,8 +88,8 @@ def nearest_folder(path: Path) -> Path:
             names = [folder.name for folder in found.iterdir() if folder.is_dir()]
         except OSError:
             break
-        nearest = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
-        if not nearest:
+        near = nearest(part, names, OF_FILES)
+        if near is None:
             break
-        found /= nearest[0]
+        found /= near
     return found

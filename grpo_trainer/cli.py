@@ -47,7 +47,11 @@ FIRST = (
     *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
 )
 """Flags that matter first: the others have good defaults."""
-FIRST_OF_A_RUN = (*FIRST, "--data", "--reward", "--env", "--run-dir", "--log-samples")
+FIRST_OF_A_RUN = (
+    *("--config", "--model-name", "--data", "--reward", "--env", "--weight-bridge-mode", "--training-steps"),
+    *("--prompts-per-step", "--env.group_size", "--env.max_tokens", "--env.temperature", "--lr", "--kl-beta"),
+    *("--seq-len", "--lora-r", "--loss", "--eval-every", "--log-samples", "--run-dir", "--resume"),
+)
 TRAIN_EXAMPLE = (
     "for example: grpo train --model-name runs/demo-model --weight-bridge-mode lora_only; to start rollout API, server "
     "and environment too, as most people want, use `grpo run` with the same options"

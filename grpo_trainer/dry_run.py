@@ -18,12 +18,12 @@ from rich.table import Table
 
 from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.run import RunConfig
+from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.memory import GB, Setup
 from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
-from grpo_trainer.doctor.server_memory import with_room
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.places import NO_PLACES, place_run, trainer_names
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
@@ -69,7 +69,7 @@ def look_ahead(config: RunConfig) -> list[PlannedProcess]:
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_missing(config.trainer.model.name)
     machine, shape = look(), shape_of(config.trainer.model.name)
-    config = with_room(config, machine, shape)
+    config = chosen(config, machine, shape)
     with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
         nodes = cluster.nodes if cluster else []
     on_gpu = any(node.gpus for node in nodes) if nodes else machine.on_gpu

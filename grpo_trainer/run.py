@@ -26,12 +26,14 @@ from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.stored import claim_folder
+from grpo_trainer.doctor.defaults import chosen, described
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import Machine, look
-from grpo_trainer.doctor.model import shape_of
+from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import warn_of_lr
-from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
+from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
@@ -49,6 +51,7 @@ from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
+from grpo_trainer.record import write_record
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 from vllm_server.protocol import PreflightReport
 
@@ -64,8 +67,22 @@ def run(config: RunConfig, console: Console) -> None:
     refuse_newer(config)
     refuse_missing(config.trainer.model.name)
     warn_of_lr(config.trainer)
-    with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
+    with joined(config.options.cluster, config.options.cluster_nodes) as cluster, own_folder(config) as config:
         _run(config, console, cluster)
+
+
+@contextmanager
+def own_folder(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the run with a folder that no other run has, unless it was named; remove it if nothing was written."""
+    if "run_dir" not in config.unset:
+        yield config
+        return
+    folder = claim_folder()
+    try:
+        yield config.model_copy(update={"options": config.options.model_copy(update={"run_dir": folder})})
+    finally:
+        with suppress(OSError):  # it is not empty, or gone
+            folder.rmdir()
 
 
 def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> None:
@@ -85,9 +102,9 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         highlight=False,
         soft_wrap=True,
     )
-    gpus = look() if on_gpu else None
-    if gpus:
-        config = _with_room(config, gpus, console)
+    machine, shape = look(), shape_of(config.trainer.model.name)
+    gpus = machine if on_gpu else None
+    config = _fitted(config, machine, shape, console)
     places, execute = NO_PLACES, Child
     if cluster:
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
@@ -103,6 +120,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         with held_folder(config.run_dir, "--run-dir") as folder:
             empty_old_queue(config)
             write_configs(plan)
+            write_record(config, [gpu.name for gpu in machine.gpus])
             watch = StartWatch(config.run_dir / REPORT_FILE, kept)
             replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
             with recorded(config.trace_file):
@@ -111,15 +129,15 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         raise from_os_error(error, "write into the run folder") or error from error
 
 
-def _with_room(config: RunConfig, machine: Machine, console: Console) -> RunConfig:
-    """Return the run with room for its trainer on the GPUs; say what was changed for that, or that it may not fit."""
-    shape = shape_of(config.trainer.model.name)
-    roomy = with_room(config, machine, shape)
-    before, share = (each.server.gpu_memory_utilization for each in (config, roomy))
+def _fitted(config: RunConfig, machine: Machine, shape: ModelShape | None, console: Console) -> RunConfig:
+    """Return the run with what the model and the machine decide; say what will be trained, and what may not fit."""
+    fitted = chosen(config, machine, shape)
+    before, share = (each.server.gpu_memory_utilization for each in (config, fitted))
     if share != before:
         console.print(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
-    warn_of_memory(roomy, machine, shape)
-    return roomy
+    console.print(described(fitted, machine, shape), markup=False, highlight=False, soft_wrap=True)
+    warn_of_memory(fitted, machine, shape)
+    return fitted
 
 
 def wanted_ports(config: RunConfig) -> dict[str, int]:

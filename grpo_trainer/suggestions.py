@@ -1,42 +1,68 @@
-"""What was meant by a name that nothing knows."""
+"""What was meant by a name that nothing knows, and names that other programs have for options of ours."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
 
-from grpo_common.errors import Problem
+from grpo_common.errors import Problem, nearest
 
 SAME = MappingProxyType(
     {
-        **{"learning_rate": "lr", "model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
+        **{"model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
         **{"num_steps": "training_steps", "micro_batch_size": "batch_size", "max_length": "seq_len"},
-        **{"max_seq_len": "seq_len", "beta": "kl_beta", "kl_coef": "kl_beta", "epsilon": "clip_eps"},
-        **{"output_dir": "run_dir", "environment": "env", "port": "server.port", "warmup": "warmup_steps"},
+        **{"per_device_train_batch_size": "batch_size", "max_seq_len": "seq_len", "kl_coef": "kl_beta"},
+        **{"epsilon": "clip_eps", "epsilon_high": "clip_eps_high", "loss_type": "loss", "output_dir": "run_dir"},
+        **{"environment": "env", "warmup": "warmup_steps", "lr_scheduler_type": "lr_schedule", "optim": "optimizer"},
+        **{"save_steps": "checkpoint_interval", "save_total_limit": "keep_checkpoints", "report_to": "log_to"},
+        **{"resume_from_checkpoint": "resume", "log_completions": "log_samples", "torch_dtype": "dtype"},
+        **{"vllm_gpu_memory_utilization": "server.gpu_memory_utilization"},
+        **{"vllm_tensor_parallel_size": "server.tensor_parallel_size"},
     }
 )
-"""What others call options of ours."""
+"""What others call options of ours: suggested."""
+OF_ENVIRONMENT = MappingProxyType(
+    {
+        **{"group_size": "group_size", "num_generations": "group_size", "temperature": "temperature"},
+        **{"max_completion_length": "max_tokens", "max_new_tokens": "max_tokens", "max_tokens": "max_tokens"},
+        **{"mask_truncated_completions": "mask_truncated", "chat_template_kwargs": "chat_template_kwargs"},
+        **{"system_prompt": "system_prompt"},
+    }
+)
+"""What others, and ourselves, call options that every environment has. `grpo run` accepts these names."""
+OF_RUN = MappingProxyType({"dataset": "data", "dataset_name": "data", "reward_funcs": "reward"})
+"""What others call flags of `grpo run` that are not options of a table. It accepts these names."""
 FEW = 15
 """A message lists at most this many names."""
 
 
 def unknown_key(key: str, known: Collection[str], where: str = "") -> Problem:
-    """Return the problem of an unknown key; it suggests the nearest known one.
+    """Return the problem of an unknown key; it suggests the nearest known one, if one is near.
 
     Args:
         key: as it was written, a flag or a key; what is suggested is written alike.
     """
-    dashes = "--" if key.startswith("--") else ""
+    dashes, plain = "--" if key.startswith("--") else "", key.removeprefix("--").replace("-", "_")
+    return Problem(
+        f"{dashes}{where}{key.removeprefix('--')}", fix=_hint(plain, dashes, known, where), summary="unknown option"
+    )
+
+
+def _hint(plain: str, dashes: str, known: Collection[str], where: str) -> str:
+    def shown(name: str) -> str:
+        name = name.removeprefix("--")
+        return f"{dashes}{where}{name.replace('_', '-') if dashes else name}"
+
     names = {name.removeprefix("--").replace("-", "_"): name for name in known}
+    if plain in OF_ENVIRONMENT and not where:
+        own = OF_ENVIRONMENT[plain]
+        return f"it is an option of the environment: --env.{own}, in TOML env = {{ {own} = … }} of [[environments]]"
+    if in_tables := [name for name in names if name.rpartition(".")[2] == plain]:
+        return f"did you mean {' or '.join(shown(names[name]) for name in in_tables)}?"
     names |= {other: names[ours] for other, ours in SAME.items() if ours in names and other not in names}
-    nearest = difflib.get_close_matches(key.removeprefix("--").replace("-", "_"), names, n=1, cutoff=0.6)
-    if nearest:
-        name = names[nearest[0]].removeprefix("--")
-        hint = f"did you mean {dashes}{where}{name.replace('_', '-') if dashes else name}?"
-    else:
-        hint = f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
-    return Problem(f"{dashes}{where}{key.removeprefix('--')}", fix=hint, summary="unknown option")
+    if (near := nearest(plain, names)) is not None:
+        return f"did you mean {shown(names[near])}?"
+    return f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
 
 
 def unknown_word(word: str, known: Collection[str]) -> Problem:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.environments import BUILT_IN
+from grpo_trainer.config.learning_rate import ADAPTER, ADAPTER_MODES, ALL_WEIGHTS, SIZES
 from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
-from grpo_trainer.config.run import ApiProcess, RunOptions
+from grpo_trainer.config.run import PASS_TOKENS, PROMPTS, ApiProcess, RunOptions, build_run
 from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.defaults import SMALLEST_PASS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+MODES = next(leaf.choices for leaf in unique_leaves(TrainConfig) if leaf.is_tag)
 BAR = "\\|"
 """What does not end a table's cell."""
 START, END = "<!-- options: made by scripts/options_table.py -->\n", "<!-- end of options -->\n"
@@ -19,7 +23,7 @@ START, END = "<!-- options: made by scripts/options_table.py -->\n", "<!-- end o
 
 def tables() -> str:
     """Markdown: one table per group of options, the trainer's first, then what `grpo run` has besides."""
-    parts = [*_tables(TrainConfig, ""), "\n`grpo run` has these besides:\n"]
+    parts = [defaults(), "\n## All options\n", *_tables(TrainConfig, ""), "\n`grpo run` has these besides:\n"]
     for section, prefix in ((RunOptions, ""), (ServerProcess, "server."), (ApiProcess, "api.")):
         parts += _tables(section, prefix)
     parts.append(
@@ -33,6 +37,38 @@ def tables() -> str:
         "--gpus-per-node: GPUs of each machine (0: run on CPUs). |\n"
     )
     return "".join(parts)
+
+
+def defaults() -> str:
+    """Markdown: what `grpo run` chooses by bridge, model and machine."""
+    config = build_run({}, {"model_name": "m"})
+    trainer, adapter = config.trainer, LoraOnly()
+    small, medium = (f"{size // 10**6}M" for size in SIZES)
+    sizes = (f"below {small} parameters", f"{small} to {medium}", f"{medium} and more, or unknown")
+    others = ", ".join(f"`{mode}`" for mode in MODES if mode not in ADAPTER_MODES)
+    lines = [
+        f"| | {', '.join(f'`{mode}`' for mode in ADAPTER_MODES)} | {others} |",
+        "|---|---|---|",
+        f"| trained | an adapter of rank {adapter.r}, alpha {adapter.alpha:g}, on all linear modules | all weights |",
+        *(
+            f"| `--lr`, model of {size} (usual range) "
+            f"| {a.default:g} ({a.lowest:g} to {a.highest:g}) | {w.default:g} ({w.lowest:g} to {w.highest:g}) |"
+            for size, a, w in zip(sizes, ADAPTER, ALL_WEIGHTS, strict=True)
+        ),
+    ]
+    same = {
+        "bridge": f"`{trainer.bridge.mode}`",
+        "prompts x answers a step": f"{PROMPTS} x {trainer.sequences_per_step // PROMPTS} (`--prompts-per-step`, "
+        "`--env.group_size`)",
+        "steps": f"{trainer.training_steps} (`--training-steps`)",
+        "sequence length": f"{trainer.model.seq_len} tokens, or the model's limit if that is lower (`--seq-len`)",
+        "microbatch": f"{PASS_TOKENS} tokens; on a GPU half as many, and so on down to {SMALLEST_PASS}, until the "
+        "memory plan fits (`--max-tokens-per-microbatch`)",
+        "loss, KL": f"`{trainer.loss.loss}`, {trainer.loss.kl_beta:g} (`--loss`, `--kl-beta`)",
+        "server's share of a GPU": f"{config.server.gpu_memory_utilization:g}, or less if the trainer needs the room",
+    }
+    lines += [f"| {name} | {value} | the same |" for name, value in same.items()]
+    return "\n## Defaults of `grpo run`\n\n" + "\n".join(lines) + "\n"
 
 
 def _tables(root: type[Section], prefix: str) -> list[str]:

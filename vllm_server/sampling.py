@@ -1,13 +1,12 @@
 """Convert a request's sampling keys to vLLM's SamplingParams; refuse unknown keys."""
 
-import difflib
 import re
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from grpo_common.errors import Problem
+from grpo_common.errors import Problem, nearest
 from grpo_common.sampling import bends, cuts
 from vllm_server import compat
 from vllm_server.errors import ServeError
@@ -51,13 +50,13 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     """
     for key in sampling:
         if key not in known_keys():
-            near = difflib.get_close_matches(key, [*known_keys(), *_ROUTING_KEYS], n=1, cutoff=0.5)
+            near = nearest(key, [*known_keys(), *_ROUTING_KEYS])
             raise ServeError(
                 422,
                 key,
                 got="a key that this server does not know",
                 wanted="a sampling parameter of vLLM",
-                fix=f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known_keys()))}",
+                fix=f"did you mean {near}?" if near else f"known are {', '.join(sorted(known_keys()))}",
             )
     try:
         params = msgspec.convert(sampling, compat.sampling_params_class(), str_keys=True)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from environments.config import BaseEnvConfig, ConfigError, ServerConfig, check_table, refuse_data, require_data
 from environments.data_config import DataConfig, Rewards
 
-__all__ = ["BUILT_IN", "DATASET", "ConfigError", "check", "check_data", "check_server", "group_size"]
+__all__ = ["BUILT_IN", "DATASET", "ConfigError", "check", "check_data", "check_server", "common_option", "group_size"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ def group_size(name: str, values: Mapping[str, object]) -> int | None:
         given = str(values["group_size"])
         return int(given) if given.isdecimal() and int(given) else None  # a user's own environment judges the rest
     return cast("int", _class(name).model_fields["group_size"].default) if name in BUILT_IN else None
+
+
+def common_option(key: str) -> tuple[str, object] | None:
+    """Return the description and the default of an option that every environment has; None: there is no such option."""
+    field = BaseEnvConfig.model_fields.get(key)
+    return None if field is None else (str(field.description), field.default)
 
 
 def _class(name: str) -> type[BaseEnvConfig]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -240,12 +240,32 @@ def _batch_metrics(
         **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),
         **_reward_metrics("reward/mean", "reward/std", rewards),
         **_shares("reward/share/", rewards),
+        **_same_answers(judged),
         **_quantiles("reward/", rewards, {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}),
     }
     for environment in sorted({group.environment for group in judged if group.environment is not None}):
         own = [reward for group in judged if group.environment == environment for reward in group.rewards]
         metrics |= _reward_metrics(f"reward/env_{environment}", f"reward/env_{environment}_std", own)
     return metrics
+
+
+def _same_answers(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Return the share of equal answers among pairs of answers to different prompts, and among those to one prompt.
+
+    A policy that answers without regard to the prompt has both alike.
+    """
+    counts = [
+        Counter(sample.tokens_T[sample.trained_T].tobytes() for sample in group.samples if not sample.supervised)
+        for group in groups
+    ]
+
+    def pairs(numbers: Iterable[int]) -> int:
+        return sum(number * (number - 1) // 2 for number in numbers)
+
+    in_groups, pairs_in_groups = sum(pairs(own.values()) for own in counts), pairs(own.total() for own in counts)
+    together = sum(counts, Counter[bytes]())
+    equal, of = pairs(together.values()) - in_groups, pairs([together.total()]) - pairs_in_groups
+    return {"batch/same_answers": Mean(equal, of), "batch/same_answers_in_group": Mean(in_groups, pairs_in_groups)}
 
 
 def _shares(prefix: str, values: Sequence[float]) -> dict[str, Metric]:

@@ -81,7 +81,10 @@ class RestartOptions(ProofOptions):
     )
 
 
-MODE_HELP = "Weight bridge: what is trained, and how new weights reach vLLM (default: none)."
+MODE_HELP = (
+    "Weight bridge: what is trained, and how new weights reach vLLM (default: lora_only in `grpo run`, none in "
+    "`grpo train`)."
+)
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 

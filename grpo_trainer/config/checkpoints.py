@@ -29,7 +29,8 @@ class CheckpointConfig(Section):
     keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
         "never",
-        help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint.",
+        help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint, or "
+        "(`grpo run`) the run in that folder with its options.",
     )
     checkpoint_url: str | None = option(
         None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pydantic import Field
 
 from environments.running import settings_check
 from environments.running.settings_check import BUILT_IN
-from grpo_common.errors import Problem, collected
+from grpo_common.errors import OF_FILES, Problem, collected, nearest
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
@@ -60,8 +59,8 @@ def environment_module(name: str, said: str = "--env") -> str:
 def _nearest_file(name: str) -> Path | None:
     """The Python file most like an environment's name, in the current folder or one below it; None: none is alike."""
     files = {path.stem: path for pattern in ("*/*.py", "*.py") for path in Path().glob(pattern)}
-    nearest = difflib.get_close_matches(name, files, n=1, cutoff=0.7)
-    return files[nearest[0]] if nearest else None
+    near = nearest(name, files, OF_FILES)
+    return None if near is None else files[near]
 
 
 def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Problem]:

@@ -106,7 +106,12 @@ class LossConfig(Section):
         "in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
-    kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)
+    kl_beta: float = option(
+        0.0,
+        help="Weight of the KL divergence from the reference model; 0: none.",
+        flags=("--kl-beta", "--beta"),
+        ge=0,
+    )
     kl_estimator: KlEstimator = option(
         "k3", help="Estimator of the KL, with x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."
     )

@@ -234,7 +234,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     for written, value in given.items():
         candidates = tree.by_key.get(written.replace("-", "_"))
         if candidates is None:
-            problems.append(unknown_key(written, [leaf.key for leaf in tree.leaves], where))
+            problems.append(unknown_key(written, [*tree.by_key], where))
             continue
         fitting = [leaf for leaf in candidates if leaf.member is None or leaf.is_tag or _tag_of(leaf.member) == picked]
         if not fitting and picked in tree.keys_of_members:  # another is reported as a wrong value of the mode
@@ -298,6 +298,12 @@ def _wrong_values(
         else:
             wanted = wanted_by_pydantic(finding["msg"])
             yield Problem(flag, got, wanted[0].lower() + wanted[1:])
+
+
+def given_keys(root: type[Section], given: Mapping[str, Any]) -> set[str]:
+    """Return which options flat values set, each by its first name."""
+    tree = _tree(root)
+    return {tree.key(written) for written in root.normalised(given)}
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:

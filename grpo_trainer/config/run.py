@@ -28,10 +28,10 @@ On the command line the trainer's flags stand as they are, the others carry thei
 
 from __future__ import annotations
 
-import difflib
+import logging
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,19 +41,33 @@ from pydantic import field_validator
 from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.roster import FOLDER
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
-from grpo_trainer.config.options import Section, build, leaves, option, override, shown
+from grpo_trainer.config.learning_rate import ADAPTER_MODES
+from grpo_trainer.config.options import Section, build, dump, given_keys, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
+from grpo_trainer.config.stored import RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.config.values import Arguments
+from grpo_trainer.config.values import Arguments, at_home
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
+from grpo_trainer.suggestions import flags_of, nearest, unknown_key, unknown_word
+
+log = logging.getLogger(__name__)
 
 QUEUE_FILE = "queue.sqlite"
 """In a run's folder."""
 TRACE_FILE = "trace.json"
 """In a run's folder, with `--trace`."""
+
+PROMPTS = 32
+"""Prompts a step by default."""
+GROUP = 8
+"""Answers to a prompt of an environment whose `group_size` is not known before it runs."""
+PASS_TOKENS = 16_384
+"""Tokens of a forward pass, unless the user says otherwise or memory allows fewer."""
+DEFAULTS = {"weight_bridge_mode": LoraOnly().mode, "training_steps": 100}
+"""Where `grpo run` differs from `grpo train`, whose defaults are those of the Atropos example trainer."""
 
 
 class ApiProcess(Section):
@@ -83,7 +97,17 @@ class ApiProcess(Section):
 class RunOptions(Section):
     """Run."""
 
-    run_dir: Path = option(Path("runs/latest"), help="Folder of logs, metrics, checkpoints and process configurations.")
+    run_dir: Path | None = option(
+        None,
+        help=f"Folder of the run: logs, metrics, checkpoints (default: the next of {RUNS}/001, {RUNS}/002, …). "
+        f"{RUNS}/latest is a link to the newest of these.",
+    )
+    prompts_per_step: int | None = option(
+        None,
+        help=f"Prompts in a step, each with --env.group_size answers (default: {PROMPTS}). Microbatches are as large "
+        "as memory allows. --batch-size and --gradient-accumulation-steps say the same by other numbers.",
+        ge=1,
+    )
     trace: bool = option(
         False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
     )
@@ -109,17 +133,23 @@ class RunOptions(Section):
 
 
 class RunConfig(Section):
-    """Everything that `grpo run` starts."""
+    """Everything that `grpo run` starts.
+
+    Attributes:
+        unset: options that nobody gave, and that the start chooses by the model and the machine: `run_dir`, `lr`,
+            `seq_len` and `microbatch`.
+    """
 
     options: RunOptions
     trainer: TrainConfig
     api: ApiProcess = ApiProcess()
     server: ServerProcess = ServerProcess()
     environments: tuple[EnvironmentProcess, ...] = (EnvironmentProcess(),)
+    unset: frozenset[str] = frozenset()
 
     @property
     def run_dir(self) -> Path:
-        return self.options.run_dir
+        return self.options.run_dir or next_folder()
 
     @property
     def store(self) -> Path | None:
@@ -179,34 +209,158 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     """
     problems: list[Problem] = []
     given, typed = _tables_of(file, problems), _tables_of_flags(flags)
-    for said in (given, typed):
-        _move_to_server(said, problems)
-    given = {table: override(section, given[table], typed[table]) for table, section in SECTIONS.items()}
-    for key in [key for key in given["trainer"] if key.replace("-", "_") in SET_BY_THE_RUN]:
+    stored, stored_in = _continued(given, typed, problems)
+    kept = _tables_of(stored, problems)
+    layers = (kept, given, typed)
+    for layer in layers:
+        _move_to_server(layer, problems)
+    _say_one_batch(layers)
+    merged = {}
+    for table, section in SECTIONS.items():
+        merged[table] = override(section, override(section, kept[table], given[table]), typed[table])
+    trainer = merged["trainer"]
+    for key in [key for key in trainer if key.replace("-", "_") in SET_BY_THE_RUN]:
         flag, instead = f"--{key.replace('_', '-')}", SET_BY_THE_RUN[key.replace("-", "_")]
         problems.append(Problem(flag, fix=f"use {instead}", summary="set by the run itself"))
-        del given["trainer"][key]
+        del trainer[key]
+    said = given_keys(TrainConfig, trainer)
+    if "weight_bridge_mode" not in said and file:
+        mode = DEFAULTS["weight_bridge_mode"]
+        log.warning(
+            "the file names no weight_bridge_mode: grpo run trains %s by default since 0.2 (earlier: none)", mode
+        )
+    trainer |= {key: value for key, value in DEFAULTS.items() if key not in said}
     built: dict[str, Any] = {}
     for table, section in SECTIONS.items():
         with collected(problems):
             where = f"{table}." if table in ("server", "api") else ""
-            built[table] = build(section, given[table], where=where)
+            built[table] = build(section, merged[table], where=where)
     with collected(problems):
         options = _env_options(env_args, problems)
         if flags.get("data") is not None:
             options["data"]["path"] = flags["data"]
         own = {key: file[key] for key in OF_THE_ENVIRONMENT if key in file}
-        tables, rewards = file.get("environments", []), flags.get("reward") or ()
+        tables, rewards = file.get("environments") or stored.get("environments", []), flags.get("reward") or ()
         built["environments"] = _environments(tables, flags.get("env"), options, rewards, own)
         problems += problems_of_tables(built["environments"])
     if problems:
         raise ConfigError.of(problems)
-    config = RunConfig.model_validate(built)
+    sizes = [settings_check.group_size(each.name, each.env) or GROUP for each in built["environments"]]
+    built["trainer"], built["options"] = _with_batch(built["trainer"], built["options"], max(sizes), said)
+    unset = {"lr", "seq_len"} - said | ({"run_dir"} if built["options"].run_dir is None else set())
+    if built["options"].prompts_per_step and not said & {"batch_size", "max_tokens_per_microbatch"}:
+        unset.add("microbatch")
+    config = RunConfig.model_validate({**built, "unset": frozenset(unset)})
+    if differs := list(_differences(kept["trainer"], config.trainer, stored_in)):
+        raise ConfigError.of(differs)
     return checked(
         config.model_copy(
             update={"trainer": _with_server(config.trainer, config.server), "server": _one_for_each_trainer(config)}
         )
     )
+
+
+def _continued(
+    given: dict[str, dict[str, Any]], typed: dict[str, dict[str, Any]], problems: list[Problem]
+) -> tuple[dict[str, Any], Path | None]:
+    """Return the stored tables of the run that `--resume` continues, and its folder; without one nothing.
+
+    `--resume RUN` takes all of the run's options. `--resume auto` takes what is trained; where it is trained, the
+    options of run, server and API, is said by the command. Both become `auto` in the folder of the run.
+    """
+    resume, run_dir = (
+        next((said[table][key] for said in (typed, given) if key in said[table]), None)
+        for table, key in (("trainer", "resume"), ("options", "run_dir"))
+    )
+    if resume in (None, "never"):
+        return {}, None
+    folder = at_home(Path(run_dir)) if run_dir else None
+    if resume == "auto":
+        folder = folder or newest_run()
+        stored = {} if folder is None else read_stored(folder)
+        stored = {key: value for key, value in stored.items() if key in CONTINUED}
+        typed["options"] |= {} if folder is None else {"run_dir": str(folder)}
+        return stored, folder if stored else None
+    path = at_home(Path(resume))
+    if holds_run(path):
+        if folder is not None and folder.resolve() != path.resolve():
+            fix = "leave --run-dir out, or name the checkpoint from which a new run starts"
+            problems.append(Problem("--run-dir", f"{folder} and --resume {path}", "one run", fix))
+        typed["trainer"]["resume"] = "auto"
+        typed["options"]["run_dir"] = str(path)
+        return read_stored(path), path
+    own = path.absolute().parent.parent
+    if not path.is_dir():
+        wanted = "the folder of a run or of a checkpoint, auto, or never"
+        problems.append(Problem("--resume", str(path), wanted, summary="no such folder"))
+    elif folder is None and holds_run(own):
+        typed["options"]["run_dir"] = str(own)
+    stored = {key: value for key, value in read_stored(own).items() if key in CONTINUED}
+    return stored, own if stored else None
+
+
+CONTINUED = frozenset({"trainer", "environments", "prompts_per_step"})
+"""Tables and options of a stored run that say what is trained."""
+BATCH = ("batch_size", "gradient_accumulation_steps")
+
+
+def _say_one_batch(layers: Sequence[dict[str, dict[str, Any]]]) -> None:
+    """Drop from each layer the size of a step that a later layer says by another name."""
+    for number, said in enumerate(layers):
+        later = layers[number + 1 :]
+        if any("prompts_per_step" in each["options"] for each in later):
+            said["trainer"] = {
+                key: value for key, value in said["trainer"].items() if key.replace("-", "_") not in BATCH
+            }
+        if any(key.replace("-", "_") == BATCH[1] for each in later for key in each["trainer"]):
+            said["options"].pop("prompts_per_step", None)
+
+
+def _with_batch(
+    trainer: TrainConfig, options: RunOptions, answers: int, said: set[str]
+) -> tuple[TrainConfig, RunOptions]:
+    """Return the options with the sequences of a step and of a microbatch, from prompts and answers a step.
+
+    Args:
+        answers: to a prompt.
+        said: options of the trainer that were given; the older names of a step's size stay what they were.
+
+    Raises:
+        ConfigError: both were given, and don't go together.
+    """
+    prompts = options.prompts_per_step
+    if prompts is None and said & {*BATCH}:
+        return trainer, options
+    prompts = prompts or PROMPTS
+    sequences = prompts * answers
+    if "gradient_accumulation_steps" in said:
+        got = f"{prompts} and --gradient-accumulation-steps {trainer.gradient_accumulation_steps}"
+        raise ConfigError("it is computed", field="--prompts-per-step", got=got, wanted="one of them")
+    if "batch_size" in said and sequences % trainer.batch_size:
+        got = f"{prompts} x {answers} answers in microbatches of {trainer.batch_size}"
+        fix = "leave --batch-size out: microbatches are as large as memory allows"
+        raise ConfigError(field="--prompts-per-step", got=got, wanted="whole microbatches", fix=fix)
+    most = max(1, (trainer.compute.max_tokens_per_microbatch or PASS_TOKENS) // trainer.model.seq_len)
+    size = next(size for size in range(min(most, sequences), 0, -1) if sequences % size == 0)
+    size = trainer.batch_size if "batch_size" in said else size
+    update = {"batch_size": size, "gradient_accumulation_steps": sequences // size}
+    return trainer.model_copy(update=update), options.model_copy(update={"prompts_per_step": prompts})
+
+
+def _differences(stored: Mapping[str, Any], trainer: TrainConfig, folder: Path | None) -> Iterator[Problem]:
+    """Yield the options that say which parameters are trained and are not those of the checkpoints to continue."""
+    if folder is None or not any(folder.glob("checkpoints/*/state.json")):
+        return
+    now, fix = dump(trainer), "leave it out, or start a new run without --resume"
+    modes = [table.get("weight_bridge_mode") for table in (stored, now)]
+    if modes[0] and len({mode in ADAPTER_MODES for mode in modes}) == 2:
+        wanted = f"{modes[0]}, or another mode that trains the same"
+        yield Problem("--weight-bridge-mode", str(modes[1]), wanted, fix, f"not as in {folder / RUN_FILE}")
+        return
+    for key in ("lora_r", "lora_target_modules", "lora_layer_indices", "train_layer_indices"):
+        if modes[0] and stored.get(key, now.get(key)) != now.get(key):
+            flag, got = f"--{key.replace('_', '-')}", shown(now.get(key, "all"))
+            yield Problem(flag, got, shown(stored[key]), fix, f"not as in {folder / RUN_FILE}")
 
 
 def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, dict[str, Any]]:
@@ -218,8 +372,11 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
     for table in [table for table, value in given.items() if not isinstance(value, dict)]:
         problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
-    options = {key: value for key, value in file.items() if key not in (*tables, *strange)}
-    return {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
+    options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, *strange)}
+    said = {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
+    for key in [key for key in said["trainer"] if key.replace("-", "_") == "prompts_per_step"]:
+        options.setdefault("prompts_per_step", said["trainer"].pop(key))  # it is looked for among the trainer's
+    return said
 
 
 def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -264,10 +421,12 @@ def _one_for_each_trainer(config: RunConfig) -> ServerProcess:
         return server
     if "replicas" not in server.model_fields_set:
         server = server.model_copy(update={"replicas": processes})
+        server.model_fields_set.discard("replicas")
     if server.gpus is None and server.replicas == processes and config.options.cluster is None:
         visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
         names = visible[:processes] if len(visible) >= processes else map(str, range(processes))
         server = server.model_copy(update={"gpus": ";".join(names)})
+        server.model_fields_set.discard("gpus")  # another start may see other GPUs
     return server
 
 
@@ -337,13 +496,18 @@ def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict
 
 
 def _unknown_flag(flag: str, group: str, key: str) -> Problem:
-    """Return the problem of what is no flag of a run's; the name of its table may be wrong."""
+    """Return the problem of what is no flag of a run's; the name of its table may be wrong or missing."""
     tables = {"server": ServerProcess, "api": ApiProcess}
     if key and group in tables:
         return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
-    near = difflib.get_close_matches(group, ["env", "openai", "data", *tables], n=1) if key else []
-    if near:
-        return Problem(flag, fix=f"did you mean --{near[0]}.{key}?", summary="unknown option")
-    sections = (TrainConfig, RunOptions)
-    known = [name for section in sections for leaf in leaves(section) for name in leaf.flags]
-    return unknown_word(flag, [*known, "--env", "--data", "--reward", "--config"])
+    table = nearest(group, ["env", "openai", "data", *tables]) if key else None
+    if table:
+        return Problem(flag, fix=f"did you mean --{table}.{key}?", summary="unknown option")
+    own = [name for section in (TrainConfig, RunOptions) for leaf in leaves(section) for name in leaf.flags]
+    of_tables = [flag for section in tables.values() for flag in _flags(section)]
+    return unknown_word(flag, [*own, *of_tables, "--env", "--data", "--reward", "--config"])
+
+
+def _flags(section: type[Section]) -> Iterator[str]:
+    prefix = "server." if section is ServerProcess else "api."
+    yield from (f"--{prefix}{name.removeprefix('--')}" for leaf in leaves(section) for name in leaf.flags)

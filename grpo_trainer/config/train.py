@@ -17,7 +17,7 @@ from grpo_trainer.config.bridge import BridgeConfig, Broadcast, CheckpointRestar
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, default_lr
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, usual_rates
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.server import VllmConfig
@@ -93,6 +93,7 @@ class RolloutConfig(Section):
     eval_every: int = option(
         0,
         help="Evaluate on held-out prompts every N steps; 0: never. --env.steps_per_eval overrides this.",
+        flags=("--eval-every", "--eval-steps"),
         ge=0,
     )
     prefetch: bool = option(
@@ -116,7 +117,8 @@ class OptimizerConfig(Section):
     lr: float = option(
         ADAPTER_LR,
         help=f"Peak learning rate (default: {ADAPTER_LR:g} for an adapter, {ALL_WEIGHTS_LR:g} where all weights are "
-        "trained).",
+        "trained; higher in `grpo run` for models below 0.3B).",
+        flags=("--lr", "--learning-rate"),
         gt=0,
     )
     warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
@@ -188,11 +190,21 @@ class LogConfig(Section):
 class TrainConfig(Section):
     """Training."""
 
-    training_steps: int = option(10, help="Optimisation steps of the whole run, those before a resume included.", ge=1)
-    batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
+    training_steps: int = option(
+        10,
+        help="Optimisation steps, those before a resume included (default: 10; in `grpo run` 100).",
+        ge=1,
+    )
+    batch_size: int = option(
+        2,
+        help="Sequences in a microbatch, one forward and backward pass (default: 2; in `grpo run` see "
+        "--prompts-per-step).",
+        ge=1,
+    )
     gradient_accumulation_steps: int = option(
         32,
-        help="Microbatches in a step. The product with --batch-size must be a multiple of --env.group_size.",
+        help="Microbatches in a step. The product with --batch-size must be a multiple of --env.group_size (default: "
+        "32; in `grpo run` see --prompts-per-step).",
         ge=1,
     )
     step_timeout: float = option(
@@ -252,10 +264,10 @@ class TrainConfig(Section):
         bridge, optimizer = data.get("bridge", {}), data.get("optimizer", {})
         mode = bridge.get("mode", "none") if isinstance(bridge, dict) else bridge.mode
         if isinstance(optimizer, dict):
-            return {**data, "optimizer": {"lr": default_lr(mode), **optimizer}}
+            return {**data, "optimizer": {"lr": usual_rates(mode).default, **optimizer}}
         if "lr" in optimizer.model_fields_set:
             return data
-        return {**data, "optimizer": optimizer.model_copy(update={"lr": default_lr(mode)})}
+        return {**data, "optimizer": optimizer.model_copy(update={"lr": usual_rates(mode).default})}
 
     @property
     def versions_behind(self) -> int:

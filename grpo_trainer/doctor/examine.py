@@ -12,13 +12,13 @@ from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
+from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
-from grpo_trainer.doctor.server_memory import with_room
 from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
@@ -83,6 +83,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     ]
     files, found = _model_files(run.trainer.model.name, probes)
     shape, shape_found = _shape(files)
+    run = chosen(run, machine, shape)
     findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
     findings += [of_run.check_lr(run.trainer, shape), of_run.check_distribution(run, shape)]
     plan = None
@@ -95,7 +96,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
             findings.append(
                 of_run.check_spread(of_run.server_spread(run), shape, machine, shares=run.trainer.shares_weights)
             )
-            memory, plan = of_run.check_memory(with_room(run, machine, shape), shape, machine)
+            memory, plan = of_run.check_memory(run, shape, machine)
             findings.append(memory)
         else:
             findings.append(skip("memory", "this machine is one of a cluster; see grpo run --dry-run"))

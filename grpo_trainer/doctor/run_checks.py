@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_common.ports import port_holder
 from grpo_trainer.config.bridge import LoraOptions
-from grpo_trainer.config.learning_rate import too_high
+from grpo_trainer.config.learning_rate import unusual
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import TrainConfig
@@ -143,15 +143,15 @@ def check_length(config: RunConfig, shape: ModelShape) -> Finding:
 
 
 def warn_of_lr(config: TrainConfig) -> None:
-    """Warn before the start of a learning rate at which policies collapse."""
+    """Warn before the start of a learning rate out of the usual range."""
     found = check_lr(config, shape_of(config.model.name))
     if found.status == "warn":
         log.warning("--lr: got %s, wanted %s; %s", found.got, found.wanted, found.fix)
 
 
 def check_lr(config: TrainConfig, shape: ModelShape | None) -> Finding:
-    """Is it one that only an adapter bears, though all weights are trained?"""
-    problem = too_high(config, shape.parameters if shape else None)
+    """Is it in the usual range for what is trained, and for the model's size?"""
+    problem = unusual(config, shape.parameters if shape else None)
     if problem is None:
         return ok("learning rate", f"{config.optimizer.lr:g}")
     return warn("learning rate", problem.got, problem.wanted, problem.fix)

@@ -37,9 +37,9 @@ def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     """Return the run with a share of the GPU's memory for its server that leaves the trainer enough.
 
     It is the default, or the largest smaller share with which the memory plan fits. A share that the user has chosen
-    stays; so does the default where no share is enough, and where the plan does not know the GPUs (`_is_planned`).
+    stays; so does the default where no share is enough, and where the plan does not know the GPUs (`is_planned`).
     """
-    if shape is None or not _is_planned(config, machine) or SHARE in config.server.model_fields_set:
+    if shape is None or not is_planned(config, machine) or SHARE in config.server.model_fields_set:
         return config
     now = planned_memory(config, shape, machine)
     if now.fits:
@@ -58,14 +58,14 @@ def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
 
 def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
     """Warn before the start of a run that needs more of a GPU's memory than there is."""
-    if shape is None or not _is_planned(config, machine):
+    if shape is None or not is_planned(config, machine):
         return
     found, _ = check_memory(config, shape, machine)
     if found.status == "fail":
         log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
 
 
-def _is_planned(config: RunConfig, machine: Machine) -> bool:
+def is_planned(config: RunConfig, machine: Machine) -> bool:
     """Return whether the memory plan knows the run's GPUs, and what its server uses of them.
 
     It does not know those of a cluster, and those that `--server.gpus` names by anything but numbers.

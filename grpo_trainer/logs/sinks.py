@@ -17,7 +17,7 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import WINDOW, Row, episodes, first_entropy, flags, signs
+from grpo_trainer.metrics.health import WINDOW, Row, baseline, episodes, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, rows_so_far
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -47,7 +47,7 @@ class MetricLog:
         self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
     ) -> None:
         self._sinks = sinks
-        self._entropy = first_entropy(earlier)
+        self._first = baseline(earlier)
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
@@ -72,10 +72,9 @@ class MetricLog:
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
-        if self._entropy is None:
-            self._entropy = first_entropy([numbers])
+        self._first = {**baseline([numbers]), **self._first}
         self._recent.append(numbers)
-        found = signs([*self._recent], self._entropy)
+        found = signs([*self._recent], self._first)
         numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)

@@ -17,6 +17,8 @@ Row = Mapping[str, float | None]
 WINDOW = 3
 """Steps of which the median is taken: one step alone, a spike, says little."""
 REWARD = "reward/mean"
+ENTROPY = "grpo/entropy"
+SAME_ANSWERS, SAME_IN_GROUP = "batch/same_answers", "batch/same_answers_in_group"
 FEWEST_STEPS = 10
 """With fewer, the rewards of beginning and end are too few to compare."""
 LEAST = 5
@@ -67,16 +69,24 @@ CHECKS = (
     Check(
         name="entropy_low",
         title="entropy",
-        key="grpo/entropy",
+        key=ENTROPY,
         low=0.02,
         says="the policy hardly explores: the answers of a group are alike",
         fix="--clip-eps-high 0.28, or a lower --lr",
         harms=False,
     ),
     Check(
+        name="collapse",
+        title="equal answers to different prompts",
+        key=SAME_ANSWERS,
+        high=0.2,
+        says="the policy has collapsed: it answers without regard to the prompt",
+        fix=LOWER_LR,
+    ),
+    Check(
         name="entropy_high",
         title="entropy",
-        key="grpo/entropy",
+        key=ENTROPY,
         high=1.0,
         says="the policy becomes random",
         fix=LOWER_LR,
@@ -129,26 +139,43 @@ class Sign:
         return f"{self.short} (usual: {usual}): {self.check.says}; first try {self.check.fix}"
 
 
-def first_entropy(rows: Sequence[Row]) -> float | None:
-    """Return the entropy of a run's first step that has one; a collapse may begin with the second."""
-    return next(iter(_finite(rows, "grpo/entropy")), None)
+def baseline(rows: Sequence[Row]) -> Row:
+    """Return the figures of a run's first step by which later ones are judged; a collapse may begin with the second."""
+    return {key: found[0] for key in (ENTROPY, SAME_ANSWERS) if (found := _finite(rows, key))}
 
 
-def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
+def signs(recent: Sequence[Row], first: Row) -> list[Sign]:
     """Return what is out of its range in the last `WINDOW` of some rows; fewer rows say nothing yet.
 
     Args:
-        entropy: the run's first; a policy is random only with more than twice as much.
+        first: the run's `baseline`.
     """
     if len(recent) < WINDOW:
         return []
     found = []
     for check in CHECKS:
-        values = _finite(recent[-WINDOW:], check.key)
-        high = max(check.high, 2 * (entropy or 0.0)) if check.name == "entropy_high" else check.high
+        values, high = _finite(recent[-WINDOW:], check.key), _high(check, recent[-WINDOW:], first)
         if len(values) == WINDOW and not check.low <= (value := median(values)) <= high:
             found.append(Sign(check, value, check.low, high))
     return found
+
+
+def _high(check: Check, recent: Sequence[Row], first: Row) -> float:
+    """Return the upper end of a figure's range in a run.
+
+    A policy is random only with more than twice the entropy of the first step. It has collapsed if answers to different
+    prompts are equal about as often as answers to one prompt, and twice as often as in the first step, with less than
+    half the entropy: where few answers are right, as with yes and no, those to one prompt are alike more often.
+    """
+    entropy = first.get(ENTROPY) or 0.0
+    if check.name == "entropy_high":
+        return max(check.high, 2 * entropy)
+    if check.name != "collapse":
+        return check.high
+    now, in_group = _finite(recent, ENTROPY), _finite(recent, SAME_IN_GROUP)
+    if not in_group or (now and entropy and 2 * median(now) > entropy):
+        return math.inf
+    return max(check.high, 0.8 * median(in_group), 2 * (first.get(SAME_ANSWERS) or 0.0))
 
 
 def flags(found: Sequence[Sign]) -> dict[str, float]:
@@ -178,10 +205,10 @@ class Episode:
 
 def episodes(rows: Sequence[Row]) -> dict[str, list[Episode]]:
     """Return the episodes of a run by name of the check; the figure that left its range first comes first."""
-    entropy = first_entropy(rows)
+    first = baseline(rows)
     found: dict[str, list[Episode]] = {}
     for at in range(WINDOW - 1, len(rows)):
-        for sign in signs(rows[at + 1 - WINDOW : at + 1], entropy):
+        for sign in signs(rows[at + 1 - WINDOW : at + 1], first):
             own = found.setdefault(sign.check.name, [])
             if own and own[-1].last == at - 1:
                 own[-1] = replace(own[-1], last=at)

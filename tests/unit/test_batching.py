@@ -44,6 +44,14 @@ def test_zero_variance_groups_cost_nothing_but_count_in_the_normaliser() -> None
     assert numbers["reward/mean"] == 0.75
 
 
+def test_equal_answers_to_one_prompt_and_to_different_ones() -> None:
+    first = [sample([1], [7, 8], 1.0), sample([1], [7, 8], 0.0), sample([1], [9], 0.0)]
+    second = [sample([2], [7, 8], 1.0), sample([2], [7], 0.0), sample([2], [8], 0.0)]
+    numbers = reduce(prepare(batch(first, second), LossConfig(), 10).metrics)
+    assert numbers["batch/same_answers_in_group"] == pytest.approx(1 / 6)  # of 3 + 3 pairs one is equal
+    assert numbers["batch/same_answers"] == pytest.approx(2 / 9)  # [7, 8] of the second and two of the first
+
+
 def test_too_long_sequences_are_cut_and_counted() -> None:
     prepared = prepare(batch([sample([1, 2], [3, 4, 5], 1.0), sample([1, 2], [3], 0.0)]), LossConfig(), 4)
     assert prepared.sequences[0].positions.tolist() == [2, 3]

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_trainer.cli import app
-from grpo_trainer.config.learning_rate import too_high
+from grpo_trainer.config.learning_rate import unusual
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from tests.scripts import load_script
 
@@ -63,7 +63,7 @@ def test_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyP
     assert len(accepted) == len(found)
     for config in accepted:
         name = config.trainer.model.name
-        assert too_high(config.trainer, DEMO_PARAMETERS if name == "runs/demo-model" else None) is None
+        assert unusual(config.trainer, DEMO_PARAMETERS if name == "runs/demo-model" else None) is None
 
 
 def test_files_that_the_readme_shows_are_accepted() -> None:

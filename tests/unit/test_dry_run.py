@@ -129,7 +129,7 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(folder), "--server.port", "0"]
     done = CliRunner().invoke(app, [*words, "--api.port", "0", "--json"], catch_exceptions=False)
     found = json.loads(done.stdout)["processes"]
-    assert [each["name"] for each in found] == ["api", "trainer", "server", "env-arithmetic"]
+    assert [each["name"] for each in found] == ["api", "server", "trainer", "env-arithmetic"]
     assert done.exit_code == 0 and not folder.exists()
 
 

@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, SMALL, SMALL_LR, too_high
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, unusual
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog
-from grpo_trainer.metrics.health import CHECKS, REWARD, Row, episodes, first_entropy, flags, last_line, outcome, signs
+from grpo_trainer.metrics.health import (
+    CHECKS,
+    ENTROPY,
+    REWARD,
+    Row,
+    baseline,
+    episodes,
+    flags,
+    last_line,
+    outcome,
+    signs,
+)
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Mean
 
@@ -28,7 +39,7 @@ HEALTHY: Row = {
 
 
 def names(rows: list[Row], entropy: float | None = 0.5) -> list[str]:
-    return [sign.check.name for sign in signs(rows, entropy)]
+    return [sign.check.name for sign in signs(rows, {ENTROPY: entropy})]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,7 @@ def names(rows: list[Row], entropy: float | None = 0.5) -> list[str]:
 )
 def test_a_figure_out_of_its_range_is_a_sign_with_its_value_and_what_to_try(key: str, value: float, name: str) -> None:
     assert names([HEALTHY] * 3) == []
-    (sign,) = signs([{**HEALTHY, key: value}] * 3, 0.5)
+    (sign,) = signs([{**HEALTHY, key: value}] * 3, {ENTROPY: 0.5})
     assert sign.check.name == name and sign.value == pytest.approx(value) and sign.check.fix
     assert f"{value:.3g}" in str(sign)
 
@@ -67,9 +78,39 @@ def test_a_kl_of_zero_rounded_to_below_zero_is_healthy() -> None:
 
 
 def test_entropy_is_high_by_the_run_s_own_first_step() -> None:
-    assert first_entropy([{}, {"grpo/entropy": 1.5}, {"grpo/entropy": 4.0}]) == 1.5 and first_entropy([{}]) is None
+    assert baseline([{}, {ENTROPY: 1.5}, {ENTROPY: 4.0}]) == {ENTROPY: 1.5} and baseline([{}]) == {}
     assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5
     assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
+
+
+def answers(entropy: float, across: float, in_group: float) -> Row:
+    return {**HEALTHY, ENTROPY: entropy, "batch/same_answers": across, "batch/same_answers_in_group": in_group}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "collapsed"),
+    [
+        # two answers to all 400 prompts: half of all pairs are equal, whatever the prompt
+        (answers(1.03, 0.02, 0.05), answers(0.25, 0.5, 0.52), True),
+        # one of ten digits, nearly always the right one: a tenth of the pairs of different prompts, all of one prompt
+        (answers(1.03, 0.02, 0.05), answers(0.1, 0.1, 0.95), False),
+        # yes or no, nearly always right
+        (answers(1.03, 0.02, 0.05), answers(0.1, 0.5, 0.95), False),
+        # long answers, no two of which are equal
+        (answers(1.03, 0.0, 0.0), answers(0.25, 0.0, 0.0), False),
+        # as alike before training
+        (answers(0.3, 0.4, 0.45), answers(0.1, 0.5, 0.5), False),
+        # alike, but as random as before
+        (answers(0.3, 0.02, 0.05), answers(0.2, 0.5, 0.5), False),
+    ],
+)
+def test_a_policy_that_answers_without_regard_to_the_prompt_has_collapsed(
+    first: Row, last: Row, collapsed: bool
+) -> None:
+    rows = [{**(first if step < 5 else last), REWARD: 0.011 if step < 5 else 0.124} for step in range(12)]
+    found = outcome(rows)
+    assert found is not None and found.verdict == ("not healthy" if collapsed else "it learnt")
+    assert (found.harm is not None and found.harm.check.name == "collapse") == collapsed
 
 
 def test_episodes_of_a_run() -> None:
@@ -150,23 +191,30 @@ def test_the_default_learning_rate_suits_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "rate", "parameters", "warned"),
+    ("mode", "rate", "parameters", "better"),
     [
-        ("shared_vllm", 5e-4, 1_000_000, True),
-        ("none", 5e-4, None, True),
-        ("none", 1e-4, 500_000_000, True),
-        ("none", 1e-4, None, True),
-        ("none", 1e-4, 1_000_000, False),  # the quickstart's model learns with it
-        ("none", 1e-5, 500_000_000, False),
-        ("lora_only", 5e-4, 500_000_000, False),
-        ("lora_restart", 5e-4, None, False),
+        ("shared_vllm", 5e-4, 1_000_000, "1e-04"),
+        ("none", 5e-4, None, "1e-06"),
+        ("none", 1e-4, 500_000_000, "1e-06"),
+        ("none", 1e-4, 135_000_000, "3e-05"),
+        ("none", 1e-9, None, "1e-06"),
+        ("lora_only", 0.05, None, "1e-05"),
+        ("lora_only", 0.05, 1_000_000, "0.0005"),
+        ("lora_restart", 2e-3, 135_000_000, "0.0003"),  # it collapses
+        ("lora_only", 1e-8, None, "1e-05"),
+        ("none", 1e-4, 1_000_000, ""),  # the quickstart's model learns with it
+        ("none", 3e-5, 135_000_000, ""),
+        ("none", 1e-5, 500_000_000, ""),
+        ("lora_only", 5e-4, 500_000_000, ""),
+        ("lora_restart", 5e-4, None, ""),
+        ("lora_only", 1e-3, 1_000_000, ""),
     ],
 )
-def test_an_adapters_rate_for_all_weights_is_warned_of(
-    mode: str, rate: float, parameters: int | None, warned: bool
+def test_a_learning_rate_out_of_the_usual_range_is_warned_of(
+    mode: str, rate: float, parameters: int | None, better: str
 ) -> None:
-    problem = too_high(config(mode, lr=rate), parameters)
-    assert (problem is not None) == warned
+    problem = unusual(config(mode, lr=rate), parameters)
+    assert (problem is not None) == bool(better)
     if problem is not None:
-        small = parameters is not None and parameters < SMALL
-        assert problem.field == "--lr" and f"{SMALL_LR if small else ALL_WEIGHTS_LR:g}" in problem.fix
+        assert problem.field == "--lr" and f"--lr {float(better):g}" in problem.fix
+        assert ("lora_only" in problem.fix) == (mode in ("none", "shared_vllm") and rate > 1e-6)

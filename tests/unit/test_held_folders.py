@@ -133,7 +133,7 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
     folder = tmp_path / "run"
     holder = held(folder)
     (folder / "config").mkdir()
-    (folder / "config" / "trainer.toml").write_text("the live run's")
+    (folder / "config" / "trainer.toml").write_text("# the live run's")
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "queue.sqlite").write_text("the live run's, too")
     report = PreflightReport(

@@ -108,7 +108,8 @@ ROOMS = {
         *("model", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "follower", "feed", "logs"),
-        *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "slurm", "dry_run", "servers", "cli"),
+        *("watchdog", "shutdown", "loop", "doctor", "bench", "report"),
+        *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
         *("data_config", "config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),

@@ -93,7 +93,7 @@ LORA = {"weight_bridge_mode": "lora_only"}
         ),
         ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "3-1", "0-3,28-31"),
         ({"rollout_url": "localhost:8000"}, "--rollout-url", "localhost:8000", "http://localhost:8000"),
-        ({"lerning_rate": 1}, "lerning_rate", "", "lr?"),
+        ({"lerning_rate": 1}, "lerning_rate", "", "learning_rate?"),
         (
             {"rollout_url": "http://a:1", "atropos-url": "http://a:2"},
             *("--atropos-url", "http://a:2 and --rollout-url http://a:1", "one"),
@@ -172,7 +172,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"trainr": {}}, {}, [], "trainr", "", "trainer?"),
         ({"server": {"prt": 1}}, {}, [], "server.prt", "", "server.port?"),
         ({}, {"vllm_port": "9"}, [], "--vllm-port", "", "--server.port"),
-        ({}, {}, ["--larning-rate", "1"], "--larning-rate", "", "--lr?"),
+        ({}, {}, ["--larning-rate", "1"], "--larning-rate", "", "--learning-rate?"),
         ({}, {}, ["--env.group_size"], "--env.group_size", "nothing", "value"),
         ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam", "", "environments.name?"),
         ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "--env", "2 environments", "file"),
@@ -405,8 +405,8 @@ def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
 @pytest.mark.parametrize(
     ("arguments", "field", "helps"),
     [
-        (["--lerning-rate", "1"], "--lerning-rate", "--lr?"),
-        (["--lerning-rate=1"], "--lerning-rate", "--lr?"),
+        (["--lerning-rate", "1"], "--lerning-rate", "--learning-rate?"),
+        (["--lerning-rate=1"], "--lerning-rate", "--learning-rate?"),
         (["sums"], "sums", "--NAME VALUE"),
     ],
 )

@@ -31,6 +31,7 @@ SENT = {"weight_bridge_mode": "broadcast"}
 SHARE_BASE = {**LORA, "share_base": True}
 TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
 PAIRS = {**SHARED, **TWO, "vllm_also": "h:9001"}
+NONE = {"weight_bridge_mode": "none"}
 CLUSTER = {**LORA, "cluster": "auto"}
 SHARDS: dict[str, object] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
 TP = "--server.tensor-parallel-size"
@@ -275,7 +276,8 @@ ROWS = [
     in_run(rules.cluster, CLUSTER | {"device": "cuda:1"}, "--device", "cuda:1", "auto"),
     *(
         in_run(rules.cluster, {"cluster": "auto", **given}, "--cluster", f"--weight-bridge-mode {mode}", "lora_only")
-        for mode, given in (("none", {}), ("lora_restart", {"weight_bridge_mode": "lora_restart"}))
+        for mode in ("none", "lora_restart")
+        for given in ({"weight_bridge_mode": mode},)
     ),
     in_train(rules.processes, TWO | {"trainer_rank": 2}, "--trainer-rank", "2", "0 to 1"),
     in_train(rules.processes, TWO | {"init_method": None}, "--init-method", "nothing", "MASTER_ADDR"),
@@ -283,7 +285,7 @@ ROWS = [
         in_train(rules.processes, {**TWO, "sharding": "full", **given}, "--sharding", "full", why)
         for given, why in (({"optimizer": "adafactor"}, "adafactor"), ({"kl_beta": 0.1}, "--kl-beta"), (LORA, "lora"))
     ),
-    in_run(rules.processes, {"sharding": "full"}, "--sharding", "full", "one trainer process"),
+    in_run(rules.processes, {**NONE, "sharding": "full"}, "--sharding", "full", "one trainer process"),
     in_train(rules.processes, {**TWO, "device": "cuda:1"}, "--device", "cuda:1", "another GPU"),
     in_train(rules.machine, {"device": "cuda:1"}, "--device", "cuda:1, with 1 visible GPUs", "auto", ONE_GPU),
     in_run(
@@ -458,7 +460,7 @@ def test_a_runs_mistakes_are_told_together() -> None:
     """Unknown keys and wrong values of all tables first; combinations once these are right."""
     file = {
         "trainr": {},
-        "trainer": {"model_name": "m", "lerning_rate": 1, "lr": 0, "seq_len": 1, "lora_r": 8, "save_path": "x"},
+        "trainer": {"model_name": "m", "lerning_rate": 1, "lr": 0, "seq_len": 1, "in_flight": "keep", "save_path": "x"},
         "server": {"prt": 1, "dtype": "int3"},
         "api": {"port": -1},
         "environments": [{"name": "arithmetic", "env": {"group_sise": 3}, "openai": {"modl_name": "m"}}],
@@ -466,12 +468,13 @@ def test_a_runs_mistakes_are_told_together() -> None:
     with pytest.raises(ConfigError) as error:
         build_run(file, {})
     assert {problem.field for problem in error.value.problems} == {
-        *("trainr", "lerning_rate", "--lr", "--seq-len", "--lora-r", "--save-path"),
+        *("trainr", "lerning_rate", "--lr", "--seq-len", "--in-flight", "--save-path"),
         *("server.prt", "--server.dtype", "--api.port"),
         *("--env arithmetic: env.group_sise", "--env arithmetic: openai.modl_name"),
     }
     with pytest.raises(ConfigError) as together:
-        build_run({}, {"model_name": "m", "warmup_steps": 10, "sharding": "full", "kl_beta": 0.1, "dual_clip": 2})
+        given = {"warmup_steps": 100, "sharding": "full", "kl_beta": 0.1, "dual_clip": 2}
+        build_run({}, {"model_name": "m", "weight_bridge_mode": "none", **given})
     assert [each.field for each in together.value.problems] == ["--warmup-steps", "--sharding", "--sharding"]
 
 
@@ -484,7 +487,7 @@ def test_an_unknown_flag_hides_no_mistake_of_an_environment() -> None:
 def test_a_lost_option_makes_no_second_problem() -> None:
     """The rules are asked of what was meant, not of what is left of it."""
     with pytest.raises(ConfigError) as error:
-        build_run({}, {"model_name": "m", "warmup_steps": 20}, ["--training-stepss", "100"])
+        build_run({}, {"model_name": "m", "warmup_steps": 200}, ["--training-stepss", "1000"])
     assert [each.field for each in error.value.problems] == ["--training-stepss"]
 
 

@@ -1,0 +1,90 @@
+"""What a run can be repeated from, in its folder: `run.toml`, versions, and copies of the user's own code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer import __version__
+from grpo_trainer.config.environments import BUILT_IN, environment_module
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.stored import RUN_FILE, run_file
+from grpo_trainer.files import replace_file
+
+VERSIONS_FILE = "versions.json"
+CODE_FOLDER = "code"
+PACKAGES = ("torch", "vllm", "transformers", "peft", "datasets")
+
+log = logging.getLogger(__name__)
+
+
+def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
+    """Write the options, the versions and the user's code into a run's folder, at each of its starts.
+
+    Args:
+        gpus: names of the visible GPUs.
+    """
+    folder = config.run_dir
+    replace_file(folder / RUN_FILE, run_file(config), mode=0o600)
+    path = folder / VERSIONS_FILE
+    starts: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):  # there is none yet, or it is damaged
+        starts = json.loads(path.read_text())
+    now = _facts(gpus)
+    if not starts or {**starts[-1], "time": 0} != {**now, "time": 0}:
+        replace_file(path, json.dumps([*starts, now], indent=1).encode())
+    for source in _own_code(config):
+        target = folder / CODE_FOLDER / source.name
+        target.parent.mkdir(exist_ok=True)
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            log.warning("%s was not copied into the run's folder: %s", source, error.strerror)
+
+
+def _facts(gpus: Sequence[str]) -> dict[str, Any]:
+    """Return the versions of what computes, and where it does."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    if (serving := _vllm_version()) is not None:
+        packages["vllm"] = serving
+    return {
+        "time": time.time(),
+        "grpo": __version__,
+        "python": platform.python_version(),
+        **packages,
+        "gpus": list(gpus),
+        "machine": platform.platform(),
+    }
+
+
+def _vllm_version() -> str | None:
+    """Return the version of vLLM under whichever name it is installed; its build for CPUs has another one."""
+    for name in importlib.metadata.packages_distributions().get("vllm", ()):
+        return importlib.metadata.version(name)
+    return None
+
+
+def _own_code(config: RunConfig) -> Iterator[Path]:
+    """Yield the files of environments that are not part of this package. Nothing is imported to find them."""
+    for environment in config.environments:
+        if environment.name in BUILT_IN:
+            continue
+        name = environment_module(environment.name)
+        parts = Path(*name.split("."))
+        for folder in (Path.cwd(), *map(Path, sys.path)):
+            module, package = folder / parts.with_suffix(".py"), folder / parts / "__init__.py"
+            if module.is_file() or package.is_file():
+                yield module if module.is_file() else package
+                break

@@ -1,0 +1,241 @@
+"""What `grpo run` chooses where nothing is said, the names that it takes, and its start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_trainer.cli import app
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.defaults import chosen, described
+from grpo_trainer.doctor.machine import Gpu, Machine
+from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.errors import ConfigError
+
+GB = 10**9
+CPU = Machine(python="3.12", memory=24 * GB)
+TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=128)
+SMALL = ModelShape(576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tied=True, positions=8192)
+LARGE = ModelShape(3584, 18_944, layers=28, heads=28, kv_heads=4, head_dim=128, vocab=152_064, tied=False)
+"""Of 0.08M, 135M and 7.6B parameters."""
+
+
+def gpu(size: int) -> Machine:
+    return Machine(python="3.12", memory=200 * GB, gpus=(Gpu("GPU", "u", size * GB, size * GB),))
+
+
+def made(
+    flags: dict[str, Any] | None = None, file: dict[str, Any] | None = None, words: tuple[str, ...] = ()
+) -> RunConfig:
+    return build_run(file or {}, {"model_name": "m", **(flags or {})}, words)
+
+
+def parsed(*words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> RunConfig:
+    """What `grpo run` would run."""
+    found: list[RunConfig] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: found.append(config))
+    monkeypatch.chdir(folder)
+    CliRunner().invoke(app, ["run", "--model", "m", *words], catch_exceptions=False)
+    return found[0]
+
+
+# bridge -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_an_adapter_and_grpo_train_all_weights() -> None:
+    assert isinstance(made().trainer.bridge, LoraOnly) and made().trainer.training_steps == 100
+    train = build(TrainConfig, {"model_name": "m"})
+    assert isinstance(train.bridge, CheckpointRestart) and train.training_steps == 10
+    assert isinstance(made({"single_copy": True}).trainer.bridge, SharedVllm)
+    assert isinstance(made(file={"trainer": {"single-copy": True}}).trainer.bridge, SharedVllm)
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "warned"),
+    [
+        ({"trainer": {"lr": 1e-4}}, {}, True),
+        ({"trainer": {"weight-bridge-mode": "none"}}, {}, False),
+        ({"trainer": {"lr": 1e-4}}, {"weight_bridge_mode": "none"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_file_without_a_mode_says_what_changed(
+    file: dict[str, Any], flags: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made(flags, file)
+    assert [record.args for record in caplog.records] == ([("lora_only",)] if warned else [])
+
+
+# prompts and answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "sequences", "size", "prompts"),
+    [
+        # 32 prompts x 8 answers, of which 16384 / 2048 = 8 are in a microbatch
+        ({}, (), 256, 8, 32),
+        # 32 x 4 = 128, of which 16384 / 64 = 256 would fit
+        ({"seq_len": 64}, ("--env.group_size", "4"), 128, 128, 32),
+        ({"prompts_per_step": 12, "seq_len": 1024}, (), 96, 16, 12),
+        ({"prompts_per_step": 12, "batch_size": 4}, (), 96, 4, 12),
+        ({"max_tokens_per_microbatch": 4096}, (), 256, 2, 32),
+        # the older names
+        ({"batch_size": 8}, (), 256, 8, None),
+        ({"gradient_accumulation_steps": 4}, (), 8, 2, None),
+    ],
+)
+def test_the_batch_is_computed_from_prompts_and_answers(
+    flags: dict[str, Any], words: tuple[str, ...], sequences: int, size: int, prompts: int | None
+) -> None:
+    config = made(flags, words=words)
+    assert (config.trainer.sequences_per_step, config.trainer.batch_size) == (sequences, size)
+    assert config.options.prompts_per_step == prompts
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "sequences"),
+    [
+        ({"trainer": {"batch_size": 512, "gradient_accumulation_steps": 1}}, {"prompts_per_step": 4}, 32),
+        ({"trainer": {"prompts-per-step": 4}}, {}, 32),
+        ({"prompts_per_step": 4}, {"gradient_accumulation_steps": 16}, 32),
+        ({"prompts_per_step": 4}, {"batch_size": 16}, 32),
+    ],
+)
+def test_a_flag_wins_over_a_files_other_name(file: dict[str, Any], flags: dict[str, Any], sequences: int) -> None:
+    assert made(flags, file).trainer.sequences_per_step == sequences
+
+
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [
+        ({"gradient_accumulation_steps": 4}, "3 and --gradient-accumulation-steps 4"),
+        ({"batch_size": 7}, "3 x 8 answers in microbatches of 7"),
+    ],
+)
+def test_two_sizes_of_a_step_are_refused(flags: dict[str, Any], got: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        made({"prompts_per_step": 3, **flags})
+    assert (error.value.field, error.value.got) == ("--prompts-per-step", got)
+
+
+def test_with_two_environments_the_larger_group_counts() -> None:
+    file = {"environments": [{"env": {"group_size": 4}}, {"env": {"group_size": 16}}]}
+    assert made(file=file).trainer.sequences_per_step == 32 * 16
+
+
+# model and machine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "rate"),
+    [
+        *((TINY, mode, 5e-4) for mode in ("lora_only", "lora_restart")),
+        *((TINY, mode, 1e-4) for mode in ("none", "shared_vllm", "broadcast")),
+        (SMALL, "lora_only", 3e-4),
+        (SMALL, "none", 3e-5),
+        (LARGE, "lora_only", 1e-5),
+        (LARGE, "none", 1e-6),
+        (None, "lora_only", 1e-5),
+    ],
+)
+def test_the_learning_rate_suits_bridge_and_size(shape: ModelShape | None, mode: str, rate: float) -> None:
+    config = made({"weight_bridge_mode": mode})
+    assert chosen(config, CPU, shape).trainer.optimizer.lr == rate
+    assert chosen(made({"weight_bridge_mode": mode, "lr": 7e-5}), CPU, shape).trainer.optimizer.lr == 7e-5
+
+
+def test_the_sequence_length_is_at_most_the_models() -> None:
+    assert chosen(made(), CPU, TINY).trainer.model.seq_len == 128
+    assert chosen(made(), CPU, SMALL).trainer.model.seq_len == 2048
+    assert chosen(made({"seq_len": 256}), CPU, TINY).trainer.model.seq_len == 256, "doctor refuses it"
+
+
+def test_microbatches_are_as_large_as_memory_allows() -> None:
+    def tokens(size: int, **flags: Any) -> int | None:
+        return chosen(made(flags), gpu(size), LARGE).trainer.compute.max_tokens_per_microbatch
+
+    assert tokens(80) == 16_384
+    smaller = tokens(44)
+    assert smaller is not None and 2048 <= smaller < 16_384
+    assert tokens(10) == 2048, "nothing fits"
+    assert tokens(80, batch_size=4) is None and tokens(80, max_tokens_per_microbatch=4096) == 4096
+    assert chosen(made(), CPU, SMALL).trainer.compute.max_tokens_per_microbatch == 16_384
+
+
+def test_the_start_says_what_is_trained() -> None:
+    text = described(chosen(made({"kl_beta": 0.04}), gpu(80), LARGE), gpu(80), LARGE)
+    for part in ("rank 16", "lora_only", "100 steps", "32 prompts x 8 answers", "2048", "1e-05", "dapo", "0.04"):
+        assert part in text
+    assert "arithmetic" in text and "trainer " in text and "of 80.0 GB" in text
+    older = described(made({"batch_size": 4, "weight_bridge_mode": "none"}), CPU, None)
+    assert "all weights" in older and "128 answers" in older
+
+
+# names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--learning-rate", "3e-4"], "trainer.optimizer.lr", 3e-4),
+        (["--learning_rate=3e-4"], "trainer.optimizer.lr", 3e-4),
+        (["--beta", "0.04"], "trainer.loss.kl_beta", 0.04),
+        (["--eval-steps", "5"], "trainer.rollouts.eval_every", 5),
+        (["--eval_steps", "5"], "trainer.rollouts.eval_every", 5),
+        (["--prompts_per_step", "5"], "options.prompts_per_step", 5),
+        (["--server.max_model_len", "99"], "server.max_model_len", 99),
+        (["--log_kl"], "trainer.loss.log_kl", True),
+        (["--num-generations", "4"], "env.group_size", "4"),
+        (["--num_generations=4"], "env.group_size", "4"),
+        (["--group-size", "4"], "env.group_size", "4"),
+        (["--env.group-size", "4"], "env.group_size", "4"),
+        (["--temperature", "0.7"], "env.temperature", "0.7"),
+        (["--max-completion-length", "99"], "env.max_tokens", "99"),
+        (["--mask_truncated_completions=true"], "env.mask_truncated", "true"),
+        (["--dataset", "d.jsonl", "--reward-funcs", "exact_match"], "data.path", "d.jsonl"),
+        (["--dataset_name=d.jsonl", "--reward_funcs", "r.py:f"], "rewards", ("r.py:f",)),
+    ],
+)
+def test_names_that_people_bring_are_accepted(
+    words: list[str], path: str, value: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: Any = parsed(*words, monkeypatch=monkeypatch, folder=tmp_path)
+    if path.split(".")[0] in ("env", "data", "rewards"):
+        found = found.environments[0].model_dump()
+    for name in path.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("--port", "did you mean --server.port or --api.port?"),
+        ("--max-steps", "did you mean --training-steps?"),
+        ("--output-dir", "did you mean --run-dir?"),
+        ("--sever.port", "did you mean --server.port?"),
+        ("--num-iterations", "--help lists them"),
+        ("--sync-ref-model", "--help lists them"),
+        ("--bf16", "--help lists them"),
+        ("--length", "--help lists them"),
+    ],
+)
+def test_what_is_not_known_gets_the_right_hint_or_none(word: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        made(words=(word, "1"))
+    assert (error.value.field, error.value.fix) == (word, fix)
+
+
+@pytest.mark.parametrize("name", ["group_size", "num_generations", "max_completion_length", "temperature"])
+def test_an_environments_option_in_the_trainers_table_is_named(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        made(file={"trainer": {name: 8}})
+    assert error.value.field == name and "--env." in error.value.fix

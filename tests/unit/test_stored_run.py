@@ -1,0 +1,322 @@
+"""A run's own folder, the options that it stores, and runs that are continued from them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer import __version__
+from grpo_trainer.config import run as of_runs
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.stored import RUN_FILE, claim_folder, newest_run, next_folder, run_file, without_secrets
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.record import write_record
+from grpo_trainer.run import own_folder
+from tests.old_runs import FINISHED, UNFINISHED
+
+
+def stored(folder: Path, *words: str, file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
+    """A run whose options were stored in a folder."""
+    given = {key.replace("__", "."): value for key, value in flags.items()}
+    config = build_run(file or {}, {"model_name": "m", "run_dir": str(folder), **given}, words)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN_FILE).write_bytes(run_file(config))
+    return config
+
+
+def continued(resume: Path | str, *words: str, **flags: Any) -> RunConfig:
+    return build_run({}, {"resume": str(resume), **{key.replace("__", "."): v for key, v in flags.items()}}, words)
+
+
+def save_checkpoint(folder: Path) -> Path:
+    path = folder / "checkpoints" / "adapter_step_3"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+    return path
+
+
+# folders ----------------------------------------------------------------------------------------------------
+
+
+def test_runs_that_start_at_once_have_different_folders(tmp_path: Path) -> None:
+    parent = tmp_path / "runs"
+    assert next_folder(parent).name == "001" and newest_run(parent) is None
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: claim_folder(parent), range(16)))
+    assert sorted(path.name for path in made) == [f"{number:03d}" for number in range(1, 17)]
+    newest = newest_run(parent)
+    assert newest is not None and newest.name == "016" and (parent / "latest").is_symlink()
+    (parent / "1000").mkdir()
+    assert next_folder(parent).name == "1001"
+
+
+def test_the_run_of_an_earlier_version_stays_where_it_was(tmp_path: Path) -> None:
+    old = tmp_path / "runs" / "latest"
+    old.mkdir(parents=True)
+    assert newest_run(tmp_path / "runs") == old
+    assert claim_folder(tmp_path / "runs").name == "001"
+    assert old.is_dir() and not old.is_symlink()
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError), own_folder(build_run({}, {"model_name": "m"})) as config:
+        assert config.run_dir == Path("runs/001") and config.run_dir.is_dir()
+        raise ConfigError("no room")
+    assert not (tmp_path / "runs" / "001").exists()
+    with own_folder(build_run({}, {"model_name": "m"})) as config:
+        (config.run_dir / "log").touch()
+    assert (tmp_path / "runs" / "001" / "log").exists()
+    with own_folder(build_run({}, {"model_name": "m", "run_dir": "mine"})) as config:
+        assert config.run_dir == Path("mine") and not config.run_dir.exists()
+
+
+# continued --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"lora_r": 32, "lora_layer_indices": "0-3", "lr": 3e-4, "kl_beta": 0.1, "max_staleness": 2},
+        {"weight_bridge_mode": "shared_vllm", "master_weights": True, "trainer_gpus": 2},
+        {"weight_bridge_mode": "none", "train_layer_indices": "1", "batch_size": 4, "server__dtype": "bfloat16"},
+        {"weight_bridge_mode": "broadcast", "server__replicas": 2, "server__gpus": "0;1", "api__port": 0},
+        {"server__quantization": "fp8", "server__extra_args": "--seed,7", "prompts_per_step": 4},
+    ],
+)
+def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str, Any]) -> None:
+    folder = tmp_path / "runs" / "007"
+    words = ("--env.group_size", "4", "--env.level=2", "--openai.timeout", "9")
+    config = stored(folder, *words, env="word_problems", **flags)
+    again = continued(folder)
+    assert again.run_dir == folder and again.trainer.checkpoints.resume == "auto" and again.unset <= {"microbatch"}
+    checkpoints = again.trainer.checkpoints.model_copy(update={"resume": "never"})
+    trainer = again.trainer.model_copy(update={"checkpoints": checkpoints})
+    assert (trainer, again.server, again.api) == (config.trainer, config.server, config.api)
+    assert (again.options, again.environments) == (config.options, config.environments)
+
+
+def test_data_and_rewards_are_stored(tmp_path: Path) -> None:
+    tables = {"data": {"path": "d.jsonl", "held_out": 5}, "rewards": ["r.py:f", {"function": "r.py:g", "weight": 0.1}]}
+    config = stored(tmp_path / "r", file={"trainer": {"weight_bridge_mode": "lora_only"}, **tables})
+    assert continued(tmp_path / "r").environments == config.environments
+    (environment,) = continued("auto", run_dir=str(tmp_path / "r"), data="other.jsonl").environments
+    assert environment.data == {"path": "other.jsonl", "held_out": 5} and environment.name == "dataset"
+
+
+def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stored(tmp_path / "r")
+    monkeypatch.setattr(of_runs, "DEFAULTS", {"weight_bridge_mode": "none", "training_steps": 7})
+    monkeypatch.setattr(of_runs, "PROMPTS", 5)
+    for again in (continued(tmp_path / "r"), continued("auto", run_dir=str(tmp_path / "r"), model_name="m")):
+        assert isinstance(again.trainer.bridge, LoraOnly) and again.trainer.training_steps == 100
+        assert again.trainer.sequences_per_step == config.trainer.sequences_per_step
+
+
+def test_flags_win_over_what_is_stored(tmp_path: Path) -> None:
+    stored(tmp_path / "r", "--env.group_size", "4", training_steps=5, lr=1e-3, weight_bridge_mode="lora_restart")
+    again = continued(
+        tmp_path / "r", "--env.temperature=0.7", training_steps=9, weight_bridge_mode="lora_only", api__port=0
+    )
+    assert again.trainer.training_steps == 9 and again.trainer.optimizer.lr == 1e-3 and again.api.port == 0
+    assert again.environments[0].env == {"group_size": "4", "temperature": "0.7"}
+    assert isinstance(again.trainer.bridge, LoraOnly)
+    small = continued(tmp_path / "r", batch_size=4, gradient_accumulation_steps=2)
+    assert small.trainer.sequences_per_step == 8
+
+
+def test_resume_auto_takes_what_is_trained_and_not_where(tmp_path: Path) -> None:
+    mode = "broadcast"
+    stored(tmp_path / "r", weight_bridge_mode=mode, trainer_gpus=2, server__replicas=2, server__gpus="0;1", trace=True)
+    again = continued("auto", run_dir=str(tmp_path / "r"))
+    assert again.trainer.bridge.mode == mode
+    assert (again.options.trainer_gpus, again.server.replicas, again.options.trace) == (1, 1, False)
+    nothing = continued("auto", run_dir=str(tmp_path / "other"), model_name="m")
+    assert isinstance(nothing.trainer.bridge, LoraOnly) and nothing.run_dir == tmp_path / "other"
+
+
+def test_resume_auto_without_a_folder_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "run_dir" in continued("auto", model_name="m").unset
+    stored(Path("runs/001"), lr=1e-3)
+    stored(Path("runs/002"), lr=2e-3)
+    again = continued("auto")
+    assert again.run_dir == Path("runs/002") and again.trainer.optimizer.lr == 2e-3 and "run_dir" not in again.unset
+
+
+def test_a_checkpoint_of_a_run_continues_that_run(tmp_path: Path) -> None:
+    stored(tmp_path / "r", weight_bridge_mode="lora_restart")
+    path = save_checkpoint(tmp_path / "r")
+    again = continued(path)
+    assert again.run_dir == tmp_path / "r" and again.trainer.checkpoints.resume == str(path)
+    other = continued(path, run_dir=str(tmp_path / "new"))
+    assert other.run_dir == tmp_path / "new" and other.trainer.bridge.mode == "lora_restart"
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "got"),
+    [
+        ({"weight_bridge_mode": "none"}, "--weight-bridge-mode", "none"),
+        ({"lora_r": 8}, "--lora-r", "8"),
+        ({"lora_target_modules": "q_proj"}, "--lora-target-modules", "q_proj"),
+    ],
+)
+def test_other_parameters_than_the_checkpoints_are_refused(
+    tmp_path: Path, flags: dict[str, Any], field: str, got: str
+) -> None:
+    stored(tmp_path / "r")
+    assert continued(tmp_path / "r", **flags), "nothing is saved yet"
+    save_checkpoint(tmp_path / "r")
+    with pytest.raises(ConfigError) as error:
+        continued(tmp_path / "r", **flags)
+    assert (error.value.field, error.value.got) == (field, got)
+
+
+def test_a_folder_that_is_not_there_and_two_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        continued(tmp_path / "typo", model_name="m")
+    assert (error.value.field, error.value.got) == ("--resume", str(tmp_path / "typo"))
+    stored(tmp_path / "r")
+    with pytest.raises(ConfigError) as error:
+        continued(tmp_path / "r", run_dir=str(tmp_path / "s"))
+    assert error.value.field == "--run-dir"
+    (tmp_path / "r" / RUN_FILE).write_text("a = [")
+    with pytest.raises(ConfigError) as error:
+        continued(tmp_path / "r")
+    assert error.value.field == f"--resume {tmp_path / 'r' / RUN_FILE}"
+
+
+OLD_TRAINER = """
+model_name = "m"
+training_steps = 60
+batch_size = 64
+gradient_accumulation_steps = 1
+seq_len = 64
+lr = 1e-6
+dtype = "float32"
+atropos_url = "http://127.0.0.1:8123"
+rollout_api_key = "of-the-api"
+vllm_port = 9123
+vllm_also = ["127.0.0.1:9124"]
+vllm_api_key = "of-the-server"
+vllm_dtype = "bfloat16"
+save_path = "r/checkpoints"
+log_dir = "r"
+"""
+OLD_ENVIRONMENT = """
+[env]
+tokenizer_name = "m"
+max_token_length = 64
+metrics_path = "r/logs/env-word_problems.metrics.jsonl"
+rollout_server_url = "http://127.0.0.1:8123"
+rollout_api_key = "of-the-api"
+use_wandb = false
+group_size = 16
+level = "1-2"
+
+[openai]
+base_url = "http://127.0.0.1:9123/v1"
+model_name = "m"
+server_type = "vllm"
+api_key = "of-the-server"
+timeout = 9.0
+"""
+
+
+@pytest.mark.parametrize("resume", ["auto", "folder"])
+def test_a_run_of_version_0_1_keeps_its_bridge(tmp_path: Path, resume: str) -> None:
+    """Its trainer's file has no mode: `none` was the default."""
+    config = tmp_path / "r" / "config"
+    config.mkdir(parents=True)
+    (config / "trainer.toml").write_text(OLD_TRAINER)
+    (config / "env-word_problems.toml").write_text(OLD_ENVIRONMENT)
+    flags = {"run_dir": str(tmp_path / "r")} if resume == "auto" else {}
+    again = continued("auto" if resume == "auto" else tmp_path / "r", **flags)
+    assert isinstance(again.trainer.bridge, CheckpointRestart) and again.run_dir == tmp_path / "r"
+    assert (again.trainer.training_steps, again.trainer.sequences_per_step) == (60, 64)
+    assert (again.trainer.optimizer.lr, again.trainer.model.seq_len) == (1e-6, 64)
+    assert again.server.dtype == "bfloat16" and again.server.replicas == (2 if resume == "folder" else 1)
+    (environment,) = again.environments
+    assert environment.name == "word_problems" and environment.env == {"group_size": 16, "level": "1-2"}
+    assert environment.openai == {"timeout": 9.0}
+    assert again.trainer.rollouts.api_key is None and again.trainer.vllm.api_key is None
+
+
+@pytest.mark.parametrize(("folder", "mode", "steps"), [(FINISHED, "lora_only", 4), (UNFINISHED, "shared_vllm", 1000)])
+def test_the_options_of_released_versions_are_read(folder: Path, mode: str, steps: int) -> None:
+    again = continued(folder)
+    assert (again.trainer.bridge.mode, again.trainer.training_steps) == (mode, steps)
+    assert (again.trainer.sequences_per_step, again.trainer.model.dtype) == (16, "float32")
+    assert again.server.extra_args == ("--kv-cache-memory-bytes", "16777216")
+    assert again.environments[0].env == {"low": "0", "high": "3", "group_size": "4"}
+    assert again.environments[0].openai == {}
+
+
+# keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ({"api_key": "s3cret-1"}, {}),
+        ({"judge": {"openai_api_key": "s3cret-1", "model": "x"}}, {"judge": {"model": "x"}}),
+        ({"token": "12345678", "password": "hunter22"}, {}),
+        ({"apiKey": "s3cret-1", "Authorization": "Bearer s3cret-1"}, {}),
+        ({"header": "Bearer s3cret-1"}, {}),
+        ({"args": ["--hf-token", "s3cret-1", "--seed", "7"]}, {"args": ["--seed", "7"]}),
+        ({"args": ["--hf-token=s3cret-1", "--seed=7"]}, {"args": ["--seed=7"]}),
+        ({"args": '{"api_key": "s3cret-1", "n": 1}'}, {"args": '{"n": 1}'}),
+        ({"url": "https://me:s3cret-1@host/v1"}, {"url": "https://host/v1"}),
+        ({"url": "s3://b/r?token=s3cret-1&a=1"}, {"url": "s3://b/r?a=1"}),
+        ({"of_variable": "in the environment: s3cret-of-hf"}, {}),
+        # no keys
+        ({"max_tokens": 128, "token_budget": "9", "eos_token": "</s>"}, None),
+        ({"tokenizer_name": "m", "prompt_key": "question", "top_k": 4, "keep_tokens": True}, None),
+        ({"url": "http://127.0.0.1:9001/v1", "text": "[1] is {no} JSON"}, None),
+    ],
+)
+def test_keys_of_every_kind_are_left_out(
+    value: dict[str, Any], kept: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cret-of-hf")
+    left_out: list[str] = []
+    assert without_secrets(value, left_out) == (value if kept is None else kept)
+    assert bool(left_out) == (kept is not None)
+
+
+def test_a_stored_run_has_no_key_and_names_what_it_left_out(tmp_path: Path) -> None:
+    words = ("--env.teacher_url", "http://u:s3cret-4@t/v1", "--env.teacher_api_key", "s3cret-1")
+    keys: dict[str, Any] = {"rollout_api_key": "s3cret-2", "vllm_api_key": "s3cret-3"}
+    keys["server__extra_args"] = "--hf-token,s3cret-5"
+    stored(tmp_path / "r", *words, **keys)
+    text = (tmp_path / "r" / RUN_FILE).read_text()
+    assert "s3cret" not in text and "teacher_api_key" in text and "rollout_api_key" in text
+    assert tomllib.loads(text)["environments"][0]["env"] == {"teacher_url": "http://t/v1"}
+    again = continued(tmp_path / "r", vllm_api_key="s3cret-3")
+    assert again.trainer.vllm.api_key == "s3cret-3" and again.server.extra_args == ()
+
+
+# what a run can be repeated from ----------------------------------------------------------------------------
+
+
+def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/sums.py").write_text("raise SystemExit('is not imported')\n")
+    config = build_run({}, {"model_name": "m", "run_dir": str(tmp_path / "r"), "env": "mine.sums"})
+    (tmp_path / "r").mkdir()
+    for gpus in (["H200"], ["H200"], ["H100", "H100"]):
+        write_record(config, gpus)
+    first, second = json.loads((tmp_path / "r" / "versions.json").read_text())
+    assert first["grpo"] == __version__ and {"torch", "vllm", "transformers", "python"} <= set(first)
+    assert (first["gpus"], second["gpus"]) == (["H200"], ["H100", "H100"])
+    assert (tmp_path / "r" / "code" / "sums.py").read_text() == Path("mine/sums.py").read_text()
+    assert continued(tmp_path / "r").environments[0].name == "mine.sums"
+    assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
