@@ -24,6 +24,9 @@ from grpo_trainer.launch.watched import LAST_LINES, Listener, Watched, command_l
 KILL_SECONDS = 1.0
 """Time for the kernel to remove killed processes."""
 
+PIECE = 2**16
+"""Characters of a line that are read at once: a line may have any length."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
@@ -67,9 +70,12 @@ class Child(Watched):
 
     def _read(self, stream: IO[str], on_line: Listener) -> None:
         """Read one pipe to its end, even if the log can't be written, because a full pipe would block the child."""
-        for line in stream:
-            self.take(line)
-            on_line(line.rstrip("\n"))
+        continues = False
+        while line := stream.readline(PIECE):
+            self.take(line, continues=continues)
+            if not continues:
+                on_line(line.removesuffix("\n"))
+            continues = not line.endswith("\n")
 
     def tell(self, spec: ProcessSpec, line: str) -> None:
         """Send a standby process the line that it waits for; from now on it is the process of `spec`.

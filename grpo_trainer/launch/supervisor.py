@@ -11,11 +11,14 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 import httpx
 
+from grpo_common.text import printable
 from grpo_trainer.errors import ProcessFailedError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.crew import Crew
@@ -36,6 +39,30 @@ WAITING = re.compile(r"\bwaiting\b")
 
 WAITS = re.compile(r"\bwaiting \d+ s for a batch\b")
 """The trainer's log line while it has no batch to train on."""
+
+
+@dataclass
+class Notices:
+    """Decides which of a process's notices the user sees: `BURST` at once, then one in `PAUSE_SECONDS`.
+
+    An environment may write a warning for each sample.
+    """
+
+    BURST: ClassVar[int] = 10
+    PAUSE_SECONDS: ClassVar[float] = 5.0
+    left: float = BURST
+    missed: int = 0
+    at: float = 0.0
+
+    def take(self, now: float) -> int | None:
+        """Return how many notices were left out since the last one; None: this one is left out, too."""
+        self.left, self.at = min(self.BURST, self.left + (now - self.at) / self.PAUSE_SECONDS), now
+        if self.left < 1:
+            self.missed += 1
+            return None
+        self.left -= 1
+        missed, self.missed = self.missed, 0
+        return missed
 
 
 class Supervisor:
@@ -123,13 +150,18 @@ class Supervisor:
 
         def on_stdout(line: str) -> None:
             if spec.ends_run:
-                self._tell(self._echo, line)
+                self._tell(self._echo, printable(line))
+
+        notices = Notices()
 
         def on_stderr(line: str) -> None:
             self._waits |= spec.ends_run and WAITS.search(line) is not None
             if spec.ready_url is None and NOTICE.search(line) and not (self._unready and WAITING.search(line)):
-                more = f" (in {self._log_folder / spec.name}.log)" if line.endswith(":") else ""
-                self._tell(self._say, f"{spec.name}: {line}{more}")
+                log = self._log_folder / f"{spec.name}.log"
+                if (missed := notices.take(time.monotonic())) is not None:
+                    before = f"; {missed} warnings before it are not shown" if missed else ""
+                    more = f" (in {log}{before})" if missed or line.endswith(":") else ""
+                    self._tell(self._say, f"{spec.name}: {printable(line)}{more}")
 
         child = self._execute(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
         self.children.append(child)

@@ -19,11 +19,14 @@ from pathlib import Path
 import httpx
 
 from grpo_common.redaction import redacted_arguments, redacted_text
+from grpo_common.text import printable
 from grpo_trainer import phases
 from grpo_trainer.errors import ProcessFailedError
 from grpo_trainer.launch.plan import ProcessSpec
 
 LAST_LINES = 25
+LOG_CHARACTERS = 64 * 2**20
+"""Characters after which a log begins again; a run keeps the part before, so that two such parts are the most."""
 START_STOP_SECONDS = 5.0
 """Time to end for a trainer before its first step, which has nothing to save but may be compiling."""
 
@@ -38,7 +41,7 @@ PHASE = re.compile(rf"\b{re.escape(phases.__name__)}: start: (.+)")
 """A log line in which a trainer names the present phase of its start."""
 
 Listener = Callable[[str], None]
-"""Gets each line of a process's output, without its end of line."""
+"""Gets each line of a process's output, or the first piece of a long one, without its end of line."""
 
 
 def command_line(spec: ProcessSpec) -> str:
@@ -66,7 +69,8 @@ class Watched(ABC):
         self.started = time.monotonic()
         self._lock = threading.Lock()
         self._log = log_path.open("a", buffering=1, errors="replace")
-        self._log.write(command_line(spec))
+        self._log_size = log_path.stat().st_size
+        self._write(command_line(spec))
 
     # what each kind of process does in its own way ----------------------------------------------------------
 
@@ -98,20 +102,36 @@ class Watched(ABC):
 
     # what is the same for all -------------------------------------------------------------------------------
 
-    def take(self, line: str) -> None:
-        """Keep a line of its output, which may end with a line feed."""
+    def take(self, line: str, *, continues: bool = False) -> None:
+        """Keep a line of its output, or a piece of a long one.
+
+        Args:
+            line: ends with a line feed, unless more of the same line follows.
+            continues: it is not the line's first piece, and only the log has it.
+        """
+        text = line.removesuffix("\n")
         with self._lock:
-            self._remember(line.rstrip("\n"))
-            self._write(line)
+            if not continues:
+                self._remember(printable(text))
+            self._write(printable(text, None) + line[len(text) :])
 
     def _write(self, text: str) -> None:
         """Write to the log, unless it is closed. The first error goes to `log_error`; nothing is written after it."""
         if self.log_error is None and not self._log.closed:
             try:
-                self._log.write(text)
+                if self._log_size + len(text) > LOG_CHARACTERS:
+                    self._rotate()
+                self._log_size += self._log.write(text)
             except OSError as error:
                 error.filename = str(self.log_path)
                 self.log_error = error
+
+    def _rotate(self) -> None:
+        """Begin a new log; the present one becomes NAME.log.1, in place of an older one."""
+        self._log.close()
+        self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.1"))
+        self._log = self.log_path.open("w", buffering=1, errors="replace")
+        self._log_size = 0
 
     def _remember(self, line: str) -> None:
         self.last_lines.append(line)

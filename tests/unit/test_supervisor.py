@@ -19,9 +19,10 @@ import pytest
 
 from grpo_trainer import phases, signals
 from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
+from grpo_trainer.launch import watched
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch, read_report
-from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Notices, Supervisor
 from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from tests.processes import found_in, free_port, once, wait_for
@@ -527,3 +528,48 @@ def test_a_full_disk_under_the_logs_stops_the_run(small_disk: Path, recorder: Re
         supervisor.run([[spec("env", chatty)]])
     assert error.value.field == str(small_disk / "logs" / "env.log")
     assert_gone(recorder.pids)
+
+
+def test_supervisor_shows_foreign_text_cut_and_without_control_characters(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+) -> None:
+    hostile = r"""
+        import sys
+        for number in range(200):
+            print("WARNING \x1b]0;title\x07" + "x" * 300_000, file=sys.stderr)
+        sys.exit(1)
+    """
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[spec("env-bad", hostile)]])
+    shown = "\n".join([*recorder.said, *recorder.echoed, str(error.value)])
+    assert "\x1b" not in shown and "\\x1b]0;title" in shown
+    assert len(shown) < 50_000 and "more characters" in shown
+    notices = [line for line in recorder.said if "WARNING" in line]
+    assert len(notices) == Notices.BURST
+    log = (tmp_path / "logs" / "env-bad.log").read_text()
+    assert log.count("x" * 300_000) == 200 and "\x1b" not in log
+
+
+def test_notices_are_a_burst_and_then_one_in_a_while() -> None:
+    notices = Notices()
+    assert [notices.take(100.0) for _ in range(12)] == [0] * 10 + [None] * 2
+    assert notices.take(104.9) is None and notices.take(105.2) == 3
+    assert notices.take(106.0) is None
+    assert [notices.take(1000.0) for _ in range(11)] == [1] + [0] * 9 + [None]
+
+
+def test_log_begins_again_when_it_is_large(
+    make: Callable[[], Supervisor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "LOG_CHARACTERS", 5_000)
+    talks = "for number in range(300): print(f'line {number:4} of a process that talks')"
+    with make() as supervisor:
+        supervisor.run([[spec("trainer", talks, ends_run=True)]])
+    logs = tmp_path / "logs"
+    newest = (logs / "trainer.log").read_text()
+    before = (logs / "trainer.log.1").read_text()
+    assert max(len(newest), len(before)) <= 5_000
+    assert newest.splitlines()[-1] == "line  299 of a process that talks"
+    lines = (before + newest).splitlines()
+    numbers = [int(line.split()[1]) for line in lines if line.startswith("line")]
+    assert numbers == list(range(numbers[0], 300))

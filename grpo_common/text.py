@@ -1,0 +1,24 @@
+"""Text of unknown origin (samples, an environment's output, names from requests), made safe for a terminal or a log."""
+
+from __future__ import annotations
+
+LONGEST = 500
+"""Characters of a line that a person reads."""
+
+
+def printable(text: str, limit: int | None = LONGEST) -> str:
+    """Return one line that changes nothing but the place where it is shown.
+
+    Control characters, line feeds, escape sequences and marks that turn the direction of writing are shown as Python
+    writes them, such as `\\x1b`. Tabs stay.
+
+    Args:
+        limit: characters of `text` that are kept; the rest is counted. None keeps all.
+    """
+    rest = 0 if limit is None else len(text) - limit
+    text = text if rest <= 0 else text[:limit]
+    if not text.isprintable():
+        text = "".join(
+            each if each.isprintable() or each == "\t" else each.encode("unicode_escape").decode() for each in text
+        )
+    return text if rest <= 0 else f"{text}… ({rest:,} more characters)"

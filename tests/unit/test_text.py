@@ -1,0 +1,38 @@
+"""Foreign text on a terminal or in a log."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_common.text import printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain — ünïcode 漢字 🙂\t|", "plain — ünïcode 漢字 🙂\t|"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("a\nb\r\x00", "a\\nb\\r\\x00"),
+        ("\u202eevil", "\\u202eevil"),
+        ("\x9b31m", "\\x9b31m"),
+        ("\udcff", "\\udcff"),
+    ],
+    ids=["kept", "escape", "lines", "direction", "C1", "surrogate"],
+)
+def test_printable_shows_control_characters(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_printable_counts_what_it_cuts() -> None:
+    assert printable("x" * 501) == "x" * 500 + "… (1 more characters)"
+    assert printable("x" * 500) == "x" * 500
+    assert printable("x" * 9000, None) == "x" * 9000
+
+
+@given(st.text(), st.integers(1, 50))
+def test_printable_is_one_bounded_line(text: str, limit: int) -> None:
+    line = printable(text, limit)
+    assert all(each.isprintable() or each == "\t" for each in line)
+    assert len(line) <= 10 * limit + 40  # the longest escape is \UXXXXXXXX
