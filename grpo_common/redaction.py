@@ -198,7 +198,7 @@ class _Walk:
     def _list(self, words: Sequence[Any], where: str) -> list[Any]:
         """Take a list, which may be a command line: all words up to the next flag belong to a secret flag."""
         kept: list[Any] = []
-        pair = len(words) == 2 and isinstance(words[0], str) and is_secret(words[0])
+        pair = len(words) == 2 and isinstance(words[0], str) and words[0][:1] != "-" and is_secret(words[0])
         flag = words[0] if pair else ""
         for at, word in enumerate(words):
             ends = isinstance(word, str) and word.startswith("--")

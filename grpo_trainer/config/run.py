@@ -47,7 +47,7 @@ from grpo_trainer.config.learning_rate import ADAPTER_MODES
 from grpo_trainer.config.options import Section, build, dump, given_keys, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
-from grpo_trainer.config.stored import RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
+from grpo_trainer.config.stored import LEFT_OUT, RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.config.values import Arguments, at_home
 from grpo_trainer.errors import ConfigError
@@ -367,12 +367,14 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     """What a file says, by section."""
     run_keys = [leaf.key for leaf in leaves(RunOptions)]
     tables = ("trainer", "server", "api", "environments", *OF_THE_ENVIRONMENT)
-    strange = [key for key in file if key not in tables and key.replace("-", "_") not in run_keys]
+    if missing := file.get(LEFT_OUT):
+        log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(missing))
+    strange = [key for key in file if key not in (*tables, LEFT_OUT) and key.replace("-", "_") not in run_keys]
     problems += [unknown_key(key, [*tables, *run_keys]) for key in strange]
     given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
     for table in [table for table, value in given.items() if not isinstance(value, dict)]:
         problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
-    options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, *strange)}
+    options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, LEFT_OUT, *strange)}
     said = {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
     for key in [key for key in said["trainer"] if key.replace("-", "_") == "prompts_per_step"]:
         options.setdefault("prompts_per_step", said["trainer"].pop(key))  # it is looked for among the trainer's

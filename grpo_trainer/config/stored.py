@@ -7,7 +7,6 @@ no keys: `grpo run --resume RUN` takes them from the environment variables or fl
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -15,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import tomli_w
 
 from environments.running.settings_check import BUILT_IN
+from grpo_common.redaction import is_secret, redact
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.config.options import dump
 from grpo_trainer.config.rules import SET_BY_THE_RUN
@@ -35,17 +34,10 @@ RUNS = Path("runs")
 LATEST = "latest"
 """In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
 RUN_FILE = "run.toml"
+LEFT_OUT = "left_out"
+"""In `run.toml`: the names of options with keys, which are not stored."""
 OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
-
-SECRET_NAME = re.compile(
-    r"(?:^|_)(?:secret\w*|password|passwd|credentials?|authorization|bearer|token|"
-    r"(?:api|access|secret|private|auth|openai|anthropic|hf|wandb)_?key(?:_id)?)$"
-)
-NO_SECRET = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|think\w*|special|image|tool\w*)_token$")
-"""Tokens of a vocabulary."""
-SHORTEST_SECRET = 6
-"""Characters of an environment variable's value that is looked for in other values."""
 
 
 # ---------------------------------------------------------------- folders
@@ -111,12 +103,10 @@ def run_file(config: RunConfig) -> bytes:
         {key: value for key, value in each.model_dump(mode="json").items() if value} for each in config.environments
     ]
     tables = {**options, "trainer": trainer, "server": server, "api": dump(config.api), "environments": environments}
-    left_out: list[str] = []
-    clean = without_secrets(tables, left_out)
+    clean = redact(tables, drop=True, known=[text for name, text in os.environ.items() if is_secret(name)])
     head = f"# The options of this run. To continue it: grpo run --resume {config.run_dir}\n"
-    if left_out:
-        head += f"# Keys are not stored. Left out: {', '.join(left_out)}\n"
-    return (head + "\n" + tomli_w.dumps(clean)).encode()
+    missing = {LEFT_OUT: list(dict.fromkeys(clean.names))} if clean.names else {}
+    return (head + "\n" + tomli_w.dumps(missing | clean.value)).encode()
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
@@ -183,75 +173,3 @@ OLD_SET_FOR_ENVIRONMENTS = frozenset(
         *("retry_timeout", "base_url", "model_name", "server_type", "api_key", "roster"),
     }
 )
-
-
-# ---------------------------------------------------------------- keys
-
-
-def without_secrets(value: Any, left_out: list[str], where: str = "") -> Any:
-    """Return parsed values without keys, at every depth; add the names of what was left out to a list.
-
-    A key is known by its name, by its form (`Bearer …`, a password in a URL), or because an environment variable with
-    the name of a key has the same value. JSON within a text, and words after a flag in a list, are parsed as well.
-    """
-    known = [text for name, text in os.environ.items() if _is_secret(name, text) and len(text) >= SHORTEST_SECRET]
-    return _without(value, known, left_out, where)
-
-
-_GONE = object()
-"""A value that is left out."""
-
-
-def _without(value: Any, known: list[str], left_out: list[str], where: str) -> Any:
-    if isinstance(value, Mapping):
-        kept = {}
-        for key, each in value.items():
-            name = f"{where}.{key}" if where else str(key)
-            clean = _GONE if _is_secret(str(key), each) else _without(each, known, left_out, name)
-            if clean is _GONE:
-                left_out.append(name)
-            else:
-                kept[key] = clean
-        return kept
-    if isinstance(value, (list, tuple)):
-        words = []
-        for at, each in enumerate(value):
-            flag, equals, text = each.partition("=") if isinstance(each, str) else ("", "", "")
-            before = value[at - 1] if at and isinstance(value[at - 1], str) else ""
-            if flag.startswith("-") and _is_secret(flag, text if equals else "x"):
-                left_out.append(f"{where}.{flag}")
-            elif before.startswith("-") and "=" not in before and _is_secret(before, each):
-                continue  # the value of such a flag
-            elif (clean := _without(each, known, left_out, where)) is _GONE:
-                left_out.append(f"{where}.{at}")
-            else:
-                words.append(clean)
-        return words
-    return _without_text(value, known, left_out, where) if isinstance(value, str) else value
-
-
-def _without_text(text: str, known: list[str], left_out: list[str], where: str) -> Any:
-    if any(secret in text for secret in known) or re.match(r"(?i)(?:bearer|basic)\s+\S", text):
-        return _GONE
-    if text.lstrip().startswith(("{", "[")):
-        with suppress(ValueError):
-            parsed = json.loads(text)
-            clean = _without(parsed, known, left_out, where)
-            return text if clean == parsed else json.dumps(clean)
-    if "://" in text:
-        with suppress(ValueError):
-            url = urlsplit(text)
-            query = [(key, each) for key, each in parse_qsl(url.query) if not _is_secret(key, each)]
-            user = "@" in url.netloc
-            if user or len(query) < len(parse_qsl(url.query)):
-                left_out.append(f"{where} (part of the URL)")
-                return url._replace(netloc=url.netloc.rpartition("@")[2], query=urlencode(query)).geturl()
-    return text
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    """Return whether an option, a flag or an environment variable holds a key by its name."""
-    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("-").replace("-", "_")
-    if isinstance(value, (bool, int, float)) or value in (None, ""):
-        return False
-    return bool(SECRET_NAME.search(plain)) and not NO_SECRET.search(plain)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_trainer.report.timeline import STAGES, intervals, lanes, last_steps
 from tests import warm
-from tests.processes import is_alive, tail, wait_for
-from tests.runs import of_mode, rows, started
+from tests.processes import is_alive, running, tail, wait_for
+from tests.runs import arguments, of_mode, rows
 from tests.trace_format import check_format
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,8 +41,10 @@ def test_a_run_learns_ends_and_is_resumed(
             monkeypatch.setenv(warm.COLD, "1")  # the first run starts as a user's does
         else:
             monkeypatch.delenv(warm.COLD, raising=False)
-        options = of_mode(mode, **{"training-steps": steps, **more})
-        with started(demo_model, run_dir, log, **options) as process:
+        words = arguments(demo_model, run_dir, **of_mode(mode, **{"training-steps": steps, **more}))
+        if mode in ("lora_only", "none") and "resume" in more:  # all else is in the run's folder
+            words = [*words[:3], "--resume", str(run_dir), "--training-steps", str(steps)]
+        with running(*words, log=log) as process:
             members = family_until_the_end(process, log)
             assert process.wait() == 0, tail(log)
         assert members and not [member for member in members if is_alive(member)]
@@ -62,6 +64,7 @@ def test_a_run_learns_ends_and_is_resumed(
     else:
         assert said.count("bridge proved") == 2
     assert not list((run_dir / "checkpoints").glob(".*")), "remains of a write"
+    assert json.loads((run_dir / "versions.json").read_text())[0]["vllm"]
     assert not (run_dir / "config" / "vllm_bridge_config.json").exists()
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
     check_final(run_dir / "checkpoints", demo_model, mode)

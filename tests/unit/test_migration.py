@@ -1,16 +1,20 @@
-"""docs/migration.md names every flag of the original, and what it says is here is here."""
+"""docs/migration.md names every flag of the original, and what it says is here is here; so do its rows on TRL."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
 from environments.config import ServerConfig
 from environments.gsm8k_server import Gsm8kConfig
+from grpo_trainer.cli import app
 from grpo_trainer.config.options import leaves
+from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.train import TrainConfig
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
@@ -55,3 +59,30 @@ def test_every_flag_of_the_environment_has_a_row_that_is_true(kind: str, config:
         here = row(name, f"| `--{kind}.…` there")[-1]
         known = name in config.model_fields or name == "max_num_workers"  # an alias
         assert known == (not here.startswith("none") and not here.startswith("`--openai.timeout")), (name, here)
+
+
+def rows_from_trl() -> list[list[str]]:
+    _, _, after = GUIDE.partition("| `GRPOTrainer`, `GRPOConfig` | `grpo run` | |\n")
+    return [line.split("|")[1:-1] for line in after.partition("\n\n")[0].splitlines()[1:]]
+
+
+def from_trl(words: str, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    found: list[RunConfig] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: found.append(config))
+    needed = {"--model": "m", "--reward": "exact_match"} if "--data" in words else {"--model": "m"}
+    needed |= {"--data": "rows.jsonl"} if "--reward" in words else {}
+    more = [word for flag, value in needed.items() if flag not in words for word in (flag, value)]
+    CliRunner().invoke(app, ["run", *shlex.split(words), *more], catch_exceptions=False)
+    return found[0]
+
+
+@pytest.mark.parametrize("cells", rows_from_trl(), ids=lambda cells: cells[0].strip())
+def test_every_row_from_trl_is_accepted_in_both_spellings(cells: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here, other = (cell.strip() for cell in cells)
+    if here == "none":
+        return
+    config = from_trl(here.strip("`"), monkeypatch)
+    if re.fullmatch(r"`--[a-z-]+ [^`]+`", other):
+        flag, value = other.strip("`").split(" ", 1)
+        for spelled in (flag, flag.replace("-", "_").replace("__", "--", 1)):
+            assert from_trl(f"{spelled} {value}", monkeypatch) == config
