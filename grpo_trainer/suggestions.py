@@ -11,7 +11,12 @@ SAME = MappingProxyType(
     {
         **{"model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
         **{"num_steps": "training_steps", "micro_batch_size": "batch_size", "max_length": "seq_len"},
-        **{"per_device_train_batch_size": "batch_size", "max_seq_len": "seq_len", "kl_coef": "kl_beta"},
+        **{
+            "per_device_train_batch_size": "batch_size",
+            "max_seq_len": "seq_len",
+            "kl_coef": "kl_beta",
+            "num_iterations": "updates_per_batch",
+        },
         **{"epsilon": "clip_eps", "epsilon_high": "clip_eps_high", "loss_type": "loss", "output_dir": "run_dir"},
         **{"environment": "env", "warmup": "warmup_steps", "lr_scheduler_type": "lr_schedule", "optim": "optimizer"},
         **{"save_steps": "checkpoint_interval", "save_total_limit": "keep_checkpoints", "report_to": "log_to"},
@@ -54,14 +59,15 @@ def _hint(plain: str, dashes: str, known: Collection[str], where: str) -> str:
         return f"{dashes}{where}{name.replace('_', '-') if dashes else name}"
 
     names = {name.removeprefix("--").replace("-", "_"): name for name in known}
-    if plain in OF_ENVIRONMENT and not where:
-        own = OF_ENVIRONMENT[plain]
-        return f"it is an option of the environment: --env.{own}, in TOML env = {{ {own} = … }} of [[environments]]"
     if in_tables := [name for name in names if name.rpartition(".")[2] == plain]:
         return f"did you mean {' or '.join(shown(names[name]) for name in in_tables)}?"
     names |= {other: names[ours] for other, ours in SAME.items() if ours in names and other not in names}
-    if (near := nearest(plain, names)) is not None:
+    near = nearest(plain, [*names, *({} if where else OF_ENVIRONMENT)])
+    if near in names:
         return f"did you mean {shown(names[near])}?"
+    if near is not None:
+        own = OF_ENVIRONMENT[near]
+        return f"it is an option of the environment: --env.{own}, in TOML env = {{ {own} = … }} of [[environments]]"
     return f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
 
 

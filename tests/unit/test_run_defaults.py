@@ -222,7 +222,8 @@ def test_names_that_people_bring_are_accepted(
         ("--max-steps", "did you mean --training-steps?"),
         ("--output-dir", "did you mean --run-dir?"),
         ("--sever.port", "did you mean --server.port?"),
-        ("--num-iterations", "--help lists them"),
+        ("--num-iterations", "did you mean --updates-per-batch?"),
+        ("--iterations-per-step", "--help lists them"),
         ("--sync-ref-model", "--help lists them"),
         ("--bf16", "--help lists them"),
         ("--length", "--help lists them"),
@@ -234,7 +235,7 @@ def test_what_is_not_known_gets_the_right_hint_or_none(word: str, fix: str) -> N
     assert (error.value.field, error.value.fix) == (word, fix)
 
 
-@pytest.mark.parametrize("name", ["group_size", "num_generations", "max_completion_length", "temperature"])
+@pytest.mark.parametrize("name", ["group_size", "num_generation", "max_completion_length", "temperature", "temprature"])
 def test_an_environments_option_in_the_trainers_table_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         made(file={"trainer": {name: 8}})
