@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sqlite3
 import sys
 import time
@@ -256,7 +257,8 @@ def supervise(
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
-        goes_on = "continue by the same command with --resume auto" if _saved(config) else "nothing was saved"
+        again = f"continue by: grpo run --resume {shlex.quote(str(config.run_dir))}"
+        goes_on = again if _saved(config) else "nothing was saved"
         stopped.add(summary="; all processes have ended", fix=goes_on)
         raise
     except (FolderGoneError, ProcessFailedError) as failed:

@@ -134,7 +134,7 @@ def test_before_the_time_limit_the_run_saves_a_checkpoint(demo_model: Path, tmp_
     subprocess.run(["scancel", "--batch", "--signal=TERM", str(job)], check=True, timeout=60)
     assert ended(job, log).startswith("FAILED"), tail(log)
     said = log.read_text()
-    assert "stopped by SIGTERM" in said and "--resume auto" in said
+    assert "stopped by SIGTERM" in said and "--resume" in said
     last = rows(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / "checkpoints" / f"adapter_step_{last}").is_dir()
     wait_for("its processes have ended", lambda: not mentioning(str(tmp_path)), log)

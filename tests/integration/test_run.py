@@ -33,7 +33,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130
     assert not alive(list(members)), members
-    assert "--resume auto" in log.read_text()
+    assert f"grpo run --resume {run_dir}" in log.read_text()
     stopped_at = max(int(path.name.split("_")[-1]) for path in (run_dir / "checkpoints").glob("adapter_step_*"))
     before = rows(run_dir)
     assert before[-1]["step"] == stopped_at

@@ -167,7 +167,7 @@ def test_a_run_that_is_stopped_goes_on_only_if_something_was_saved(tmp_path: Pat
     stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
     with pytest.raises(StoppedError) as stopped:
         run_stand_in(tmp_path, Console(quiet=True), stops)
-    assert ("--resume auto" in stopped.value.fix) == saved
+    assert ("grpo run --resume " in stopped.value.fix) == saved
 
 
 class Terminal:
