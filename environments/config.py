@@ -138,6 +138,9 @@ class BaseEnvConfig(BaseModel):
     state_dir: Path | None = Field(
         default=None, description="folder for the environment's saved state; unset: in the trainer's checkpoint folder"
     )
+    inputs_dir: Path | None = Field(
+        default=None, description="folder for a record of the data, and copies of the code, that scores answers"
+    )
     steps_per_eval: int = Field(default=0, ge=0, description="steps between evaluations while serving; 0: none")
     retry_timeout: float = Field(
         default=300.0, gt=0.0, description="seconds to retry when the rollout API or the server does not answer"

@@ -76,9 +76,10 @@ def answering(handle: Handle) -> Iterator[str]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(reply.body)))
             self.end_headers()
-            self.wfile.write(reply.body)
+            if self.command != "HEAD":
+                self.wfile.write(reply.body)
 
-        do_GET = do_POST = answer
+        do_GET = do_POST = do_HEAD = answer
 
         def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
             """Print nothing."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
+import httpx
 import msgspec
 
 from environments.config import ConfigError, UnusableRow
@@ -402,7 +403,6 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
         chain.append(cause)
     text = " ".join(_first_line(each) for each in chain)
-    status = next((s for each in chain if (s := getattr(getattr(each, "response", None), "status_code", None))), None)
     names = {type(each).__name__ for each in chain}
     if path is not None:
         if "UnicodeDecodeError" in names and path.is_file():
@@ -433,13 +433,10 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
         return ConfigError(
             "not in the cache, and offline mode is on", field=field, wanted="a data set in the cache", fix=fix
         )
-    if status == 401 or status == 403:
-        fix = "check the name; for a private data set log in with `hf auth login` or set HF_TOKEN"
-        return ConfigError(field=field, got=f"{status} from the hub", wanted="a data set that you may read", fix=fix)
-    if status == 404 or names & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
+    if names & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
         fix = "correct the name, such as openai/gsm8k, or name a file; for a private data set set HF_TOKEN"
         return ConfigError("neither a file here nor a data set on the hub", field=field, got=field[7:], fix=fix)
-    if names & {"ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError"}:
+    if any(isinstance(each, httpx.TransportError) for each in chain) or names & {"ConnectionError", "ConnectTimeout"}:
         fix = "check the network, or name a file or folder"
         return ConfigError("the hub does not answer", field=field, got=_first_line(error), fix=fix)
     return ConfigError("cannot be loaded", field=field, got=_first_line(error), fix="name a file or folder instead")

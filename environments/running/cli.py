@@ -25,7 +25,7 @@ from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
-from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit, until
+from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, Failures, serve, unfit, until
 from environments.scoring import allow_interrupts
 from environments.threads import settled
 from environments.tokenizers import load_tokenizer
@@ -92,6 +92,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
         raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
     settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
+    env_cls.data, env_cls.rewards = settings.data, settings.rewards  # a process has one environment
     if not env_cls.takes_data:
         refuse_data(env_cls.name, settings.data.path is not None, bool(settings.rewards))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
@@ -105,7 +106,6 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
     server = servers(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
-    env.data, env.rewards = settings.data, settings.rewards
     stop = asyncio.Event()
     allow_interrupts()
     _stop_on_signals(stop, status=0 if command == "serve" else 1)
@@ -159,7 +159,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await settled(env.setup())
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
-    written, dropped, in_a_row = list[wire.ScoredData](), Counter[str](), 0
+    written, dropped, in_a_row, failures = list[wire.ScoredData](), Counter[str](), 0, Failures()
     try:
         while len(written) < groups:
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
@@ -168,7 +168,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
                 )
-            for outcome in await asyncio.gather(*(_collect(env, item) for item in items)):
+            for outcome in await asyncio.gather(*(_collect(env, item, failures) for item in items)):
                 if isinstance(outcome, str):
                     dropped[outcome] += 1
                     in_a_row += 1
@@ -187,7 +187,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     log.info("%s and %s: %d groups written%s%s", path, page, len(written), measured, skipped)
 
 
-async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
+async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> wire.ScoredData | str:
     """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
     try:
         group = await env.scored(item)
@@ -197,7 +197,7 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # an error in the environment's code for one item must not lose the rest
-        log.exception("%s failed for %r", env.name, item)
+        failures.log(env.name, item, error)
         return f"failed: {error!r}"
     if group is None:
         return "came to nothing"

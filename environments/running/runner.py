@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +19,14 @@ from environments.config import BaseEnvConfig, ConfigError, PromptRefused, Promp
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.files import JsonlFile
+from environments.running.inputs import keep
 from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
 from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
 from environments.running.state import FOLDER, StateFiles
 from environments.scoring import ScoreTimeout
 from environments.threads import settled
 from environments.trajectory import trained_tokens, truncated_of
+from grpo_common.errors import UserError
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -84,6 +87,31 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     return None
 
 
+class Failures:
+    """Logs each distinct error of an environment's code once, with its traceback; the same line raises the same error.
+
+    The tally counts them all. A `UserError` says where its cause is, so it has no traceback.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+
+    def log(self, name: str, item: object, error: Exception) -> None:
+        """Log an error, unless its kind is known."""
+        if isinstance(error, UserError):
+            key = (type(error).__name__, error.field, error.summary, error.wanted)
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1:]
+            key = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in last))
+        if key in self._known:
+            return
+        self._known.add(key)
+        if isinstance(error, UserError):
+            log.warning("%s failed for %.200r: %s", name, item, error)
+        else:
+            log.error("%s failed for %.200r (logged once for each error)", name, item, exc_info=error)
+
+
 async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) -> None:
     """Serve until the trainer has done its steps, there are no more items, or `stop` is set.
 
@@ -128,6 +156,7 @@ class Runner:
         path = self.config.data_path_to_save_groups
         self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
         self._lost = 0
+        self._failures = Failures()
         self._unscored = 0
         self._started = 0
         self._failure: Exception | None = None
@@ -141,6 +170,8 @@ class Runner:
         """Set up, register and work; disconnect at the end, also after an error."""
         try:
             await settled(self.env.setup())
+            if self.env.inputs_record is not None:
+                keep(self.env.inputs_record, self.env.inputs())
             self._registration = await self._register()
             self._restore()
             self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))
@@ -357,8 +388,8 @@ class Runner:
         except (PeerError, ConfigError):
             raise
         except Exception as error:  # an error in the environment's code for one item must not end a long run
-            log.exception("%s failed for %.200r", self.env.name, item)
-            self._lose("failed", repr(error), said=True)
+            self._failures.log(self.env.name, item, error)
+            self._lose("failed", error if isinstance(error, UserError) else repr(error), said=True)
             return
         if group is None:
             self._drop("came to nothing")

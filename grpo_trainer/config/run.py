@@ -123,6 +123,11 @@ class RunOptions(Section):
         "This machine must belong to it.",
     )
     cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
+    allow_changed_data: bool = option(
+        False,
+        help="Only warn if a resumed run's data set differs from the one that it began with. Its fingerprint is in "
+        "inputs/ of --run-dir.",
+    )
     max_restarts: int = option(
         3,
         help="How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run "

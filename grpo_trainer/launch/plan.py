@@ -397,7 +397,7 @@ def _kind(environment: EnvironmentProcess) -> str:
 SET_FOR_ENVIRONMENTS = frozenset(
     {
         *("tokenizer_name", "max_token_length", "metrics_path", "wandb_name", "rollout_server_url", "rollout_api_key"),
-        *("use_wandb", "retry_timeout"),
+        *("use_wandb", "retry_timeout", "inputs_dir"),
     }
 )
 """Options of environments that a run derives, unless the user sets them, and that reports leave out."""
@@ -417,6 +417,7 @@ def _environment_tables(
         "tokenizer_name": model,
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
+        "inputs_dir": str(config.run_dir / "inputs"),
         # The second of a kind needs separate metrics, a separate state, and items in another order.
         **({} if name == _kind(environment) else {"wandb_name": name.removeprefix("env-")}),
         **({"seed": seed} if seed else {}),
@@ -434,6 +435,7 @@ def _environment_tables(
         **({"roster": str(config.roster)} if config.roster and "base_url" not in environment.openai else {}),
         **environment.openai,
     }
-    data = {"data": environment.data} if environment.data else {}
+    allowed = {"allow_changed": True} if config.options.allow_changed_data else {}
+    data = {"data": {**environment.data, **allowed}} if environment.data else {}
     rewards = {"rewards": list(environment.rewards)} if environment.rewards else {}
     return {"env": env, "openai": openai, **data, **rewards}

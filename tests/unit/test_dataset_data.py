@@ -19,6 +19,7 @@ from environments.data_config import DataConfig
 from environments.dataset import data as reading
 from environments.dataset.columns import Columns, boxed_or_all
 from environments.dataset.data import Data, read_data
+from tests.stand_ins import Asked, Reply, answering
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
@@ -289,12 +290,68 @@ except ConfigError as error:
 """
 
 
-def from_hub(tmp_path: Path, endpoint: str, **environment: str) -> str:
+COMMIT = "a" * 40
+TREE = [{"type": "file", "oid": "b" * 40, "size": len(LINES), "path": "train.jsonl"}]
+
+
+def hub(asked: Asked) -> Reply:
+    """What the hub answers of a data set with one file."""
+    path, commit = asked.path.partition("?")[0], {"X-Repo-Commit": COMMIT}
+    if path.endswith("/train.jsonl"):
+        return Reply(content=LINES.encode(), headers={**commit, "ETag": '"1"'})
+    if "/resolve/" in path:
+        return Reply(404, headers={**commit, "X-Error-Code": "EntryNotFound"})
+    if path.startswith("/api/datasets/someone/rows/tree/"):
+        return Reply(json=TREE)
+    if path.startswith("/api/datasets/someone/rows"):
+        return Reply(json={"id": "someone/rows", "sha": COMMIT, "siblings": [{"rfilename": "train.jsonl"}], "tags": []})
+    return Reply(404)
+
+
+def from_hub(tmp_path: Path, handle: Callable[[Asked], Reply | None], **environment: str) -> str:
     """What a process says that reads `someone/rows` from a hub; its libraries read their settings when imported."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    with answering(handle) as url:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        env |= {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT), **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", CODE],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.complete
+def test_a_data_set_of_the_hub_is_read_and_then_cached(tmp_path: Path) -> None:
+    first = from_hub(tmp_path, hub)
+    assert first.startswith(f"rows 2 {ROWS[0]}")
+    assert from_hub(tmp_path, lambda asked: None, HF_HUB_OFFLINE="1") == first  # the fingerprint, too
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("reply", "fix"),
+    [
+        (Reply(401, headers={"X-Error-Code": "RepoNotFound"}), "HF_TOKEN"),
+        (Reply(404, headers={"X-Error-Code": "RepoNotFound"}), "correct the name"),
+        (Reply(403, headers={"X-Error-Code": "GatedRepo"}), "accept its terms"),
+        (None, "check the network"),
+        (Reply(200, json={}), "name a file or folder"),
+    ],
+    ids=["401", "404", "gated", "no answer", "not a hub"],
+)
+def test_what_the_hub_refuses_is_one_line_with_its_fix(tmp_path: Path, reply: Reply | None, fix: str) -> None:
+    said = from_hub(tmp_path, lambda asked: reply)
+    assert said.startswith("refused --data someone/rows: ") and fix in said and said.count("\n") == 1
+
+
+@pytest.mark.complete
+def test_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
+    asked: list[Asked] = []
+    said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE" in said and not asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
-from environments.config import ConfigError
+from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig, RewardConfig
+from environments.dataset import data as reading
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.intervals import mean_with_interval
-from environments.running.runner import ALL_UNSCORED, unfit
+from environments.running.cli import process
+from environments.running.inputs import keep
+from environments.running.runner import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.threads import settled
 from tests.stand_ins import Scripted
 
@@ -282,3 +286,118 @@ def test_what_functions_log_reaches_metrics_and_messages(tmp_path: Path, tokeniz
     assert group.messages is not None
     assert [talk[-1]["extra"] for talk in group.messages] == [{"seen": "A"}, {"seen": "BC"}]
     assert env.measures.take() == {"reward_logs": 2.5, "step": 7.0}
+
+
+# ---------------------------------------------------------------- a resumed run
+
+
+def saved_run(folder: Path) -> Path:
+    """A run's folder with a checkpoint; returns its folder of inputs."""
+    (folder / "checkpoints" / "step_5").mkdir(parents=True)
+    (folder / "checkpoints" / "step_5" / "state.json").write_text("{}")
+    return folder / "inputs"
+
+
+async def begun(env: DatasetEnv) -> dict[str, Any]:
+    """Set an environment up as `serve` does, and return its record."""
+    await env.setup()
+    assert env.inputs_record is not None
+    keep(env.inputs_record, env.inputs())
+    return json.loads(env.inputs_record.read_text())
+
+
+def test_a_run_keeps_the_datas_fingerprint_and_copies_of_the_rewards(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data, inputs = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "run" / "inputs"
+    env = environment(tokenizer, data, [f"{rewards}:right", f"{rewards}:length"], inputs_dir=inputs)
+    record = asyncio.run(begun(env))
+    digest = hashlib.sha256(hashlib.sha256(data.read_bytes()).digest()).hexdigest()
+    assert record["data"] == [{"name": str(data), "rows": 20, "fingerprint": digest}]
+    (copied,) = record["files"]
+    assert copied["path"] == rewards and (inputs / copied["copy"]).read_text() == RIGHT + LENGTH
+    assert {"python", "datasets"} <= record["versions"].keys()
+
+
+def test_changed_data_end_a_resumed_run_unless_that_is_allowed(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data, inputs = written(tmp_path / "rows.jsonl", ROWS), saved_run(tmp_path / "run")
+    first = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    assert asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs))) == first
+    written(data, ROWS[:19])
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    assert caught.value.field == f"--data {data}" and "--allow-changed-data" in caught.value.fix
+    assert caught.value.got.startswith("19 rows") and caught.value.wanted.startswith("20 rows")
+    allowed = environment(tokenizer, data, [f"{rewards}:right"], options={"allow_changed": True}, inputs_dir=inputs)
+    record = asyncio.run(begun(allowed))
+    assert record["data"][0]["rows"] == 19
+    assert [each["data"][0]["rows"] for each in record["earlier"]] == [20]
+
+
+def test_a_run_without_a_checkpoint_may_begin_again_with_other_data(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data, inputs = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "run" / "inputs"
+    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    written(data, ROWS[:19])
+    record = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    assert record["data"][0]["rows"] == 19 and record["earlier"] == []
+
+
+def test_a_changed_reward_is_named_and_both_versions_are_kept(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, inputs = written(tmp_path / "rows.jsonl", ROWS), saved_run(tmp_path / "run")
+    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    Path(rewards).write_text(RIGHT.replace("==", "!="))
+    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    assert rewards in caplog.text and len(list(inputs.glob("my-*.py"))) == 2
+
+
+# ---------------------------------------------------------------- rewards that fail
+
+
+def test_a_reward_that_raises_loses_its_group_and_is_shown_once(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("def broken(completions, prompt):\n    raise KeyError(prompt[0])\n")
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    out = tmp_path / "groups.jsonl"
+    env = environment(tokenizer, data, [f"{tmp_path}/broken.py:broken"], data_path_to_save_groups=out)
+    with pytest.raises(EnvironmentFailed) as caught:
+        asyncio.run(process(env, 32))
+    assert "KeyError" in caught.value.got
+    assert caplog.text.count("broken.py") == caplog.text.count("Traceback") == 1
+
+
+def test_a_reward_that_returns_something_else_is_shown_without_a_traceback(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "short.py").write_text("def short(completions):\n    return [1.0]\n")
+    out = tmp_path / "groups.jsonl"
+    env = environment(
+        tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/short.py:short"], data_path_to_save_groups=out
+    )
+    with pytest.raises(EnvironmentFailed):
+        asyncio.run(process(env, 32))
+    assert caplog.text.count("short.py:short") == 1 and "Traceback" not in caplog.text
+
+
+def test_a_bad_row_of_larger_data_loses_its_group(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)
+    data = written(tmp_path / "rows.jsonl", [*ROWS[:5], {"prompt": 7, "answer": "1"}])
+    env = environment(tokenizer, data, [f"{rewards}:right"])
+
+    async def scene() -> None:
+        await env.setup()
+        assert await env.collect_trajectories(4) is not None
+        await env.collect_trajectories(5)
+
+    with pytest.raises(UnusableRow) as caught:
+        asyncio.run(scene())
+    assert caught.value.field == f"--data {data}, line 6"
