@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-import httpx
 import msgspec
 
 from environments.config import ConfigError, UnusableRow
@@ -403,7 +402,7 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
         chain.append(cause)
     text = " ".join(_first_line(each) for each in chain)
-    names = {type(each).__name__ for each in chain}
+    names = {base.__name__ for each in chain for base in type(each).__mro__}  # by name: httpx and httpx2 are in use
     if path is not None:
         if "UnicodeDecodeError" in names and path.is_file():
             field = f"{field}, line {_first_bad_line(path)}"
@@ -425,10 +424,7 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
     if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
         subsets = found[1].replace("'", "")
         return ConfigError(field="--data.subset", got=_subset_of(text), wanted=f"one of {subsets}", fix="name one")
-    if names & {"OfflineModeIsEnabled", "OfflineModeIsEnabledError"} or os.environ.get("HF_HUB_OFFLINE") in (
-        "1",
-        "true",
-    ):
+    if "OfflineModeIsEnabled" in names or os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "on", "yes"):
         fix = "unset HF_HUB_OFFLINE, or name a file or folder"
         return ConfigError(
             "not in the cache, and offline mode is on", field=field, wanted="a data set in the cache", fix=fix
@@ -436,7 +432,7 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
     if names & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
         fix = "correct the name, such as openai/gsm8k, or name a file; for a private data set set HF_TOKEN"
         return ConfigError("neither a file here nor a data set on the hub", field=field, got=field[7:], fix=fix)
-    if any(isinstance(each, httpx.TransportError) for each in chain) or names & {"ConnectionError", "ConnectTimeout"}:
+    if names & {"TransportError", "ConnectionError"}:
         fix = "check the network, or name a file or folder"
         return ConfigError("the hub does not answer", field=field, got=_first_line(error), fix=fix)
     return ConfigError("cannot be loaded", field=field, got=_first_line(error), fix="name a file or folder instead")
