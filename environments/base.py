@@ -20,7 +20,6 @@ An environment that needs more than one question and one answer overrides `colle
 """
 
 import asyncio
-import inspect
 import logging
 import threading
 from array import array
@@ -28,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 
@@ -40,7 +38,7 @@ from environments.data_config import DataConfig, RewardConfig
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
-from environments.running.inputs import Inputs, record_path
+from environments.running.data_record import DataSet
 from environments.scoring import Scoring
 from environments.threads import Threads
 from environments.tokenizers import render, with_system_prompt
@@ -155,19 +153,9 @@ class BaseEnv(Generic[Item, Config]):
         """Release what `setup` took; called once, after everything else, also if `setup` failed."""
         return
 
-    def inputs(self) -> Inputs:
-        """Return what the environment depends on besides its settings; called after `setup`.
-
-        By default it is the file of its class, unless that is installed with this package.
-        """
-        file = Path(inspect.getfile(type(self)))
-        return Inputs(files=() if file.is_relative_to(Path(__file__).parent) else (file,))
-
-    @property
-    def inputs_record(self) -> Path | None:
-        """The file for the record of `inputs`; None: no record is kept."""
-        folder = self.config.inputs_dir
-        return None if folder is None else record_path(folder, self.config.wandb_name or self.name)
+    def data_sets(self) -> Sequence[DataSet]:
+        """Return which data sets it reads, if it can tell; called after `setup`."""
+        return ()
 
     def prompt(self, item: Item) -> str | list[Message]:
         """Return the item's prompt: plain text, or messages for the model's chat template."""

@@ -138,8 +138,8 @@ class BaseEnvConfig(BaseModel):
     state_dir: Path | None = Field(
         default=None, description="folder for the environment's saved state; unset: in the trainer's checkpoint folder"
     )
-    inputs_dir: Path | None = Field(
-        default=None, description="folder for a record of the data, and copies of the code, that scores answers"
+    data_record: Path | None = Field(
+        default=None, description="JSON file with fingerprints of the data, with which a resumed run compares them"
     )
     steps_per_eval: int = Field(default=0, ge=0, description="steps between evaluations while serving; 0: none")
     retry_timeout: float = Field(

@@ -146,7 +146,11 @@ class RewardConfig(BaseModel):
         """The name of its metric, without `reward_`."""
         if self.name is not None:
             return self.name
-        return "regex" if self.function.startswith(REGEX) else self.function.rpartition(":")[2]
+        return "regex" if self.is_regex else self.function.rpartition(":")[2]
+
+    @property
+    def is_regex(self) -> bool:
+        return self.function.startswith(REGEX)
 
 
 def read_reward(text: str) -> tuple[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -22,7 +23,7 @@ from grpo_trainer.files import replace_file
 
 VERSIONS_FILE = "versions.json"
 CODE_FOLDER = "code"
-PACKAGES = ("torch", "vllm", "transformers", "peft", "datasets")
+PACKAGES = ("torch", "vllm", "transformers", "peft", "datasets", "math-verify")
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,23 @@ def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
     now = _facts(gpus)
     if not starts or {**starts[-1], "time": 0} != {**now, "time": 0}:
         replace_file(path, json.dumps([*starts, now], indent=1).encode())
-    for source in _own_code(config):
-        target = folder / CODE_FOLDER / source.name
-        target.parent.mkdir(exist_ok=True)
+    for source in dict.fromkeys(_own_code(config)):
         try:
-            shutil.copyfile(source, target)
+            _keep_copy(source, folder / CODE_FOLDER)
         except OSError as error:
             log.warning("%s was not copied into the run's folder: %s", source, error.strerror)
+
+
+def _keep_copy(source: Path, folder: Path) -> None:
+    """Copy a file; if another content has its name already, both stay."""
+    folder.mkdir(exist_ok=True)
+    content, target = source.read_bytes(), folder / source.name
+    if target.exists() and target.read_bytes() != content:
+        target = target.with_stem(f"{source.stem}-{hashlib.sha256(content).hexdigest()[:8]}")
+        if not target.exists():
+            log.warning("%s is not what %s has: another file, or changed since the run began", source, folder)
+    if not target.exists():
+        shutil.copyfile(source, target)
 
 
 def _facts(gpus: Sequence[str]) -> dict[str, Any]:
@@ -77,14 +88,18 @@ def _vllm_version() -> str | None:
 
 
 def _own_code(config: RunConfig) -> Iterator[Path]:
-    """Yield the files of environments that are not part of this package. Nothing is imported to find them."""
+    """Yield the files of rewards, and of environments that are not part of this package, without importing them."""
     for environment in config.environments:
-        if environment.name in BUILT_IN:
-            continue
-        name = environment_module(environment.name)
-        parts = Path(*name.split("."))
-        for folder in (Path.cwd(), *map(Path, sys.path)):
-            module, package = folder / parts.with_suffix(".py"), folder / parts / "__init__.py"
-            if module.is_file() or package.is_file():
-                yield module if module.is_file() else package
-                break
+        names = [] if environment.name in BUILT_IN else [environment_module(environment.name)]
+        for source in environment.reward_sources:
+            if source.endswith(".py"):
+                yield Path(source).expanduser()
+            else:
+                names.append(source)
+        for name in names:
+            parts = Path(*name.split("."))
+            for folder in (Path.cwd(), *map(Path, sys.path)):
+                module, package = folder / parts.with_suffix(".py"), folder / parts / "__init__.py"
+                if module.is_file() or package.is_file():
+                    yield module if module.is_file() else package
+                    break

@@ -24,7 +24,7 @@ from environments.intervals import mean_with_interval
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
-from environments.running.inputs import DataInput, Inputs, refuse_changed
+from environments.running.data_record import DataSet, refuse_changed
 from environments.trajectory import Message, Trajectory
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         self._extras: dict[int, dict[str, str]] = {}
         self._said_no_rows = False
         self._source, other = await asyncio.to_thread(read_data, self.data)
-        self._read = tuple(
-            DataInput(d.name, len(d.rows), d.fingerprint) for d in (self._source, other) if d is not None
-        )
-        if self.inputs_record is not None:
-            refuse_changed(self.inputs_record, self._read, allowed=self.data.allow_changed)
+        self._read = [self._source] if other is None else [self._source, other]
+        if self.config.data_record is not None:
+            refuse_changed(self.config.data_record, self.data_sets(), allowed=self.data.allow_changed)
         self.columns = Columns.of(self.data, self._source)
         loader = RewardLoader(self._source.rows.columns, self.columns.answer, self.threads, self._math_judge)
         self._rewards = [loader.load(each) for each in self.rewards]
@@ -93,10 +91,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         log.info("%s: %d rows to train on, %d held out", self._source.name, rows, len(self._held_out))
         log.info("%s, %s; rewards: %s", self.columns, form, weights)
 
-    def inputs(self) -> Inputs:
-        """Return the data sets, and the files of the reward functions."""
-        files = {each.file: None for each in self._rewards if each.file is not None}
-        return Inputs(self._read, tuple(files))
+    def data_sets(self) -> Sequence[DataSet]:
+        """Return the data set, and that of `held_out_split`."""
+        return [DataSet(each.name, len(each.rows), each.fingerprint) for each in self._read]
 
     async def close(self) -> None:
         """Stop the judges."""

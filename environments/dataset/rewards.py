@@ -82,15 +82,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward: its settings, and what computes the scores of a group.
-
-    Attributes:
-        file: Source file of the user's function; None for a built-in.
-    """
+    """A reward: its settings, and what computes the scores of a group."""
 
     config: RewardConfig
     compute: Callable[[Asked], Awaitable[Any]]
-    file: Path | None = None
 
     @property
     def name(self) -> str:
@@ -188,8 +183,7 @@ class RewardLoader:
         module = self._file(field, where) if where.endswith(".py") else _module(field, where)
         function = _function(field, module, function_name)
         self._check_signature(field, function)
-        file = getattr(module, "__file__", None)
-        return Reward(config, partial(self._call, field, function), Path(file) if file else None)
+        return Reward(config, partial(self._call, field, function))
 
     def _file(self, field: str, where: str) -> ModuleType:
         path = Path(where).expanduser()

@@ -18,8 +18,8 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
+from environments.running.data_record import keep
 from environments.running.files import JsonlFile
-from environments.running.inputs import keep
 from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
 from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
 from environments.running.state import FOLDER, StateFiles
@@ -170,8 +170,8 @@ class Runner:
         """Set up, register and work; disconnect at the end, also after an error."""
         try:
             await settled(self.env.setup())
-            if self.env.inputs_record is not None:
-                keep(self.env.inputs_record, self.env.inputs())
+            if self.config.data_record is not None and (data := self.env.data_sets()):
+                keep(self.config.data_record, data)
             self._registration = await self._register()
             self._restore()
             self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))

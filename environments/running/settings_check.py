@@ -88,6 +88,12 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
         require_data(data.get("path") is not None, bool(rewards))
 
 
+def reward_sources(rewards: Sequence[object]) -> list[str]:
+    """Return the files and modules of rewards: `my.py` of `my.py:f`. Built-in rewards have none."""
+    found = _RewardTables.model_validate({"rewards": rewards}).rewards
+    return [each.function.rpartition(":")[0] for each in found if ":" in each.function and not each.is_regex]
+
+
 class _RewardTables(BaseModel):
     rewards: Rewards
 

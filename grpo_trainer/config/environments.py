@@ -32,6 +32,11 @@ class EnvironmentProcess(Section):
     data: dict[str, Any] = Field(default_factory=dict)
     rewards: tuple[Any, ...] = ()
 
+    @property
+    def reward_sources(self) -> list[str]:
+        """The files and modules of its reward functions."""
+        return settings_check.reward_sources(self.rewards)
+
 
 def environment_module(name: str, said: str = "--env") -> str:
     """The module that runs an environment: a built-in by its short name, or the user's, dotted or in plain sight.

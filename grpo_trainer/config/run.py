@@ -125,8 +125,8 @@ class RunOptions(Section):
     cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
     allow_changed_data: bool = option(
         False,
-        help="Only warn if a resumed run's data set differs from the one that it began with. Its fingerprint is in "
-        "inputs/ of --run-dir.",
+        help="Only warn if a resumed run's data set differs from the one that it began with. The fingerprint "
+        "is in data/ of --run-dir.",
     )
     max_restarts: int = option(
         3,
@@ -470,7 +470,8 @@ def _environments(
         table["data"] = {"path": table["data"]}
     groups = {group: table.get(group, {}) for group in options}
     merged = {group: {**given, **options[group]} for group, given in groups.items() if isinstance(given, dict)}
-    default = settings_check.DATASET if table.get("data") or options["data"] else "arithmetic"
+    reads_data = table.get("data") or table.get("rewards") or options["data"] or rewards
+    default = settings_check.DATASET if reads_data else "arithmetic"
     typed = {**({"name": name} if name else {}), **({"rewards": rewards} if rewards else {})}
     return (_environment({"name": default, **table, **typed, **merged}),)
 

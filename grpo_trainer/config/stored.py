@@ -90,7 +90,7 @@ def run_file(config: RunConfig) -> bytes:
     """Return the content of `run.toml`: the tables that build the run again, without keys."""
     options, server = dump(config.options), dump(config.server)
     trainer = {key: value for key, value in dump(config.trainer).items() if key not in (*SET_BY_THE_RUN, *ALIASES)}
-    for key in ("run_dir", "trace"):
+    for key in ("run_dir", "trace", "allow_changed_data"):
         options.pop(key, None)
     for key in ("replicas", "gpus", "gpu_memory_utilization"):
         if key not in config.server.model_fields_set:

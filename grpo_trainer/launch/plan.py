@@ -397,7 +397,7 @@ def _kind(environment: EnvironmentProcess) -> str:
 SET_FOR_ENVIRONMENTS = frozenset(
     {
         *("tokenizer_name", "max_token_length", "metrics_path", "wandb_name", "rollout_server_url", "rollout_api_key"),
-        *("use_wandb", "retry_timeout", "inputs_dir"),
+        *("use_wandb", "retry_timeout", "data_record"),
     }
 )
 """Options of environments that a run derives, unless the user sets them, and that reports leave out."""
@@ -417,7 +417,7 @@ def _environment_tables(
         "tokenizer_name": model,
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
-        "inputs_dir": str(config.run_dir / "inputs"),
+        "data_record": str(config.run_dir / "data" / f"{name}.json"),
         # The second of a kind needs separate metrics, a separate state, and items in another order.
         **({} if name == _kind(environment) else {"wandb_name": name.removeprefix("env-")}),
         **({"seed": seed} if seed else {}),

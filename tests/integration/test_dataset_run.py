@@ -74,9 +74,8 @@ def test_one_command_learns_from_a_file_with_a_function_of_two_lines(demo_model:
     assert any("dataset_0/reward_right" in row for row in reported)
     evaluated = [row for row in reported if "dataset_0/eval/reward" in row]
     assert evaluated and all(row["dataset_0/eval/rows"] == 30 for row in evaluated)
-    record = json.loads((run_dir / "inputs" / "dataset.json").read_text())
-    assert record["data"][0]["rows"] == 500
-    assert (run_dir / "inputs" / record["files"][0]["copy"]).read_text() == RIGHT
+    assert json.loads((run_dir / "data" / "env-dataset.json").read_text())["data"][0]["rows"] == 500
+    assert (run_dir / "code" / "my.py").read_text() == RIGHT
 
 
 def test_a_run_of_a_toml_file_is_killed_and_continues_with_the_next_rows(demo_model: Path, tmp_path: Path) -> None:

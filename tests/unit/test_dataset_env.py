@@ -20,7 +20,7 @@ from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.intervals import mean_with_interval
 from environments.running.cli import process
-from environments.running.inputs import keep
+from environments.running.data_record import keep
 from environments.running.runner import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.threads import settled
 from tests.stand_ins import Scripted
@@ -292,68 +292,46 @@ def test_what_functions_log_reaches_metrics_and_messages(tmp_path: Path, tokeniz
 
 
 def saved_run(folder: Path) -> Path:
-    """A run's folder with a checkpoint; returns its folder of inputs."""
+    """A run's folder with a checkpoint; returns its record of the data."""
     (folder / "checkpoints" / "step_5").mkdir(parents=True)
     (folder / "checkpoints" / "step_5" / "state.json").write_text("{}")
-    return folder / "inputs"
+    return folder / "data" / "env-dataset.json"
 
 
 async def begun(env: DatasetEnv) -> dict[str, Any]:
     """Set an environment up as `serve` does, and return its record."""
     await env.setup()
-    assert env.inputs_record is not None
-    keep(env.inputs_record, env.inputs())
-    return json.loads(env.inputs_record.read_text())
-
-
-def test_a_run_keeps_the_datas_fingerprint_and_copies_of_the_rewards(
-    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
-) -> None:
-    data, inputs = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "run" / "inputs"
-    env = environment(tokenizer, data, [f"{rewards}:right", f"{rewards}:length"], inputs_dir=inputs)
-    record = asyncio.run(begun(env))
-    digest = hashlib.sha256(hashlib.sha256(data.read_bytes()).digest()).hexdigest()
-    assert record["data"] == [{"name": str(data), "rows": 20, "fingerprint": digest}]
-    (copied,) = record["files"]
-    assert copied["path"] == rewards and (inputs / copied["copy"]).read_text() == RIGHT + LENGTH
-    assert {"python", "datasets"} <= record["versions"].keys()
+    assert env.config.data_record is not None
+    keep(env.config.data_record, env.data_sets())
+    return json.loads(env.config.data_record.read_text())
 
 
 def test_changed_data_end_a_resumed_run_unless_that_is_allowed(
     tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
 ) -> None:
-    data, inputs = written(tmp_path / "rows.jsonl", ROWS), saved_run(tmp_path / "run")
-    first = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
-    assert asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs))) == first
+    data, record = written(tmp_path / "rows.jsonl", ROWS), saved_run(tmp_path / "run")
+    first = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], data_record=record)))
+    digest = hashlib.sha256(hashlib.sha256(data.read_bytes()).digest()).hexdigest()
+    assert first == {"data": [{"name": str(data), "rows": 20, "fingerprint": digest}], "earlier": []}
+    assert asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], data_record=record))) == first
     written(data, ROWS[:19])
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+        asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], data_record=record)))
     assert caught.value.field == f"--data {data}" and "--allow-changed-data" in caught.value.fix
     assert caught.value.got.startswith("19 rows") and caught.value.wanted.startswith("20 rows")
-    allowed = environment(tokenizer, data, [f"{rewards}:right"], options={"allow_changed": True}, inputs_dir=inputs)
-    record = asyncio.run(begun(allowed))
-    assert record["data"][0]["rows"] == 19
-    assert [each["data"][0]["rows"] for each in record["earlier"]] == [20]
+    allow = {"allow_changed": True}
+    allowed = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], options=allow, data_record=record)))
+    assert allowed["data"][0]["rows"] == 19 and allowed["earlier"] == [first["data"]]
 
 
 def test_a_run_without_a_checkpoint_may_begin_again_with_other_data(
     tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
 ) -> None:
-    data, inputs = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "run" / "inputs"
-    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
+    data, record = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "run" / "data" / "env-dataset.json"
+    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], data_record=record)))
     written(data, ROWS[:19])
-    record = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
-    assert record["data"][0]["rows"] == 19 and record["earlier"] == []
-
-
-def test_a_changed_reward_is_named_and_both_versions_are_kept(
-    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    data, inputs = written(tmp_path / "rows.jsonl", ROWS), saved_run(tmp_path / "run")
-    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
-    Path(rewards).write_text(RIGHT.replace("==", "!="))
-    asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], inputs_dir=inputs)))
-    assert rewards in caplog.text and len(list(inputs.glob("my-*.py"))) == 2
+    again = asyncio.run(begun(environment(tokenizer, data, [f"{rewards}:right"], data_record=record)))
+    assert again["data"][0]["rows"] == 19 and again["earlier"] == []
 
 
 # ---------------------------------------------------------------- rewards that fail

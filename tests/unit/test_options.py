@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -432,3 +434,59 @@ def test_an_environment_is_called_as_it_was_asked_for() -> None:
     done = grpo(*called, "nothing")
     assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
     assert "'nothing'" in done.stderr
+
+
+# data and rewards -------------------------------------------------------------------------------------------
+
+
+def environment_of(file: dict[str, Any], flags: dict[str, Any], args: Sequence[str] = ()) -> dict[str, Any]:
+    """The one environment of a run."""
+    (found,) = build_run(file, {"model_name": "m", **flags}, args).environments
+    return found.model_dump()
+
+
+def test_data_without_an_environment_mean_the_one_that_reads_them() -> None:
+    flags = {"data": "rows.jsonl", "reward": ["my.py:f", "math=0.5"]}
+    typed = environment_of({}, flags, ["--data.held_out", "5", "--data.prompt-column", "question"])
+    assert typed["name"] == "dataset" and typed["rewards"] == ("my.py:f", "math=0.5")
+    assert typed["data"] == {"path": "rows.jsonl", "held_out": "5", "prompt_column": "question"}
+    file = {"data": {"path": "rows.jsonl", "held_out": "5", "prompt_column": "question"}, "rewards": flags["reward"]}
+    assert environment_of(file, {}) == typed
+    short = environment_of({"data": "rows.jsonl", "rewards": flags["reward"]}, {})
+    assert short["data"] == {"path": "rows.jsonl"} and short["name"] == "dataset"
+
+
+def test_flags_stand_over_the_files_data_and_rewards() -> None:
+    file = {"data": {"path": "a.jsonl", "held_out": 5}, "rewards": [{"function": "my.py:f"}]}
+    found = environment_of(file, {"data": "b.jsonl", "reward": ["my.py:g"]})
+    assert found["data"] == {"path": "b.jsonl", "held_out": 5} and found["rewards"] == ("my.py:g",)
+
+
+def test_an_environment_of_ones_own_may_have_data() -> None:
+    flags = {"env": "tests.integration.odd_environment", "data": "rows.jsonl"}
+    assert environment_of({}, flags)["data"] == {"path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "args", "field"),
+    [
+        ({}, {"data": "a.jsonl"}, [], "--env dataset: --reward"),
+        ({}, {"env": "dataset", "reward": ["my.py:f"]}, [], "--env dataset: --data"),
+        ({}, {"env": "arithmetic", "data": "a.jsonl"}, [], "--env arithmetic: --data"),
+        ({}, {"reward": ["my.py:f"]}, [], "--env dataset: --data"),
+        ({}, {"env": "arithmetic", "reward": ["my.py:f"]}, [], "--env arithmetic: --reward"),
+        ({}, {"data": "a.jsonl", "reward": ["my.py"]}, [], "--env dataset: --reward my.py"),
+        ({}, {"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, [], "--env dataset: --reward"),
+        ({}, {"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.splt", "x"], "--env dataset: data.splt"),
+        ({}, {"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.held_out", "x"], "--env dataset: --data.held_out"),
+        ({"data": 5, "rewards": ["a.py:f"]}, {}, [], "environments.data"),
+        ({"data": "a.jsonl", "rewards": "a.py:f"}, {}, [], "rewards"),
+        ({"environments": [{}, {}], "data": "a.jsonl"}, {}, [], "--env"),
+    ],
+)
+def test_data_and_rewards_that_do_not_fit_are_named(
+    file: dict[str, Any], flags: dict[str, Any], args: list[str], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        environment_of(file, flags, args)
+    assert field in [problem.field for problem in caught.value.problems]

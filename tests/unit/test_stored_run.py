@@ -305,3 +305,34 @@ def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, mo
     assert (tmp_path / "r" / "code" / "sums.py").read_text() == Path("mine/sums.py").read_text()
     assert continued(tmp_path / "r").environments[0].name == "mine.sums"
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_files_of_rewards_are_copied_and_a_changed_one_stays_beside_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "my.py").write_text(f"raise SystemExit('{folder} is not imported')\n")
+    Path("in_a_module.py").write_text("x = 1\n")
+    rewards = ["a/my.py:f", "b/my.py:g=0.5", "in_a_module:h", "math", "regex:a:b.py"]
+    flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": rewards}
+    config = build_run({}, flags)
+    (tmp_path / "r").mkdir()
+    for _ in range(2):
+        write_record(config, [])
+    code = tmp_path / "r" / "code"
+    assert len(list(code.glob("my*.py"))) == 2 and (code / "in_a_module.py").read_text() == "x = 1\n"
+    Path("in_a_module.py").write_text("x = 2\n")
+    write_record(config, [])
+    assert sorted(path.read_text() for path in code.glob("in_a_module*.py")) == ["x = 1\n", "x = 2\n"]
+
+
+def test_data_and_rewards_are_stored_and_the_permission_to_change_them_is_not(tmp_path: Path) -> None:
+    flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": ["my.py:f=0.5"]}
+    config = build_run({}, {**flags, "allow_changed_data": True}, ["--data.held_out", "5"])
+    (tmp_path / "r").mkdir()
+    write_record(config, [])
+    again = continued(tmp_path / "r")
+    assert again.environments == config.environments and again.environments[0].name == "dataset"
+    assert config.options.allow_changed_data and not again.options.allow_changed_data
