@@ -83,6 +83,11 @@ def test_a_gap_on_fresh_samples_is_explained_by_what_fits_much_better(recheck: R
     assert found(gap(5, 0.6), recheck=recheck) == (cause, 5)
 
 
+def test_find_drift_fresh_samples_have_no_limit_of_older_ones() -> None:
+    """Between the limit and `STALE_LIMIT`: 0.1 < 0.11 < 0.3."""
+    assert found(gap(5, 0.11), gap(4, 0.29), recheck=Recheck(own=0.11, base=None, raw=None)) == (Cause.FRESH, 5)
+
+
 NOTHING_FITS = Recheck(own=0.6, base=0.5, raw=0.5)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_trainer import files
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
@@ -114,6 +115,22 @@ def test_a_folder_is_sealed_once_all_of_it_is_on_the_disk(tmp_path: Path, monkey
     assert synced == [("inner", False), (STATE_FILE, True), ("c", True)]
 
 
+def test_seal_syncs_each_file_before_the_state_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, state = os.fsync, tmp_path / "c" / STATE_FILE
+    sealed_when_synced: dict[int, bool] = {}
+
+    def noted(handle: int) -> None:
+        sealed_when_synced[os.fstat(handle).st_ino] = state.exists()
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    paths = [path for path in sealed(tmp_path / "c").rglob("*") if path.is_file() and path != state]
+    assert {path.name: sealed_when_synced.get(path.stat().st_ino) for path in paths} == {
+        "weights": False,
+        "more": False,
+    }
+
+
 @pytest.mark.parametrize(
     ("damage", "file", "got", "wanted"),
     [
@@ -204,13 +221,29 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".other"]
 
 
-def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path) -> None:
+def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "c"
+    remove, there = shutil.rmtree, list[str]()
+
+    def rmtree(path: Path, **options: Any) -> None:
+        remove(path, **options)
+        there.append((target / "f").read_text())
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     for text in ("old", "new"):
         with whole_folder(target) as folder:
             (folder / "f").write_text(text)
             assert text == "old" or (target / "f").read_text() == "old"
+    assert there == ["new"]  # when the old folder was removed, the new one had its name
     assert (target / "f").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_whole_folder_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(files, "sync", lambda path: synced.append((path, (tmp_path / "c").is_dir())))
+    with whole_folder(tmp_path / "c"):
+        assert synced == []
+    assert synced == [(tmp_path, True)]
 
 
 def test_a_run_that_never_saves_gives_its_batches_back_at_once(tmp_path: Path) -> None:

@@ -172,6 +172,33 @@ def test_a_step_is_a_fence_and_a_version(in_flight: str) -> None:
     assert made.server.told == [begin, "end 1", begin, "end 2", "close"]
 
 
+def test_fence_ends_when_all_processes_have_written() -> None:
+    made = Made()
+    held: list[bool] = []
+    client: Any = made.server
+    bridge = SharedBridge(made.config, made.policy, client, 64, all_written=lambda: held.append(made.server.held))
+    with bridge:
+        bridge.connect(0)
+        with bridge.updating():
+            assert held == []
+    assert held == [True]  # waited for once, while the server was still held
+    assert made.server.told == ["begin keep", "end 1", "close"]
+
+
+def test_fence_is_torn_if_another_process_has_not_written() -> None:
+    made = Made()
+
+    def fail() -> None:
+        raise TrainingError("another process ended")
+
+    client: Any = made.server
+    with SharedBridge(made.config, made.policy, client, 64, all_written=fail) as bridge:
+        bridge.connect(0)
+        with pytest.raises(TrainingError), bridge.updating():
+            pass
+    assert made.server.told == ["begin keep", "torn", "close"]
+
+
 def test_what_the_trainer_writes_the_server_computes_with() -> None:
     made = Made()
     with made.bridge as bridge:
