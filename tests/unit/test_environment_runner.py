@@ -41,6 +41,15 @@ def group(
     )
 
 
+def together(*groups: wire.ScoredData) -> wire.ScoredData:
+    """One group of the sequences of several."""
+    return wire.ScoredData(
+        tokens=[tokens for each in groups for tokens in each.tokens],
+        masks=[mask for each in groups for mask in each.masks],
+        scores=[score for each in groups for score in each.scores],
+    )
+
+
 @pytest.mark.parametrize(
     ("one", "changes", "reason"),
     [
@@ -50,6 +59,8 @@ def group(
         (group((1.0, 0.0, 1.0)), {}, "3 sequences for 2"),
         (group(length=16), {}, None),
         (group(length=17), {}, "longer than the trainer's 16 tokens"),
+        (together(group((1.0,), 3), group((0.0,), 17)), {}, "longer than the trainer's 16 tokens"),
+        (together(group((1.0,)), group((0.0,), trained=False)), {}, None),
         (group((float("nan"), 0.0)), {}, "a score that is not finite"),
         (group(trained=False), {}, "no token to train on: all completions are empty"),
     ],
