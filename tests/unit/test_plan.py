@@ -374,6 +374,15 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
     assert [(one.ends_run, one.may_end) for one in trainers] == [(True, False), (False, True), (False, True)]
 
 
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_plan_trainers_restart_together_and_resume(gpus: str) -> None:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": gpus})
+    processes = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True).processes
+    trainers = [process for process in processes if process.name.startswith("trainer")]
+    assert {(one.restarts, one.again) for one in trainers} == {("trainers", ("--resume", "auto"))}
+    assert not any("--resume" in one.argv for one in trainers)  # the first start is as the user configured it
+
+
 def test_a_trainer_of_one_process_waits_for_no_other_where_a_job_scheduler_counts_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
