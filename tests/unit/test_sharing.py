@@ -107,6 +107,12 @@ def test_all_are_planned_once_within_the_budget(drawn: list[tuple[int, int]], bu
     assert len(dealt) == processes
 
 
+def test_plan_shared_counts_a_repeated_prompt() -> None:
+    """A prompt of 8 tokens, nine completions of 4: a row has 8 + 3 x 4 = 20 tokens, also if it repeats the prompt."""
+    plan = plan_shared([[*range(9)]], [8] * 9, [12] * 9, size=7, max_tokens=20)
+    assert [len(one) for one in plan] == [3, 3, 3]
+
+
 def test_families_are_cut_where_a_share_is_full() -> None:
     group = [sequence([1] * 8, [2 + n, 3, 4, 5]) for n in range(4)]
     other = [sequence([2] * 8, [2 + n, 3, 4, 5]) for n in range(4)]
