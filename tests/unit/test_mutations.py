@@ -1,0 +1,88 @@
+"""The faults of scripts/mutations.toml: each can be planted, and its tests are there. The program that plants them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from tests.scripts import load_script
+
+mutation_check = load_script("mutation_check")
+FAULTS = mutation_check.read_faults()
+
+
+def test_mutations_occur_exactly_once() -> None:
+    """If this fails, the code of a fault has changed: plant the fault at its successor (CONTRIBUTING.md)."""
+    assert not [(each.file, each.old) for each in FAULTS if each.planted_in(ROOT) is None]
+
+
+def test_mutations_leave_valid_python_that_differs() -> None:
+    for each in FAULTS:
+        planted, original = each.planted_in(ROOT), (ROOT / each.file).read_text()
+        if planted is not None:
+            assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(original)), each.name
+
+
+def test_mutations_name_tests_that_exist() -> None:
+    named = [(each, *test.partition("::")[::2]) for each in FAULTS for test in each.tests]
+    assert not [path for _, path, _ in named if not (ROOT / path).is_file()]
+    assert not [
+        name for _, path, name in named if name and f"def {name.partition('[')[0]}(" not in (ROOT / path).read_text()
+    ]
+    # A fault of the default lane is noticed by the default lane.
+    assert {
+        path
+        for each, path, _ in named
+        if each.lane == "default" and not path.startswith(("tests/unit", "tests/contract"))
+    } == set()
+
+
+def test_mutations_cover_every_room() -> None:
+    rooms = Counter(each.room for each in FAULTS)
+    assert len(FAULTS) >= 60 and len({each.name for each in FAULTS}) == len(FAULTS)
+    assert min(rooms.values()) >= 2, rooms
+
+
+@pytest.mark.complete
+def test_mutation_check_tells_outcomes_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "sums.py").write_text("LIMIT = 3\n\n\ndef total(a, b):\n    return a + b\n")
+    (root / "test_sums.py").write_text(
+        "import sums\n\n\ndef test_total():\n    assert sums.total(1, 2) == sums.LIMIT\n"
+    )
+    (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    complete\n    gpu\n")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    monkeypatch.setattr(mutation_check, "ROOT", root)
+    copies = mutation_check.Copies(tmp_path / "copies", 1)
+    assert copies.baseline(["test_sums.py"], "default").status == 0
+    copies.open()
+    found = {}
+    for old, new in [
+        ("a + b", "a - b"),
+        ("a + b", "b + a"),
+        ("a + c", "a - c"),
+        ("a + b", "a +"),
+        ("a + b", "a + d"),
+        ("LIMIT = 3", "import LIMIT"),
+        ("return a + b", "while True: pass"),
+    ]:
+        fault = mutation_check.Fault("room", "name", "sums.py", old, new, ("test_sums.py",))
+        row = copies.check(fault, 8.0 if "while" in new else 200.0)
+        found[new] = row.outcome
+        assert (row.by == "test_sums::test_total") == (new == "a - b")
+    assert found == {
+        "a - b": "caught",
+        "b + a": "NOT CAUGHT",
+        "a - c": "not planted",
+        "a +": "bad fault",
+        "a + d": "bad fault",
+        "import LIMIT": "bad fault",
+        "while True: pass": "caught",
+    }
+    assert (tmp_path / "copies/0/repository/sums.py").read_bytes() == (root / "sums.py").read_bytes()
