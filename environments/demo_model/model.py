@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from environments.arithmetic import Problem, ProblemSet
 from environments.demo_model.folder import DemoModelError, Recipe, write_whole
+from grpo_common.model_files import make_readable
 
 ACCURACY_RANGE = (0.2, 0.4)
 """Sampled accuracy that the finished model must have on held-out problems."""
@@ -229,6 +230,7 @@ def build(out: Path, recipe: Recipe) -> str:
     def write(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        make_readable(folder)
         return {"recipe": asdict(recipe), "sampled_accuracy": accuracy, "steps": steps, "summary": summary}
 
     transformers_logging.disable_progress_bar()

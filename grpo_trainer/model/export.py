@@ -24,8 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from grpo_common.model_files import make_readable
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.model.tokenizer import write_tokenizer
 from grpo_trainer.optim.landed import first_not_finite
 
 WEIGHTS_FILE = "model.safetensors"
@@ -142,7 +144,7 @@ def export_model(
         write_bytes(folder / INDEX_FILE, json.dumps(content, indent=2).encode())
     _write_configs(plain_model(model), dtype, folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        write_tokenizer(tokenizer, folder)
 
 
 def _converted(
@@ -191,6 +193,7 @@ def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     config.architectures = [architecture(model)]
     config.dtype = dtype
     config.save_pretrained(folder)
+    make_readable(folder)
     generation = model.generation_config
     if generation is not None and not getattr(generation, "_from_model_config", True):
         # `save_pretrained` refuses what released models have, such as a temperature without `do_sample`.

@@ -164,10 +164,30 @@ def save_adapter(model: PeftModel, folder: Path, tensors: Mapping[str, torch.Ten
 
 
 def adapter_settings(model: PeftModel) -> dict[str, Any]:
-    """Return the contents of `adapter_config.json` for the model's adapter, as plain JSON types."""
+    """Return the contents of `adapter_config.json` for the model's adapter, as plain JSON types; see
+    `readable_settings`."""
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])
     if base := settings["base_model_name_or_path"]:
         settings["base_model_name_or_path"] = from_anywhere(base)
-    return json.loads(json.dumps(settings, default=str))
+    return readable_settings(json.loads(json.dumps(settings, default=str)))
+
+
+ALWAYS_WRITTEN = frozenset(
+    {
+        *("peft_type", "task_type", "base_model_name_or_path", "inference_mode"),
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "fan_in_fan_out"),
+    }
+)
+"""Settings of an adapter that every version of PEFT knows."""
+
+
+def readable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter's settings without those at PEFT's defaults: a version of PEFT refuses those it does not know.
+
+    Those of `ALWAYS_WRITTEN` stay. Without `peft_version`, too, which PEFT before 0.18 refuses.
+    """
+    defaults = json.loads(json.dumps(LoraConfig().to_dict(), default=str)) | {"peft_version": None}
+    left_out = {name for name, value in settings.items() if name == "peft_version" or defaults.get(name, ...) == value}
+    return {name: value for name, value in settings.items() if name in ALWAYS_WRITTEN or name not in left_out}

@@ -1,9 +1,12 @@
-"""The only place that reads a tokenizer."""
+"""The only place that reads a tokenizer, and that writes one beside a model's weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_common.model_files import copy_tokenizer, make_readable
 from grpo_trainer.errors import ModelError
 
 
@@ -22,3 +25,16 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise NoTokenizerError("no tokenizer", field=name, got=reason) from None
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer: the files that it was read from, byte for byte, where they are on this machine.
+
+    `save_pretrained` of transformers 5 writes files that versions before it do not read; what it writes is corrected.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    if not copy_tokenizer(tokenizer.name_or_path, folder):
+        tokenizer.save_pretrained(folder)
+    make_readable(folder)

@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_common.model_files import TOKENIZER_CONFIG_FILE, make_readable
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.check import quantised_by
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
+from grpo_trainer.model.lora import readable_settings
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
 from grpo_trainer.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
@@ -31,8 +33,6 @@ from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, 
 from vllm_server.protocol.adapter_config import refusals
 
 log = logging.getLogger(__name__)
-
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folde
     settings["base_model_name_or_path"] = name
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(path / WEIGHTS_FILE).items()}
     write_bytes(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
-    write_bytes(folder / CONFIG_FILE, json.dumps(settings, indent=2).encode())
+    write_bytes(folder / CONFIG_FILE, json.dumps(readable_settings(settings), indent=2).encode())
     if (tokenizer := _tokenizer(path, name)) is not None:
-        tokenizer.save_pretrained(folder)
+        write_tokenizer(tokenizer, folder)
 
 
 def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
@@ -148,6 +148,7 @@ def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
         for file in path.iterdir():
             if file.name not in (STATE_FILE, TENSORS_FILE, STATES_FOLDER):
                 shutil.copytree(file, folder / file.name) if file.is_dir() else shutil.copy2(file, folder)
+        make_readable(folder)  # an earlier version may have written the checkpoint
         return
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert isinstance(model, PreTrainedModel)

@@ -1,0 +1,252 @@
+"""What this project writes is read by transformers 4.57.1 and PEFT 0.12, and answers as the server does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from filelock import FileLock
+from peft import PeftModel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from environments.demo_model.model import CHAT_TEMPLATE, build_tokenizer
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import CheckpointConfig
+from grpo_trainer.model.export import export_model
+from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.tokenizer import read_tokenizer
+from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.policy import Adapter, AllWeights
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
+from grpo_trainer.saving.export import ExportOptions, export_checkpoint
+from grpo_trainer.weights.checkpoint_restart import MergedModels
+from tests.golden.models import CONFIGS, random_model
+from tests.integration.serving import Serving
+from tests.processes import answers, free_port, running, tail, wait_for
+from tests.unit.tiny_lora import fill_b
+
+pytestmark = pytest.mark.timeout(900)
+
+OLDER = ("transformers==4.57.1", "peft==0.12.0", "tokenizers==0.22.1", "huggingface-hub==0.36.0")
+"""All else, torch among it, is that of the tests."""
+READER = Path(__file__).with_name("older_reader.py")
+PROMPT = [(7 * i * i + 3 * i) % 90 + 3 for i in range(180)]
+"""Long enough that rotary embeddings of another base, or without scaling, give other answers."""
+TEXT = "what is 12 + 3 , then ? <|think|>15"
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # heads of 32: vLLM's CPU build has no attention kernel for smaller ones
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = ("qwen2", "qwen2-untied", "llama3", "llama3-tied")
+
+
+@pytest.fixture(scope="session")
+def older() -> Path:
+    """The Python of a virtual environment with older versions, made once for each user and kept in the user's cache."""
+    packages = sysconfig.get_path("purelib")
+    key = hashlib.sha256(" ".join([sys.version, packages, *OLDER]).encode()).hexdigest()[:12]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpo-tests" / f"older-{key}"
+    python, done = folder / "bin" / "python", folder / "done"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not done.exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, capture_output=True)
+            command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", *OLDER]
+            made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+            if made.returncode:
+                pytest.skip(f"no registry has {', '.join(OLDER)}: {made.stderr.strip()[-300:]}")
+            (found,) = folder.glob("lib/python*/site-packages")
+            (found / "tests.pth").write_text(f"{packages}\n")  # behind the environment's own packages
+            done.touch()
+    return python
+
+
+def read_by(python: Path | str, *jobs: tuple[Path, Path | None]) -> list[dict[str, Any]]:
+    """What a Python's transformers and PEFT make of models and adapters on them."""
+    asked = [{"folder": str(f), "adapter": a and str(a), "prompt": PROMPT, "text": TEXT} for f, a in jobs]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(python), str(READER), json.dumps(asked)],
+        capture_output=True, text=True, check=False, timeout=300, cwd=READER.parent, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["transformers"].startswith("4.57.1" if python != sys.executable else "5.")
+    return found["answers"]
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of Llama 3's kind, one token a byte, with two added tokens."""
+    symbols = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", chat_template=CHAT_TEMPLATE
+    )
+    wrapped.add_tokens(["<|answer|>"])
+    wrapped.add_special_tokens({"additional_special_tokens": ["<|think|>"]})
+    return wrapped
+
+
+@dataclass(frozen=True)
+class Written:
+    """A base model, an adapter that was trained on it, its checkpoint, and a checkpoint of all weights."""
+
+    base: Path
+    adapted: PeftModel
+    adapter: Path
+    all_weights: Path
+
+
+def base_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    tied = kind in ("qwen2", "llama3-tied")
+    sizes = {**SIZES, "tie_word_embeddings": tied}
+    if kind.startswith("qwen2"):
+        config = Qwen2Config(**sizes, vocab_size=258, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+        return Qwen2ForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=260, rope_parameters=LLAMA3))
+
+
+def checkpoint(policy: Any, folder: Path) -> Path:
+    optimizer = FusedAdamW([parameter for parameter in policy.model.parameters() if parameter.requires_grad])
+    return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(3, 3))
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+    made: dict[str, Written] = {}
+
+    def write(kind: str) -> Written:
+        if kind in made:
+            return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        base_model(kind).save_pretrained(folder / "base")
+        tokenizer = build_tokenizer() if kind.startswith("qwen2") else llama_tokenizer()
+        tokenizer.save_pretrained(folder / "base")
+        model = base_model(kind)
+        model.config._name_or_path = str(folder / "base")
+        options = LoraOnly.model_validate({"mode": "lora_only", "r": 8, "alpha": 64})
+        adapted = add_adapter(base_model(kind).requires_grad_(False), options, seed=0)
+        adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        fill_b(adapted)
+        model.requires_grad_(True)
+        policy = AllWeights(model, read_tokenizer(str(folder / "base")), torch.float32)
+        made[kind] = Written(
+            folder / "base",
+            adapted,
+            checkpoint(Adapter(adapted), folder / "adapters"),
+            checkpoint(policy, folder / "all"),
+        )
+        return made[kind]
+
+    return write
+
+
+def test_older_readers_answer_as_newer_ones(
+    older: Path, written: Callable[[str], Written], demo_model: Path, tmp_path: Path
+) -> None:
+    """Each way of writing a model or an adapter, each architecture, and the demo model."""
+    jobs: dict[str, tuple[Path, Path | None]] = {"demo": (demo_model, None)}
+    for kind in KINDS:
+        made, folder = written(kind), tmp_path / kind
+        jobs[f"{kind} merged"] = export_checkpoint(ExportOptions(made.adapter, folder / "merged", merge=True)), None
+        models = MergedModels(
+            str(made.base), made.adapted, read_tokenizer(str(made.base)), torch.float32, folder / "served"
+        )
+        jobs[f"{kind} served"] = Path(models.export(3)), None
+        adapter = export_checkpoint(ExportOptions(made.adapter, folder / "adapter"))
+        jobs[f"{kind} adapter"] = made.all_weights, adapter
+        jobs[f"{kind} all"] = made.all_weights, None
+        jobs[f"{kind} exported"] = export_checkpoint(ExportOptions(made.all_weights, folder / "exported")), None
+        rounded = ExportOptions(made.all_weights, folder / "rounded", dtype="bfloat16")
+        jobs[f"{kind} rounded"] = export_checkpoint(rounded), None
+    for architecture in CONFIGS:
+        folder = tmp_path / f"architecture {architecture}"
+        folder.mkdir()
+        export_model(random_model(architecture), None, folder, torch.float32)
+        jobs[f"architecture {architecture}"] = folder, None
+    new = dict(zip(jobs, read_by(sys.executable, *jobs.values()), strict=True))
+    old = dict(zip(jobs, read_by(older, *jobs.values()), strict=True))
+    assert {name: old[name] for name in jobs if old[name] != new[name]} == {}
+    for kind in KINDS:
+        merged, served, adapter, plain, exported, rounded = (
+            new[f"{kind} {way}"] for way in ("merged", "served", "adapter", "all", "exported", "rounded")
+        )
+        assert merged["tokens"] == served["tokens"] == adapter["tokens"] != plain["tokens"] == exported["tokens"]
+        assert merged["text"] == TEXT and (plain["dtype"], rounded["dtype"]) == ("float32", "bfloat16")
+
+
+def test_older_reader_without_the_older_keys_answers_otherwise(
+    older: Path, written: Callable[[str], Written], tmp_path: Path
+) -> None:
+    """The prompt is long enough for the tests above to see a lost base or scaling."""
+    whole = written("llama3").all_weights
+    config = json.loads((whole / "config.json").read_text())
+    for lost in ("rope_theta", "rope_scaling"):
+        bare = tmp_path / lost
+        export_checkpoint(ExportOptions(whole, bare))
+        (bare / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != lost}))
+    full, *others = read_by(older, (whole, None), (tmp_path / "rope_theta", None), (tmp_path / "rope_scaling", None))
+    assert all(other["tokens"] != full["tokens"] for other in others)
+
+
+def test_older_readers_answer_as_the_server(older: Path, written: Callable[[str], Written], tmp_path: Path) -> None:
+    made = written("llama3")
+    merged = export_checkpoint(ExportOptions(made.adapter, tmp_path / "merged", merge=True))
+    adapter = export_checkpoint(ExportOptions(made.adapter, tmp_path / "adapter"))
+    port, log = free_port(), tmp_path / "log"
+    command = ["-m", "vllm_server", "--model", str(made.base), "--port", str(port), "--max-model-len", "256"]
+    command += ["--max-lora-rank", "8", "--lora-root", str(tmp_path), "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--dtype", "float32"]
+    with running(*command, log=log) as process:
+        server = Serving(f"http://127.0.0.1:{port}", made.base, tmp_path, log, process)
+        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{server.url}/health"), log, 240)
+        assert process.poll() is None, tail(log)
+
+        def greedy() -> list[int]:
+            return server.generate(PROMPT, max_tokens=24, temperature=0, ignore_eos=True).token_ids[0]
+
+        before = greedy()
+        loaded = httpx.post(f"{server.url}/lora/load", json={"adapter_path": str(adapter)}, timeout=120)
+        assert loaded.status_code == 200, loaded.text
+        after = greedy()
+    base, with_adapter, whole = read_by(older, (made.all_weights, None), (made.all_weights, adapter), (merged, None))
+    assert base["tokens"] == before != after == with_adapter["tokens"] == whole["tokens"]
