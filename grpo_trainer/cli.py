@@ -290,8 +290,12 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(help="Run folders. With several, the page compares them.", metavar="RUN_DIR…")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            help="Run folders. With several, the page compares them (default: the newest of runs/).",
+            metavar="RUN_DIR…",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -303,7 +307,9 @@ def report(
 ) -> None:
     """Write an HTML page with a run's plots, samples, configuration and events; with several runs compare them."""
     from grpo_trainer.report import command
+    from grpo_trainer.servers import newest
 
+    run_dirs = run_dirs or [newest()]
     path = command.report_path(run_dirs, output)
     if watch:
         typer.echo(f"{path}: refreshed until the run is done; Ctrl-C ends that")

@@ -13,6 +13,7 @@ import typer
 
 from grpo_common.locks import is_held
 from grpo_common.roster import FOLDER, read_members, read_served
+from grpo_trainer.config.stored import newest_run
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
 from grpo_trainer.launch.requests import Request, request
@@ -27,8 +28,9 @@ app = typer.Typer(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-RunDir = Annotated[Path, typer.Option("--run-dir", metavar="PATH", help="Folder of the run.")]
-LATEST = Path("runs/latest")
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="PATH", help="Folder of the run (default: the newest of runs/).")
+]
 URL = re.compile(r"http://[^/:]+:\d+")
 
 
@@ -96,6 +98,17 @@ def change(run_dir: Path, wanted: Request) -> str:
     return answer.text
 
 
+def newest() -> Path:
+    """Return the folder of the newest run that was started without `--run-dir`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder := newest_run()) is None:
+        raise ConfigError(field="--run-dir", got="no numbered run in runs/", wanted="the folder of a run")
+    return folder
+
+
 def to_json(found: Sequence[Row]) -> str:
     return msgspec.json.encode([asdict(row) for row in found]).decode()
 
@@ -113,7 +126,7 @@ def print_rows(found: Sequence[Row], console: Console) -> None:
 @app.callback()
 def list_servers(
     ctx: typer.Context,
-    run_dir: RunDir = LATEST,
+    run_dir: RunDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List the inference servers of a grpo run: state, policy version, machine. Subcommands add or drop one."""
@@ -121,7 +134,7 @@ def list_servers(
         return
     from rich.console import Console
 
-    found = rows(run_dir)
+    found = rows(run_dir or newest())
     if as_json:
         typer.echo(to_json(found))
     else:
@@ -136,15 +149,15 @@ def add_server(
     gpus: Annotated[
         str | None, typer.Option(metavar="LIST", help="CUDA_VISIBLE_DEVICES of a server that is started.")
     ] = None,
-    run_dir: RunDir = LATEST,
+    run_dir: RunDir = None,
 ) -> None:
     """Start one more server, or add a running one. It gets requests once it is proved and has the newest weights."""
-    typer.echo(change(run_dir, Request("add", url, gpus)))
+    typer.echo(change(run_dir or newest(), Request("add", url, gpus)))
 
 
 @app.command("drop")
 def drop_server(
-    server: Annotated[str, typer.Argument(help="Its name, or http://HOST:PORT.")], run_dir: RunDir = LATEST
+    server: Annotated[str, typer.Argument(help="Its name, or http://HOST:PORT.")], run_dir: RunDir = None
 ) -> None:
     """Take a server out of the run: its requests go to other servers, and a server that the run started ends."""
-    typer.echo(change(run_dir, Request("drop", server)))
+    typer.echo(change(run_dir or newest(), Request("drop", server)))

@@ -9,7 +9,7 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.environments import BUILT_IN
 from grpo_trainer.config.learning_rate import ADAPTER, ADAPTER_MODES, ALL_WEIGHTS, SIZES
 from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
-from grpo_trainer.config.run import PASS_TOKENS, PROMPTS, ApiProcess, RunOptions, build_run
+from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM, PROMPTS, ApiProcess, RunOptions, build_run
 from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.defaults import SMALLEST_PASS
@@ -61,7 +61,8 @@ def defaults() -> str:
         "prompts x answers a step": f"{PROMPTS} x {trainer.sequences_per_step // PROMPTS} (`--prompts-per-step`, "
         "`--env.group_size`)",
         "steps": f"{trainer.training_steps} (`--training-steps`)",
-        "sequence length": f"{trainer.model.seq_len} tokens, or the model's limit if that is lower (`--seq-len`)",
+        "sequence length": f"{trainer.model.seq_len} tokens, or {PROMPT_ROOM} more than `--env.max_tokens` if that is "
+        "longer; at most the model's limit (`--seq-len`)",
         "microbatch": f"{PASS_TOKENS} tokens; on a GPU half as many, and so on down to {SMALLEST_PASS}, until the "
         "memory plan fits (`--max-tokens-per-microbatch`)",
         "loss, KL": f"`{trainer.loss.loss}`, {trainer.loss.kl_beta:g} (`--loss`, `--kl-beta`)",

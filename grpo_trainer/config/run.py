@@ -64,6 +64,8 @@ PROMPTS = 32
 """Prompts a step by default."""
 GROUP = 8
 """Answers to a prompt of an environment whose `group_size` is not known before it runs."""
+PROMPT_ROOM = 1024
+"""Tokens for the prompt beside an answer of `--env.max_tokens`, unless `--seq-len` is given."""
 PASS_TOKENS = 16_384
 """Tokens of a forward pass, unless the user says otherwise or memory allows fewer."""
 DEFAULTS = {"weight_bridge_mode": LoraOnly().mode, "training_steps": 100}
@@ -251,6 +253,8 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     if problems:
         raise ConfigError.of(problems)
     sizes = [settings_check.group_size(each.name, each.env) or GROUP for each in built["environments"]]
+    if "seq_len" not in said:
+        built["trainer"] = _with_room_for_answers(built["trainer"], built["environments"])
     built["trainer"], built["options"] = _with_batch(built["trainer"], built["options"], max(sizes), said)
     unset = {"lr", "seq_len"} - said | ({"run_dir"} if built["options"].run_dir is None else set())
     if built["options"].prompts_per_step and not said & {"batch_size", "max_tokens_per_microbatch"}:
@@ -319,6 +323,16 @@ def _say_one_batch(layers: Sequence[dict[str, dict[str, Any]]]) -> None:
             }
         if any(key.replace("-", "_") == BATCH[1] for each in later for key in each["trainer"]):
             said["options"].pop("prompts_per_step", None)
+
+
+def _with_room_for_answers(trainer: TrainConfig, environments: Sequence[EnvironmentProcess]) -> TrainConfig:
+    """Return the options with room for the longest answers that environments ask for."""
+    answers = [str(each.env.get("max_tokens", "")) for each in environments]
+    longest = max((int(text) for text in answers if text.isdecimal()), default=0)
+    seq_len = max(trainer.model.seq_len, longest + PROMPT_ROOM)
+    if seq_len == trainer.model.seq_len:
+        return trainer
+    return trainer.model_copy(update={"model": trainer.model.model_copy(update={"seq_len": seq_len})})
 
 
 def _with_batch(

@@ -67,9 +67,9 @@ def claim_folder(parent: Path = RUNS) -> Path:
 
 def newest_run(parent: Path = RUNS) -> Path | None:
     """Return the folder of the newest run that was started without `--run-dir`; None: there is none."""
-    numbers = list(_numbers(parent))
-    if numbers:
-        return parent / f"{max(numbers):03d}"
+    numbered = [folder for number in _numbers(parent) if (folder := parent / f"{number:03d}").is_dir()]
+    if numbered:
+        return max(numbered, key=lambda folder: int(folder.name))
     return parent / LATEST if (parent / LATEST).is_dir() else None
 
 

@@ -152,6 +152,15 @@ def test_the_learning_rate_suits_bridge_and_size(shape: ModelShape | None, mode:
     assert chosen(made({"weight_bridge_mode": mode, "lr": 7e-5}), CPU, shape).trainer.optimizer.lr == 7e-5
 
 
+def test_the_sequence_length_has_room_for_the_answers() -> None:
+    def length(*words: str, **flags: Any) -> int:
+        return made(flags, words=words).trainer.model.seq_len
+
+    assert length("--env.max_tokens", "4096") == 4096 + 1024 and length("--env.max_tokens", "256") == 2048
+    assert length("--env.max_tokens", "4096", seq_len=4200) == 4200
+    assert chosen(made(words=("--env.max_tokens", "9000")), CPU, SMALL).trainer.model.seq_len == 8192
+
+
 def test_the_sequence_length_is_at_most_the_models() -> None:
     assert chosen(made(), CPU, TINY).trainer.model.seq_len == 128
     assert chosen(made(), CPU, SMALL).trainer.model.seq_len == 2048

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from grpo_trainer import __version__
+from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
 from grpo_trainer.config.run import RunConfig, build_run
@@ -19,7 +21,7 @@ from grpo_trainer.config.stored import RUN_FILE, claim_folder, newest_run, next_
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
-from tests.old_runs import FINISHED, UNFINISHED
+from tests.old_runs import FINISHED, UNFINISHED, copy_of
 
 
 def stored(folder: Path, *words: str, file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
@@ -336,3 +338,14 @@ def test_data_and_rewards_are_stored_and_the_permission_to_change_them_is_not(tm
     again = continued(tmp_path / "r")
     assert again.environments == config.environments and again.environments[0].name == "dataset"
     assert config.options.allow_changed_data and not again.options.allow_changed_data
+
+
+def test_commands_without_a_folder_take_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("report", "servers"):
+        nothing = CliRunner().invoke(app, [command])
+        assert isinstance(nothing.exception, ConfigError) and nothing.exception.field == "--run-dir"
+    for folder in ("001", "002"):
+        copy_of(FINISHED, tmp_path / "runs").rename(tmp_path / "runs" / folder)
+    assert CliRunner().invoke(app, ["report"]).output == "runs/002/report.html\n"
+    assert json.loads(CliRunner().invoke(app, ["servers", "--json"]).stdout)[0]["name"] == "server"
