@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
-from environments.dataset.data import Data, Row
+from environments.dataset.data import Data, Row, listed
 from environments.maths.answer_form import in_the_asked_form
 from environments.trajectory import Message
 
@@ -57,7 +57,7 @@ class Columns:
         if prompt is None:
             raise ConfigError(
                 field="--data.prompt_column",
-                got=f"the columns {', '.join(there)} in {data.name}",
+                got=f"the columns {listed(there)} in {data.name}",
                 wanted=f"one of {', '.join(PROMPT_COLUMNS)}",
                 fix="name the column with the prompt, or write --data.prompt_template",
             )
@@ -119,8 +119,8 @@ def _chosen(flag: str, named: str | None, usual: Sequence[str], there: Iterable[
     if named in there:
         return named
     near = difflib.get_close_matches(named, there, n=1)
-    fix = f"did you mean {near[0]}?" if near else "name one of these"
-    raise ConfigError("no such column", field=f"{flag} {named}", wanted=f"one of {', '.join(there)}", fix=fix)
+    fix = f"did you mean {listed(near)}?" if near else "name one of these"
+    raise ConfigError("no such column", field=f"{flag} {named}", wanted=f"one of {listed(there)}", fix=fix)
 
 
 def _messages(column: str, value: Any) -> list[Message]:

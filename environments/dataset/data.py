@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -368,11 +368,16 @@ def _split_of(field: str, found: Any, split: str | None, flag: str) -> Any:
     if split is None:
         if "train" in names or len(names) == 1:
             return found["train" if "train" in names else names[0]]
-        raise ConfigError(field=flag, got="no split", wanted=f"one of {', '.join(names)}", fix=f"add {flag} {names[0]}")
+        raise ConfigError(
+            field=flag, got="no split", wanted=f"one of {listed(names)}", fix=f"add {flag} {listed(names[:1])}"
+        )
     if split not in names:
         near = difflib.get_close_matches(split, names, n=1) or names[:1]
         raise ConfigError(
-            "no such split", field=f"{flag} {split}", wanted=f"one of {', '.join(names)}", fix=f"for example {near[0]}"
+            "no such split",
+            field=f"{flag} {split}",
+            wanted=f"one of {listed(names)}",
+            fix=f"for example {listed(near)}",
         )
     return found[split]
 
@@ -422,7 +427,7 @@ def _explained(field: str, error: BaseException, path: Path | None) -> ConfigErr
         fix = "accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
         return ConfigError("the data set is gated", field=field, got="no access", wanted="a token with access", fix=fix)
     if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
-        subsets = found[1].replace("'", "")
+        subsets = listed(found[1].replace("'", "").split(", "))
         return ConfigError(field="--data.subset", got=_subset_of(text), wanted=f"one of {subsets}", fix="name one")
     if "OfflineModeIsEnabled" in names or os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "on", "yes"):
         fix = "unset HF_HUB_OFFLINE, or name a file or folder"
@@ -453,9 +458,16 @@ def _first_bad_line(path: Path) -> int:
     return 1
 
 
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Return names of a data set for a message: not too many, and with control characters escaped."""
+    names = list(names)
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(_short(name.encode()) for name in names[:most]) + more
+
+
 def _first_line(error: BaseException) -> str:
     """Return an error's first line, short enough for a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return _short((str(error).strip().splitlines() or [type(error).__name__])[0].encode(), 300)
 
 
 def _short(text: bytes, most: int = 80) -> str:

@@ -34,6 +34,7 @@ from typing import Any, Final
 from environments.config import ConfigError
 from environments.data_config import REGEX, RewardConfig
 from environments.dataset.columns import boxed_or_all
+from environments.dataset.data import listed
 from environments.maths.gsm8k import after_thinking
 from environments.maths.judge import MathJudge
 from environments.threads import Threads
@@ -171,7 +172,7 @@ class RewardLoader:
                 raise ConfigError(
                     "it compares with right answers",
                     field=f"--reward {name}",
-                    got=f"the columns {', '.join(self._columns)}",
+                    got=f"the columns {listed(self._columns)}",
                     wanted="answer, solution or label",
                     fix="name the column by --data.answer_column",
                 )
@@ -222,7 +223,7 @@ class RewardLoader:
                     "an argument is neither a column nor one of TRL's",
                     field=field,
                     got=each.name,
-                    wanted=f"one of {', '.join(known)}",
+                    wanted=f"one of {listed(known)}",
                     fix=f"did you mean {near[0]}?" if near else "give it a default, or rename the column",
                 )
 

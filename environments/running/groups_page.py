@@ -102,7 +102,9 @@ def _answer(group: wire.ScoredData, index: int, messages: Sequence[dict[str, Any
 
 
 def _messages(messages: Sequence[dict[str, Any]]) -> str:
-    pairs = ((str(message.get("role")), _text(message.get("content"))) for message in messages)
+    pairs = [(str(message.get("role")), _text(message.get("content"))) for message in messages]
+    extras = [message["extra"] for message in messages if isinstance(message.get("extra"), dict)]
+    pairs += [(str(name), str(value)) for extra in extras for name, value in extra.items()]
     return "".join(
         f'<small class="role">{html.escape(role)}</small><pre>{html.escape(text)}</pre>' for role, text in pairs
     )

@@ -240,6 +240,13 @@ def test_columns_that_are_missing_are_named(
     assert caught.value.field == field and fix in caught.value.fix
 
 
+def test_names_of_foreign_columns_are_shown_escaped_and_not_all(tmp_path: Path) -> None:
+    row = {f"\x1b[31m{number}": 1 for number in range(50)}
+    with pytest.raises(ConfigError) as caught:
+        columns(tmp_path / "rows.jsonl", [row])
+    assert "\x1b" not in str(caught.value) and "\\x1b[31m19" in caught.value.got and "30 more" in caught.value.got
+
+
 USER = {"role": "user", "content": "hi"}
 
 
