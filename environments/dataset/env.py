@@ -1,6 +1,7 @@
 """The environment behind ``grpo run --data D --reward R``: rows of a data set, scored by reward functions.
 
-grpo env dataset process --data problems.jsonl --reward my.py:f --env.data_path_to_save_groups groups.jsonl
+Without a trainer: ``grpo env dataset process --data problems.jsonl --reward my.py:f``, or ``evaluate``, which scores
+all rows if none are held out.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         if other is not None:
             self._evaluated, held_out = other, await asyncio.to_thread(self._usable, other)
         else:
-            usable, held_out = self._split(usable)
+            usable, held_out = self._split(usable, len(self._source.rows))
         self._held_out: Sequence[int] = held_out
         self.items = Shuffled(usable, self.config.seed)
         self._say(len(usable))
@@ -175,18 +176,21 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             )
         return fitting if data.whole else array("Q", range(len(data.rows)))
 
-    def _split(self, usable: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the rows to train on and the held-out ones, always the same of the same data."""
+    def _split(self, usable: Sequence[int], rows: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the usable rows to train on and the held-out ones, always the same of the same data."""
         count = self.data.held_out
-        if not count:
-            return usable, ()
-        if count >= len(usable):
+        chosen = set(random.Random(SPLIT_SEED).sample(range(rows), count)) if count < rows else set(usable)
+        train, held_out = (
+            array("Q", (number for number in usable if (number in chosen) is kept)) for kept in (False, True)
+        )
+        if not train or (count and not held_out):
             raise ConfigError(
-                field="--data.held_out", got=count, wanted=f"fewer than the {len(usable)} rows", fix="lower it"
+                field="--data.held_out",
+                got=count,
+                wanted=f"a number that leaves some of {len(usable)} usable rows to train on, and some to evaluate",
+                fix="change it",
             )
-        chosen = set(random.Random(SPLIT_SEED).sample(range(len(usable)), count))
-        train = array("Q", (number for place, number in enumerate(usable) if place not in chosen))
-        return train, array("Q", (usable[place] for place in sorted(chosen)))
+        return train, held_out
 
     def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
         """Return a row, and its prompt as it is in the data set.
@@ -266,14 +270,16 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the mean rewards of answers to the held-out rows, with 95 % confidence intervals.
 
-        The intervals count rows, not samples: several answers to one row are not independent.
+        The intervals count rows, not samples: several answers to one row are not independent. Without a trainer and
+        without held-out rows it scores all rows.
         """
-        if not self._held_out:
+        numbers = self._held_out or (() if self.curr_step else list(self._usable(self._source)))
+        if not numbers:
             if not self._said_no_rows:
                 self._said_no_rows = True
                 log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
             return {}
-        examined = await asyncio.gather(*(self._examine(number) for number in self._held_out))
+        examined = await asyncio.gather(*(self._examine(number) for number in numbers))
         found: dict[str, list[float]] = {}
         for figures in examined:
             for name, value in figures.items():

@@ -170,14 +170,43 @@ def test_evaluation_scores_held_out_rows_with_the_same_rewards_and_intervals(
     assert metrics["rows"] == 4 and env.measures.take() == {}
 
 
-def test_without_held_out_rows_an_evaluation_is_empty(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
+def test_without_held_out_rows_all_are_evaluated_but_none_of_those_that_are_trained_on(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
     env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{rewards}:right"])
 
-    async def scene() -> dict[str, float]:
+    async def scene() -> tuple[dict[str, float], dict[str, float]]:
         await env.setup()
-        return await env.evaluate()
+        alone = await env.evaluate()
+        env.curr_step = 3
+        return alone, await env.evaluate()
 
-    assert asyncio.run(scene()) == {}
+    alone, in_a_run = asyncio.run(scene())
+    assert alone["rows"] == 20 and alone["reward"] == 0.05  # 1 is the answer to 0+1= alone
+    assert in_a_run == {}
+
+
+@pytest.mark.parametrize("count", [20, 25])
+def test_not_all_rows_can_be_held_out(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, count: int) -> None:
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError) as caught:
+        asked(environment(tokenizer, data, [f"{rewards}:right"], options={"held_out": count}))
+    assert caught.value.field == "--data.held_out"
+
+
+def test_held_out_rows_do_not_depend_on_which_prompts_fit(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    rows = [{"prompt": "1" * (10 + 3 * number), "answer": "1"} for number in range(20)]
+    data = written(tmp_path / "rows.jsonl", rows)
+
+    async def held_out(longest: int) -> set[int]:
+        env = environment(tokenizer, data, [f"{rewards}:right"], options={"held_out": 10}, max_token_length=longest)
+        await env.setup()
+        return set(env._held_out)
+
+    few, many = (asyncio.run(held_out(longest)) for longest in (50, 80))
+    assert 0 < len(few) < len(many) == 10 and few < many
 
 
 def test_intervals_of_shares_are_wilsons_and_of_other_values_normal() -> None:
