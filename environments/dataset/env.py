@@ -54,6 +54,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     """Rows of a data set, scored by reward functions. An item is the number of a row."""
 
     name = "dataset"
+    program = "python -m environments.dataset"
     env_config_cls = DatasetConfig
     takes_data = True
 
