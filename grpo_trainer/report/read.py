@@ -81,13 +81,15 @@ class Run:
         """What the user set for the trainer and, as `NAME.OPTION`, for environments; without secrets."""
         found = {key: value for key, value in self.configs.get("trainer", {}).items() if key not in DERIVED}
         for name, tables in self.configs.items():
-            own = tables.get("env") if name.startswith("env-") else None
+            if not name.startswith("env-"):
+                continue
+            kind, own = name.removeprefix("env-"), tables.get("env")
             own = own if isinstance(own, Mapping) else {}
-            found |= {
-                f"{name.removeprefix('env-')}.{key}": value
-                for key, value in own.items()
-                if key not in SET_FOR_ENVIRONMENTS
-            }
+            found |= {f"{kind}.{key}": value for key, value in own.items() if key not in SET_FOR_ENVIRONMENTS}
+            data = tables.get("data")
+            found |= {f"{kind}.data.{key}": value for key, value in (data if isinstance(data, Mapping) else {}).items()}
+            if rewards := tables.get("rewards"):
+                found[f"{kind}.rewards"] = rewards
         return {key: value for key, value in found.items() if value != HIDDEN}
 
 

@@ -388,13 +388,14 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     b = write_run(tmp_path / "b", [row(1, **{"alignment/kl_rollout": 0.1})], lr=5e-4, seed=0, save_path="y")
     for folder, size in ((a, 8), (b, 16)):
         settings = f'[env]\ngroup_size = {size}\nmetrics_path = "{folder}"\nrollout_api_key = "{folder}"\n'
+        settings += f'[data]\npath = "{size}.jsonl"\n[[rewards]]\nfunction = "my.py:f"\nweight = {size}.0\n'
         (folder / "config" / "env-sums.toml").write_text(settings)
     runs = [read_run(a), read_run(b)]
     assert [(line.name, line.run, line.colour) for line in all_plots(runs)[0].lines] == [("mean", 0, 0), ("mean", 1, 1)]
     kl = plots_of(*runs)["KL"]
     of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
     assert [(line.name, line.run, line.dash) for line in kl.lines] == [(of_reference, 0, 0), (of_rollout, 1, 1)]
-    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == ["lr", "sums.group_size"]
+    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == ["lr", "sums.data.path", "sums.group_size", "sums.rewards"]
     assert "0.0005" in differences(runs)
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
