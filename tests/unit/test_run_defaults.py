@@ -184,6 +184,8 @@ def test_the_start_says_what_is_trained() -> None:
     for part in ("rank 16", "lora_only", "100 steps", "32 prompts x 8 answers", "2048", "1e-05", "dapo", "0.04"):
         assert part in text
     assert "arithmetic" in text and "trainer " in text and "of 80.0 GB" in text
+    rows = described(made({"data": "rows.jsonl", "reward": ["r.py:f", "r.py:g=0.5"]}), CPU, None)
+    assert "dataset (data rows.jsonl, rewards r.py:f and r.py:g=0.5)" in rows
     older = described(made({"batch_size": 4, "weight_bridge_mode": "none"}), CPU, None)
     assert "all weights" in older and "128 answers" in older
 
