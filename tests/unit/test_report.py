@@ -395,7 +395,8 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     kl = plots_of(*runs)["KL"]
     of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
     assert [(line.name, line.run, line.dash) for line in kl.lines] == [(of_reference, 0, 0), (of_rollout, 1, 1)]
-    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == ["lr", "sums.data.path", "sums.group_size", "sums.rewards"]
+    names = ["lr", "sums.data.path", "sums.group_size", "sums.rewards"]
+    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == names
     assert "0.0005" in differences(runs)
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
