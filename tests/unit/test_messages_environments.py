@@ -12,6 +12,9 @@ import pytest
 from environments.api import intake, wire
 from environments.api.records import ApiError
 from environments.config import ConfigError
+from environments.data_config import DataConfig
+from environments.dataset.columns import Columns
+from environments.dataset.data import read_data
 from environments.peers.http import PeerGone, PeerRefused
 from environments.running.runner import EnvironmentFailed
 from tests.stand_ins import Reply, answering
@@ -193,3 +196,56 @@ def test_a_request_that_the_server_refuses() -> None:
     )
     assert (answer.code, answer.type, answer.param) == (422, "UnprocessableEntityError", "body")
     assert answer.message == f"{answer.param}: got {answer.got}, wanted {answer.wanted}; {answer.fix}"
+
+
+# data sets and rewards ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        (
+            "rows.jsonl",
+            '{"prompt": "a"}\n{"prompt": \n',
+            '--data FILE, line 2: got {"prompt": (Expecting value, (byte 11)), wanted one JSON object; correct or '
+            "remove the line",
+        ),
+        ("rows.csv", "", "--data FILE: got an empty file, wanted one row or more"),
+        (
+            "rows.txt",
+            "a",
+            "--data FILE: not a kind of file that can be read; got the ending .txt, wanted a .jsonl, .json, .csv, "
+            ".tsv or .parquet file; rename or convert it",
+        ),
+        (
+            "rows.json",
+            '[{"text": "a"}]',
+            "--data.prompt_column: got the columns text in FILE, wanted one of prompt, question, problem, messages; "
+            "name the column with the prompt, or write --data.prompt_template",
+        ),
+    ],
+)
+def test_data_that_cannot_be_used(tmp_path: Path, name: str, content: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    config = DataConfig(path=str(file))
+    with pytest.raises(ConfigError) as error:
+        Columns.of(config, read_data(config)[0])
+    assert str(error.value) == text.replace("FILE", str(file))
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ("my.py:f=abc", "--reward my.py:f=abc: got the weight 'abc', wanted a finite number after =; for example "
+         "my.py:length=0.1"),
+        ("my.py", "--reward my.py: got 'my.py', wanted FILE.py:FUNCTION, MODULE:FUNCTION, or a built-in: exact_match, "
+         "math, regex:PATTERN; name the function: my.py:FUNCTION"),
+        ("regex:(", "--reward regex:(: not a regular expression: missing ), unterminated subpattern at position 0; got "
+         "'(', wanted Python's syntax"),
+    ],
+)  # fmt: skip
+def test_rewards_that_cannot_be_read(reward: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse("--env.tokenizer_name", "model", "--reward", reward)
+    assert str(error.value) == text
