@@ -21,19 +21,20 @@ An environment that needs more than one question and one answer overrides `colle
 
 import asyncio
 import logging
+import math
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
 
 from typing_extensions import TypeVar
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, PromptTooLong
+from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.data_config import DataConfig, RewardConfig
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
@@ -41,7 +42,7 @@ from environments.peers.teacher import Teacher
 from environments.running.data_record import DataSet
 from environments.scoring import Scoring
 from environments.threads import Threads
-from environments.tokenizers import render, with_system_prompt
+from environments.tokenizers import known_tokens, render, with_system_prompt
 from environments.trajectory import Message, Trajectory, scored_group, truncated_of, without_truncated
 from grpo_common.trace import stage
 
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+MADE_UP = ("The answer is 42.", "I do not know.")
+"""Answers whose scores a trial asks for."""
 
 Item = TypeVar("Item")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
@@ -208,6 +212,70 @@ class BaseEnv(Generic[Item, Config]):
         if self.config.mask_truncated:
             group = without_truncated(group)
         return group if self.teacher is None else await self.teacher.annotate(group)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether what is learnt is only which answers of a group score higher than others, so that a group of one
+        teaches nothing. An environment that makes its groups itself may give advantages, or answers to imitate."""
+        return type(self).collect_trajectories is BaseEnv.collect_trajectories
+
+    async def rehearse(self, item: Item, doing: Callable[[str], None]) -> str:
+        """Try an item without a server: its prompt, and the scores of made-up answers.
+
+        Args:
+            doing: called with the name of each step that begins.
+
+        Returns:
+            What was seen, in words.
+
+        Raises:
+            PromptTooLong: The prompt leaves no room for an answer.
+            ConfigError: The class can't score, the prompt has tokens that the model does not know, or a score is no
+                number.
+        """
+        cls, name = type(self), type(self).__name__
+        collects = not self.compares_answers
+        scores_groups = cls.score_group is not BaseEnv.score_group
+        if not collects and not scores_groups and cls.score is BaseEnv.score:
+            raise ConfigError(field=name, got="neither score() nor score_group()", wanted="one", fix="write score()")
+        if cls.prompt is BaseEnv.prompt:
+            if collects:
+                return "an item"
+            raise ConfigError(field=name, got="no prompt()", wanted="prompt(), or collect_trajectories()")
+        doing("prompt()")
+        prompt = self.prompt(item)
+        token_ids = self.encode(prompt)
+        self._check_known(token_ids)
+        seen = f"a prompt of {len(token_ids)} tokens, room for {self.config.max_token_length - len(token_ids)}"
+        if collects:
+            return seen
+        doing("score_group()" if scores_groups else "score()")
+        completions = [self._made_up(token_ids, text) for text in MADE_UP]
+        scores = await self.scoring.within(item, self.score_group(item, completions))
+        for score in scores if isinstance(scores, Sequence) and len(scores) == len(MADE_UP) else [scores]:
+            if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):
+                raise ConfigError(
+                    field=f"{name}: score{'_group' if scores_groups else ''}()",
+                    got=repr(score)[:200],
+                    wanted=f"{len(MADE_UP)} finite numbers, or None" if scores_groups else "a finite number, or None",
+                )
+        scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
+        shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
+        return f"{seen}; two made-up answers score {' and '.join(shown)}"
+
+    def _check_known(self, token_ids: list[int]) -> None:
+        vocabulary = known_tokens(self.config.tokenizer_name)
+        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
+            raise ConfigError(
+                field="--env.tokenizer_name",
+                got=f"{self.config.tokenizer_name}: a prompt with token {max(token_ids)}",
+                wanted=f"ids below {vocabulary}, which is all that the model knows",
+                fix="use the tokenizer that belongs to the model",
+            )
+
+    def _made_up(self, prompt: list[int], text: str) -> Completion:
+        token_ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
+        return Completion(prompt, token_ids, [0.0] * len(token_ids), text, "stop", None, self.config.temperature)
 
     async def evaluate(self) -> dict[str, float]:
         """Return metrics of the current policy; `accuracy` should be among them. By default there are none."""

@@ -176,6 +176,11 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         self.check_room(talk.tokens)
         return talk
 
+    async def rehearse(self, item: Item, doing: Callable[[str], None]) -> str:
+        """Try the beginning of a conversation without a server; see `BaseEnv.rehearse`."""
+        doing("opening()")
+        return f"a beginning of {len(self.begin(item).tokens)} tokens"
+
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""
         talk = self.begin(item)

@@ -1,11 +1,13 @@
 """The model's tokenizer: loading it, and rendering prompts by its chat template."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from environments.config import ConfigError, PromptRefused
 from environments.trajectory import Message
+from grpo_common.models import CONFIG_FILE, find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,17 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError(
             field="--env.tokenizer_name", got=f"{name} ({reason})", wanted="a tokenizer", fix="name a model's folder"
         ) from None
+
+
+def known_tokens(name: str) -> int | None:
+    """Return how many token ids the model of a tokenizer knows, by its config.json; None: it is not here."""
+    folder = find_folder(name)
+    try:
+        config = {} if folder is None else json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def with_system_prompt(

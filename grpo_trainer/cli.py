@@ -15,7 +15,7 @@ import typer
 from grpo_common.errors import UserError, collected
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
-from grpo_trainer.config.environments import BUILT_IN, environment_module
+from grpo_trainer.config.environments import BUILT_IN, environment_command
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
@@ -61,7 +61,7 @@ Environment = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Environment: {', '.join(BUILT_IN)}, or a Python module of yours (default: arithmetic). "
+        help=f"Environment: {', '.join(BUILT_IN)}, or a Python module or file of yours (default: arithmetic). "
         "--env.KEY and --openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
@@ -234,20 +234,23 @@ def api(ctx: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def env(ctx: typer.Context) -> None:
-    """Run a built-in environment or your own module: `grpo env NAME serve …`."""
+    """Run a built-in environment, or your own module or file: `grpo env NAME serve …`."""
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN)
         typer.echo(
-            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known},\nor a module of yours.\n\n"
+            f"Usage: grpo env NAME serve|process|evaluate|try [OPTIONS]\n\nNAME: {known},\nor a module or file of "
+            "yours.\n\n"
             "  serve     send scored groups to the rollout API, as in a run\n"
             "  process   write scored groups to a file and an HTML page, without a trainer\n"
-            "  evaluate  score the server's answers to held-out items\n\n"
+            "  evaluate  score the server's answers to held-out items\n"
+            "  try       check it without a server: setup, a prompt, two scores\n\n"
             "Each command lists its options: grpo env NAME serve --help.\n"
             "Before the first use of verifiers: grpo env verifiers install."
         )
         raise typer.Exit(0 if ctx.args else 2)
     name = ctx.args[0]
-    _become(environment_module(name, said="grpo env"), ctx.args[1:], called=f"grpo env {name}")
+    module, *named = environment_command(name, said="grpo env")
+    _become(module, [*named, *ctx.args[1:]], called=f"grpo env {name}")
 
 
 @app.command("export")

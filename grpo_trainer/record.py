@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer import __version__
-from grpo_trainer.config.environments import BUILT_IN, environment_module
+from grpo_trainer.config.environments import BUILT_IN
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.stored import RUN_FILE, run_file
 from grpo_trainer.files import replace_file
@@ -81,13 +81,11 @@ def _facts(gpus: Sequence[str]) -> dict[str, Any]:
 def _own_code(config: RunConfig) -> Iterator[Path]:
     """Yield the files of rewards, and of environments that are not part of this package, without importing them."""
     for environment in config.environments:
-        names = [] if environment.name in BUILT_IN else [environment_module(environment.name)]
-        for source in environment.reward_sources:
-            if source.endswith(".py"):
-                yield Path(source).expanduser()
-            else:
-                names.append(source)
-        for name in names:
+        own = [] if environment.name in BUILT_IN else [environment.name.partition(":")[0]]
+        for name in (*own, *environment.reward_sources):
+            if name.endswith(".py"):
+                yield Path(name).expanduser()
+                continue
             parts = Path(*name.split("."))
             for folder in (Path.cwd(), *map(Path, sys.path)):
                 module, package = folder / parts.with_suffix(".py"), folder / parts / "__init__.py"

@@ -47,6 +47,7 @@ from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.launch.trial import Trials, refuse_failed, trying
 from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
@@ -68,8 +69,12 @@ def run(config: RunConfig, console: Console) -> None:
     refuse_newer(config)
     refuse_missing(config.trainer.model.name)
     warn_of_lr(config.trainer)
-    with joined(config.options.cluster, config.options.cluster_nodes) as cluster, own_folder(config) as config:
-        _run(config, console, cluster)
+    with (
+        joined(config.options.cluster, config.options.cluster_nodes) as cluster,
+        own_folder(config) as config,
+        trying(config) as trials,
+    ):
+        _run(config, console, cluster, trials)
 
 
 @contextmanager
@@ -86,9 +91,11 @@ def own_folder(config: RunConfig) -> Iterator[RunConfig]:
             folder.rmdir()
 
 
-def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> None:
-    """Run on this machine, or on a cluster."""
+def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials: Trials) -> None:
+    """Run on this machine, or on a cluster, once the environments have been tried."""
     ports = {} if cluster else claim_ports(wanted_ports(config))  # a cluster's are those of its machines
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    refuse_failed(trials.outcomes(say), say)
 
     def ask_aloud(model: str) -> PreflightReport:
         console.print("asking vLLM whether it serves the model", highlight=False)

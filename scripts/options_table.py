@@ -29,7 +29,7 @@ def tables() -> str:
     parts.append(
         "\n| option | default | |\n|---|---|---|\n"
         f"| `--env` | `arithmetic` | The environment: {', '.join(f'`{name}`' for name in BUILT_IN)}, "
-        "or a module of yours. |\n"
+        "or a module or file of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
         "| `--dry-run`, `--json` | | Print the processes that the run would start, as a table or as JSON, and start "
         "none. |\n"

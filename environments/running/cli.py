@@ -1,4 +1,4 @@
-"""The command line that every environment has: ``serve``, ``process`` and ``evaluate``."""
+"""The command line that every environment has: ``serve``, ``process``, ``evaluate`` and ``try``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from environments.peers.roster import servers
 from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
 from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, Failures, serve, unfit, until
+from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import allow_interrupts
 from environments.threads import settled
 from environments.tokenizers import load_tokenizer
@@ -40,6 +41,7 @@ COMMANDS = {
     "serve": "supply a trainer with scored groups through the rollout API",
     "process": "write scored groups to a JSONL file and an HTML page; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
+    "try": "check the environment without a server: setup, a prompt, the scores of two made-up answers",
 }
 
 PROCESSED_AT_ONCE = 64
@@ -59,8 +61,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     try:
         sys.exit(_run(env_cls, prog, arguments))
     except (ConfigError, FormatError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail_and_exit(error, prog)
     except PeerError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -98,7 +99,13 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
+    report().doing("loading the tokenizer")
     tokenizer = load_tokenizer(settings.env.tokenizer_name)
+    if command == "try":
+        found = asyncio.run(try_out(env_cls, settings, tokenizer))
+        report().succeed(found)
+        print(f"{env_cls.name}: {found}", flush=True)
+        return 0
     asyncio.run(_command(command, env_cls, settings, tokenizer))
     return 0
 
@@ -205,7 +212,14 @@ async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> wir
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:
-    """Print the environment's metrics as one line of JSON."""
+    """Print the environment's metrics as one line of JSON.
+
+    Raises:
+        ConfigError: It has none.
+    """
     await settled(env.setup())
-    metrics = await env.evaluate()
+    if not (metrics := await env.evaluate()):
+        raise ConfigError(
+            field=f"{env.name}: evaluate()", got="no metrics", wanted="metrics by name", fix="write evaluate(self)"
+        )
     print(json.dumps({"env": env.name, **metrics}, default=float), flush=True)

@@ -27,11 +27,14 @@ class BuiltIn:
         module: runs it.
         settings: name of its settings class.
         settings_module: has that class, and imports nothing heavy; empty: it is `module`.
+        is_tried: a run tries it before it starts. What it does depends on more than the settings, which are checked
+            without a trial.
     """
 
     module: str
     settings: str
     settings_module: str = ""
+    is_tried: bool = True
 
 
 DATASET: Final = "dataset"
@@ -40,13 +43,13 @@ DATASET_MODULE: Final = "environments.dataset"
 
 BUILT_IN: Final = MappingProxyType(
     {
-        "arithmetic": BuiltIn("environments.arithmetic_server", "ArithmeticConfig"),
+        "arithmetic": BuiltIn("environments.arithmetic_server", "ArithmeticConfig", is_tried=False),
         "dataset": BuiltIn(DATASET_MODULE, "DatasetConfig", settings_module=f"{DATASET_MODULE}.env"),
         "gsm8k": BuiltIn("environments.gsm8k_server", "Gsm8kConfig"),
         "verifiers": BuiltIn(
             "environments.verifiers_server", "VerifiersConfig", settings_module="environments.from_verifiers.config"
         ),
-        "word_problems": BuiltIn("environments.word_problems_server", "WordProblemsConfig"),
+        "word_problems": BuiltIn("environments.word_problems_server", "WordProblemsConfig", is_tried=False),
     }
 )
 """By short name."""

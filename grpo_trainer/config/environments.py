@@ -24,7 +24,7 @@ class EnvironmentProcess(Section):
 
     name: str = option(
         "arithmetic",
-        help=f"{', '.join(BUILT_IN)}, or the module of your own environment.",
+        help=f"{', '.join(BUILT_IN)}, or the module or file of your own environment.",
         flags=("--env",),
     )
     env: dict[str, Any] = Field(default_factory=dict)
@@ -38,23 +38,50 @@ class EnvironmentProcess(Section):
         return settings_check.reward_sources(self.rewards)
 
 
-def environment_module(name: str, said: str = "--env") -> str:
-    """The module that runs an environment: a built-in by its short name, or the user's, dotted or in plain sight.
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
+    """Return what follows `python -m` to run an environment: a built-in by its short name, or the user's module or
+    file, with `:CLASS` where it has several classes.
 
     Args:
         said: the flag or command that named it, for the message.
+
+    Raises:
+        ConfigError: there is none of this name.
     """
     if name in BUILT_IN:
-        return BUILT_IN[name].module
-    if "." in name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]):
-        return name
+        return (BUILT_IN[name].module,)
+    module = name.partition(":")[0]
+    if module.endswith(DATA_FILES):
+        raise ConfigError(
+            "a data file is not an environment",
+            field=said,
+            got=name,
+            wanted="the module or the Python file of an environment",
+            fix=f"train on the data set by --data {name} --reward FILE.py:FUNCTION",
+        )
+    if module.endswith(".py") or "/" in module:
+        if Path(module).is_file():
+            return ("environments", name)
+    elif "." in module or PathFinder.find_spec(module, [str(Path.cwd()), *sys.path]):
+        return ("environments", name)
     known = ", ".join(BUILT_IN)
-    near = _nearest_file(name)
+    near = _nearest_file(Path(module).stem if "/" in module or module.endswith(".py") else module)
+    if module.endswith(".py") or "/" in module:
+        raise ConfigError(
+            "no such file",
+            field=said,
+            got=name,
+            wanted="a Python file",
+            fix=f"did you mean {near}?" if near else "correct the path",
+        )
     raise ConfigError(
         f"no module of this name in {Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})",
         field=said,
         got=name,
-        wanted=f"one of {known}, or the module of your own",
+        wanted=f"one of {known}, or the module or file of your own",
         fix=f"did you mean {'.'.join(near.with_suffix('').parts)} ({near})?"
         if near
         else f"start in the folder of your own {name}.py, or name it by its package, such as my_envs.{name}",
@@ -73,7 +100,7 @@ def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Probl
     found: list[Problem] = []
     for environment in environments:
         with collected(found):
-            environment_module(environment.name)
+            environment_command(environment.name)
         own: list[Problem] = []
         with collected(own):
             settings_check.check(environment.name, environment.env)

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -396,6 +397,7 @@ def _parameters(leaf: Leaf, name: str, prefix: str, *, hidden: bool) -> Iterator
             flag, help=help_text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel, hidden=is_hidden
         )
         variable = f"{prefix}{each}".replace(".", "__").replace("-", "_")
+        variable += "_" if iskeyword(variable) else ""
         yield inspect.Parameter(
             variable, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
         )

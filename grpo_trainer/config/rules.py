@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from environments.running.settings_check import group_size
+from environments.running.settings_check import BUILT_IN, group_size
 from grpo_common.errors import Problem
 from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
@@ -165,10 +165,25 @@ def copies(case: Case) -> Iterator[Problem]:
         yield Problem("--checkpoint-url", there, "another folder, best of another disk", "choose another", why)
 
 
+LONE_ANSWERS = Problem(
+    *("--env.group_size", "1", "2 or more", "for example --env.group_size 8"),
+    "the answers of a group are compared with each other, so a group of one teaches nothing",
+)
+
+
+def learns_from_lone_answers(trainer: TrainConfig) -> bool:
+    """Whether a sequence that is compared with no other has a gradient."""
+    return trainer.loss.trains_without_advantage or trainer.loss.distill_coef > 0
+
+
 @rule
 def groups(case: Case) -> Iterator[Problem]:
     if case.run is None:
         return
+    if not learns_from_lone_answers(case.trainer):
+        for environment in case.run.environments:  # a user's own is judged when it is tried
+            if environment.name in BUILT_IN and group_size(environment.name, environment.env) == 1:
+                yield LONE_ANSWERS
     sequences = case.trainer.sequences_per_step
     sizes = [group_size(environment.name, environment.env) for environment in case.run.environments]
     known = [size for size in sizes if size is not None]

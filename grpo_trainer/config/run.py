@@ -113,6 +113,11 @@ class RunOptions(Section):
     trace: bool = option(
         False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
     )
+    try_environments: bool = option(
+        True,
+        help="Try the environments before anything starts: import, setup, one item, its prompt, two scores.",
+        flags=("--try",),
+    )
     trainer_gpus: int = option(
         1,
         help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "

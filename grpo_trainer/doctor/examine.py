@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,17 @@ from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
 from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
+from grpo_trainer.launch.trial import Trials, trying
 from vllm_server.protocol import PreflightReport
 
 
 def _served_now(model: str) -> PreflightReport:
     """Whatever was said before."""
     return preflight(model, again=True)
+
+
+def _trying_all(config: RunConfig) -> AbstractContextManager[Trials]:
+    return trying(config, everything=True)
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Probes:
         nccl: tries NCCL; called with `gpus`, their number.
         served: vLLM's word on a model.
         named: whether a model's name means anything; it may ask the hub.
+        trying: tries the environments in the background.
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
     nccl: Callable[..., Finding] = check_nccl
     served: Callable[[str], PreflightReport] = _served_now
     named: Callable[[str], Finding] = check_name
+    trying: Callable[[RunConfig], AbstractContextManager[Trials]] = _trying_all
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,12 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
         findings += [_refusal("configuration", each) for each in config.problems]
     if run is None:
         return Examination(tuple(findings))
+    with probes.trying(run) as trials:
+        return _of_run(machine, run, probes, findings, trials)
+
+
+def _of_run(machine: Machine, run: RunConfig, probes: Probes, findings: list[Finding], trials: Trials) -> Examination:
+    """Add the checks of a run to the machine's; meanwhile its environments are tried."""
     problems = check(run, Hardware(machine.on_gpu, len(machine.gpus)))
     together = [_refusal("options together", each) for each in problems]
     findings += [
@@ -101,6 +115,9 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
         else:
             findings.append(skip("memory", "this machine is one of a cluster; see grpo run --dry-run"))
     findings.append(_served(run.trainer.model.name, files, findings, probes))
+    findings += [of_run.check_environment(outcome) for outcome in trials.outcomes()]
+    if not run.options.try_environments:
+        findings.append(skip("environments", "--no-try: not tried"))
     return Examination(tuple(findings), plan)
 
 

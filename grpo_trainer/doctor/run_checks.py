@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_common.ports import port_holder
@@ -22,6 +23,7 @@ from grpo_trainer.doctor.model import ModelFiles, ModelShape, shape_of
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
+from grpo_trainer.launch.trial import Outcome
 from grpo_trainer.shared.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
 
@@ -66,6 +68,19 @@ def check_ports(config: RunConfig) -> Finding:
     if wanted["api"] and wanted["api"] in [port for table, port in wanted.items() if table != "api"]:
         return fail("ports", f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
     return ok("ports", ", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
+
+
+def check_environment(outcome: Outcome) -> Finding:
+    """Did the environment's trial go well?"""
+    name = f"environment {outcome.environment}"
+    if outcome.problems:
+        problem, *others = outcome.problems
+        more = "".join(f"; {other}" for other in others)
+        got = f"{replace(problem, wanted='', fix='')}{more}"
+        return fail(name, got, problem.wanted or "no error", problem.fix or "correct it")
+    if not outcome.found:
+        return warn(name, f"not tried to its end: {outcome.doing}", "an end within 20 s", "--no-try leaves it out")
+    return ok(name, outcome.found)
 
 
 # the model -------------------------------------------------------------------------------------------------

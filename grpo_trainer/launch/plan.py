@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
 from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
-from grpo_trainer.config.environments import EnvironmentProcess, environment_module
+from grpo_trainer.config.environments import EnvironmentProcess, environment_command
 from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, VllmConfig, arguments
@@ -128,7 +128,7 @@ def plan_run(
     for name, seed, environment in _named(config.environments):
         file = folder / f"{name}.toml"
         files[file] = _environment_tables(config, name, seed, environment, ports, places)
-        argv = (python, "-m", environment_module(environment.name), "serve", "--config", str(file))
+        argv = (python, "-m", *environment_command(environment.name), "serve", "--config", str(file))
         environments.append(ProcessSpec(name, argv, may_end=True, restarts=name, after_errors=True))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
@@ -391,7 +391,15 @@ def _named(environments: tuple[EnvironmentProcess, ...]) -> Iterator[tuple[str, 
 
 
 def _kind(environment: EnvironmentProcess) -> str:
-    return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+    module = environment.name.partition(":")[0].removesuffix(".py").rpartition("/")[2]
+    return f"env-{module.rpartition('.')[2].removesuffix('_server')}"
+
+
+def environment_settings(config: RunConfig) -> Iterator[tuple[str, EnvironmentProcess, Mapping[str, Any]]]:
+    """Yield each environment's name, itself, and the tables of its configuration file, before ports are known."""
+    ports = dict.fromkeys(("api", *config.server.names), 0)
+    for name, seed, environment in _named(config.environments):
+        yield name, environment, _environment_tables(config, name, seed, environment, ports, NO_PLACES)
 
 
 SET_FOR_ENVIRONMENTS = frozenset(

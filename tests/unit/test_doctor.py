@@ -41,6 +41,7 @@ from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.memory import GB
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
+from grpo_trainer.launch.trial import trying
 from grpo_trainer.run import run
 from tests.reports import served_by_vllm
 from vllm_server.protocol.flat import encode_header, lay_out
@@ -70,6 +71,7 @@ PROBES = Probes(
     ipc=lambda **_: ok("CUDA IPC", "tried"),
     nccl=lambda **_: ok("NCCL", "tried"),
     served=lambda model: served_by_vllm(model, "cuda"),
+    trying=lambda run: trying(run.model_copy(update={"environments": ()})),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_trainer.config.bridge import SharedServer
 from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.config.environments import environment_module
+from grpo_trainer.config.environments import environment_command
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
@@ -332,16 +332,37 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        environment_module("chess")
+        environment_command("chess")
     assert (error.value.field, error.value.got) == ("--env", "chess")
     assert (
         "arithmetic, dataset, gsm8k, verifiers, word_problems" in error.value.wanted
         and "my_envs.chess" in error.value.fix
     )
-    assert environment_module("my.chess") == "my.chess"
+    assert environment_command("arithmetic") == ("environments.arithmetic_server",)
+    assert environment_command("my.chess") == ("environments", "my.chess")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chess.py").touch()
-    assert environment_module("chess") == "chess"
+    for name in ("chess", "chess.py", "./chess.py", "chess.py:Chess", str(tmp_path / "chess.py")):
+        assert environment_command(name) == ("environments", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("rows.jsonl", "--data rows.jsonl"), ("ches.py", "chess.py"), ("a/b.py", "path")]
+)
+def test_a_file_that_is_no_environment_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("chess.py", "rows.jsonl"):
+        (tmp_path / file).touch()
+    with pytest.raises(ConfigError) as error:
+        environment_command(name)
+    assert (error.value.field, error.value.got) == ("--env", name) and fix in error.value.fix
+
+
+def test_an_environment_of_a_file_is_named_after_it() -> None:
+    made = plan(file={"environments": [{"name": "tests/unit/test_plan.py:Chess"}]})
+    assert [process.name for process in made.processes if "test_plan" in process.name] == ["env-test_plan"]
 
 
 def test_an_environment_that_is_not_there_says_where_it_was_looked_for_and_names_the_nearest_file(
@@ -352,7 +373,7 @@ def test_an_environment_that_is_not_there_says_where_it_was_looked_for_and_names
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "reverse_text.py").touch()
     with pytest.raises(ConfigError) as error:
-        environment_module("reverse")
+        environment_command("reverse")
     assert str(tmp_path) in error.value.summary and "/a/b:/c" in error.value.summary
     assert "mine.reverse_text" in error.value.fix and "mine/reverse_text.py" in error.value.fix
 

@@ -106,6 +106,7 @@ ROWS = [
         *("--env gsm8k: env.group_size", "6", "use 4"),
         file={"environments": [{"env": {"group_size": 4}}, {"name": "gsm8k", "env": {"group_size": 6}}]},
     ),
+    in_run(rules.groups, {}, "--env.group_size", "1", "2 or more", file={"environments": [{"env": {"group_size": 1}}]}),
     in_run(
         rules.servers,
         {**LORA, "server.port": 65535, "server.replicas": 2},

@@ -1,0 +1,107 @@
+"""`python -m environments NAME COMMAND …`: run an environment by the name of its module, or by its file.
+
+The module needs no line that runs it: its one class of `BaseEnv` is found. `NAME:CLASS` chooses one of several.
+`grpo run` and `grpo env` start users' environments this way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from environments.base import BaseEnv
+from environments.config import ConfigError
+from environments.running.cli import CALLED_AS
+from environments.running.trial import fail_and_exit, report, user_code_failed
+
+SUFFIX = ".py"
+
+
+def load(name: str) -> ModuleType:
+    """Import a module by its name, or by the path of its file, whose folder it may import from.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not name.endswith(SUFFIX):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigError("no such file", field="--env", got=name, wanted="a Python file", fix="correct the path")
+    sys.path.insert(0, str(path.parent))
+    known = path.stem if path.stem not in sys.modules else f"environment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(known, path)
+    assert spec is not None and spec.loader is not None, "a Python file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[known] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any, Any]]:
+    """Return the class of `BaseEnv` that a module defines. A class that another one there extends does not count.
+
+    Args:
+        wanted: name of the class; empty: there is only one.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    classes = {kind.__name__: kind for kind in own if issubclass(kind, BaseEnv)}
+    bases = {base for kind in classes.values() for base in kind.__mro__[1:]}
+    found = {name: kind for name, kind in classes.items() if (name == wanted if wanted else kind not in bases)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    file = Path(module.__file__ or module.__name__).name
+    if wanted or not found:
+        others = [kind.__name__ for kind in own if any("atropos" in base.__module__ for base in kind.__mro__)]
+        fix = "derive a class from environments.base.BaseEnv"
+        if others:
+            fix = f"{others[0]} is a class of Atropos: start it by python {file} serve, next to grpo api"
+        got = ", ".join(classes) or (f"classes {', '.join(kind.__name__ for kind in own)}" if own else "no class")
+        raise ConfigError(
+            field=f"--env {file}", got=got, wanted=f"the class {wanted}" if wanted else "a class of BaseEnv", fix=fix
+        )
+    names = ", ".join(found)
+    raise ConfigError(
+        field=f"--env {file}",
+        got=f"{len(found)} classes of BaseEnv: {names}",
+        wanted="one",
+        fix=f"name one: --env {file}:{next(iter(found))}",
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Load the environment that the first argument names, and run its command."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: python -m environments MODULE|FILE.py[:CLASS] COMMAND …", file=sys.stderr)
+        sys.exit(2)
+    given, *rest = arguments
+    name, _, wanted = given.partition(":")
+    called = os.environ.setdefault(CALLED_AS, f"grpo env {given}")
+    sys.path.insert(0, "")  # like `python -m`, also where the interpreter was started in another way
+    report().doing("import")
+    sys.argv = [given, *rest]  # a module that runs itself when it is imported reads them
+    try:
+        try:
+            env_cls = environment_class(load(name), wanted)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not isinstance(error, SyntaxError):
+                traceback.print_exc()
+            raise user_code_failed(error, "import") from error
+    except ConfigError as error:
+        fail_and_exit(error, called)
+    env_cls.cli(rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,234 @@
+"""An environment is tried before a run starts: real processes, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from environments import base
+from environments.__main__ import main
+from environments.demo_model.model import build_tokenizer
+from environments.running.trial import REPORT_VARIABLE, report
+from grpo_common.errors import Problem
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.launch import trial
+from grpo_trainer.launch.trial import Outcome, trying
+from tests.stand_ins import Scripted
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = re.search(r"\n    from environments.*?\n(?=\nAn environment)", str(base.__doc__), re.DOTALL)
+assert SMALLEST is not None
+CAPITALS = "\n".join(line.removeprefix("    ") for line in SMALLEST[0].strip("\n").splitlines())
+"""The environment in the docstring of `environments/base.py`."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def write(code: str, **replaced: str) -> str:
+    """Write an environment's file and return its name."""
+    for old, new in replaced.items():
+        code = code.replace(old, new)
+    Path("mine.py").write_text(code)
+    return "mine.py"
+
+
+def run_of(name: str, model: Path, **env: object) -> RunConfig:
+    file = {"environments": [{"name": name, "env": env}]}
+    return build_run(file, {"model_name": str(model), "weight_bridge_mode": "lora_only"})
+
+
+def tried(name: str, model: Path, **env: object) -> Outcome:
+    with trying(run_of(name, model, **env)) as trials:
+        (outcome,) = trials.outcomes()
+    return outcome
+
+
+def grpo_env(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "grpo_trainer", "env", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Path) -> None:
+    outcome = tried(write(CAPITALS), model)
+    assert outcome.problems == ()
+    # "The capital of France is " has 25 characters, one token each; Japan has one less. --seq-len leaves the room.
+    assert re.search(r"prompt of 2[45] tokens.*\b0 and 0$", outcome.found)
+
+
+def test_the_smallest_environment_makes_a_group() -> None:
+    namespace: dict[str, type[base.BaseEnv[tuple[str, str]]]] = {}
+    exec(CAPITALS, namespace)
+    tokenizer = build_tokenizer()
+    server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
+    env = namespace["Capitals"](base.BaseEnvConfig(tokenizer_name="demo", group_size=2), server, tokenizer)
+    group = asyncio.run(env.scored(("France", "Paris")))
+    assert group is not None and group.scores == [1.0, 0.0] and env.name == "capitals"
+    assert asyncio.run(env.evaluate()) == {}
+
+
+SECOND = f"{CAPITALS}\n\nclass Second(Capitals):\n    pass\n\n\nclass Third(Capitals):\n    pass\n"
+
+
+def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
+    """Try an environment in this process, which has imported the tokenizer's library, and return the report."""
+    monkeypatch.setenv(REPORT_VARIABLE, "report.json")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    report.cache_clear()
+    arguments = [write(code), "try", "--env.tokenizer_name", str(model), "--env.max_token_length", "999", *options]
+    try:
+        with pytest.raises(SystemExit):
+            main(arguments)
+    finally:
+        report.cache_clear()
+        sys.modules.pop("mine", None)
+    return json.loads(Path("report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = 1\n", ["no class", "BaseEnv"]),
+        (SECOND, ["Second, Third", "mine.py:Second"]),
+        (CAPITALS.replace("def prompt(", "def prompt)("), ["SyntaxError", "mine.py:8"]),
+        (CAPITALS.replace("item[1])", 'item["capitol"])'), ["score()", "mine.py:12", "TypeError", "capitol"]),
+        (CAPITALS.replace("item[0]", "item[9]"), ["prompt()", "mine.py:9", "IndexError"]),
+        (CAPITALS.replace("Shuffled([", "Shuffled(no_rows or ["), ["setup()", "mine.py:6", "NameError"]),
+        (CAPITALS.replace("def score(", "def scored_as("), ["score_group()"]),
+        (CAPITALS.replace("def setup(", "def set_up("), ["get_next_item()", "self.items"]),
+        (CAPITALS.replace("return float(answer", "return 'yes' if item else float(answer"), ["score()", "yes"]),
+        ("import no_such_module\n" + CAPITALS, ["import", "mine.py:1", "no_such_module"]),
+        (CAPITALS.replace("The capital", "x" * 999), ["max_token_length"]),
+        (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
+    ],
+    ids=[
+        *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
+        *("import", "no_room", "unknown_token"),
+    ],
+)
+def test_a_wrong_environment_is_refused_with_its_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]
+) -> None:
+    if "ids below" in words[-1]:
+        small = Path("small")
+        shutil.copytree(model, small)
+        (small / "config.json").write_text('{"vocab_size": 5}')
+        model = small
+    (problem,) = tried_here(code, model, monkeypatch)["problems"]
+    said = str(Problem(**problem))
+    assert all(word in said for word in words), said
+
+
+def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
+    (problem,) = tried(write("import os\nos._exit(7)\n"), model).problems
+    assert problem.field == "--env mine.py" and "import" in problem.summary and "exit code 7" in problem.got
+
+
+def test_a_step_that_does_not_end_is_named_and_its_processes_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "SLOW_S", 1.0)
+    code = CAPITALS.replace("        self.items", SLEEPS + "        self.items")
+    lines: list[str] = []
+    with trying(run_of(write(code), model)) as trials:
+        deadline = time.monotonic() + 60
+        while not Path("child").exists():  # setup() has begun
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.5)  # the line that runs is looked up every 0.5 s
+        monkeypatch.setattr(trial, "LIMIT_S", 1.0)
+        (outcome,) = trials.outcomes(lines.append)
+    assert outcome.problems == () and outcome.doing == "setup() at mine.py:7", outcome
+    child = int(Path("child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+SLEEPS = """        import subprocess, time; from pathlib import Path
+        Path("child").write_text(str(subprocess.Popen(["sleep", "600"]).pid)); time.sleep(600)
+"""
+
+
+def test_a_class_is_chosen_by_name_and_by_module(model: Path) -> None:
+    write(SECOND)
+    assert not tried("mine:Third", model).problems
+    (problem,) = tried("mine.py:Fourth", model).problems
+    assert "Fourth" in problem.wanted
+
+
+def test_a_group_of_one_is_refused_unless_more_than_a_comparison_teaches(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = tried(write(CAPITALS), model, group_size=1).problems
+    assert problem.field == "--env mine.py: --env.group_size" and problem.got == "1"
+    own_groups = f"{CAPITALS}\n    async def collect_trajectories(self, item):\n        return None\n"
+    facts = tried_here(own_groups, model, monkeypatch, "--env.group_size", "1")
+    assert facts["problems"] == [] and not facts["lone"]
+
+
+def test_a_setup_that_asks_the_server_is_tried_until_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = "        await self.complete('hi', 1)\n        self.items"
+    code = CAPITALS.replace("def setup", "async def setup").replace("        self.items", asks)
+    facts = tried_here(code, model, monkeypatch)
+    assert facts["problems"] == [] and "setup()" in facts["found"]
+
+
+def test_a_file_may_import_its_neighbours_and_run_itself(model: Path) -> None:
+    Path("sub").mkdir()
+    Path("sub/near.py").write_text("NAME = 'Spain'\n")
+    Path("sub/mine.py").write_text(f"import near\n{CAPITALS}\n\nif __name__ == '__main__':\n    Capitals.cli()\n")
+    assert not tried("sub/mine.py", model).problems
+
+
+def test_what_a_run_does_not_try(model: Path) -> None:
+    with trying(run_of("arithmetic", model)) as trials:
+        assert trials.outcomes() == [], "only its settings can be wrong, and they are checked"
+    with trying(run_of("arithmetic", model), everything=True) as trials:
+        (outcome,) = trials.outcomes()
+    assert "tokens" in outcome.found
+    config = build_run(
+        {}, {"model_name": str(model), "weight_bridge_mode": "lora_only", "try": False, "env": write("1/0")}
+    )
+    with trying(config) as trials:
+        assert trials.outcomes() == []
+
+
+def test_no_command_ends_in_silence(model: Path) -> None:
+    """FAULTS of a module that only defined a class: `serve` printed nothing and exited with 0."""
+    nothing = grpo_env(write("x = 1\n"), "serve")
+    assert nothing.returncode == 2 and "no class" in nothing.stderr
+    done = grpo_env(write(CAPITALS), "try", "--env.tokenizer_name", str(model))
+    assert done.returncode == 0 and done.stdout.startswith("capitals: "), done.stderr
+    unknown = grpo_env("mine.py", "server")
+    assert unknown.returncode == 2 and "COMMAND" in unknown.stderr
+
+
+def test_a_run_refuses_a_wrong_environment_before_it_starts_anything(model: Path) -> None:
+    write(CAPITALS.replace("item[1])", 'item["capitol"])'))
+    (model / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 258}')
+    command = [sys.executable, "-m", "grpo_trainer", "run", "--model", str(model), "--env", "mine.py"]
+    command += ["--weight-bridge-mode", "lora_only", "--run-dir", "run", "--api.port", "0", "--server.port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
+    assert done.returncode == 2, done.stderr
+    assert "score()" in done.stderr and "mine.py:12" in done.stderr and not Path("run").exists()
+    assert "vLLM" not in done.stdout
