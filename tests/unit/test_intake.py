@@ -167,8 +167,37 @@ def test_posted_list_names_a_hundred_refusals_and_counts_the_others() -> None:
     assert {each.field for each in answer.rejected} == {"tokens"} and answer.more_rejected == 920
 
 
+def test_posted_list_explains_few_of_many_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To explain one takes ten times as long as to find it."""
+    explained: list[Exception] = []
+    original = intake._invalid
+    monkeypatch.setattr(intake, "_invalid", lambda error: explained.append(error) or original(error))
+    answer = taken_list(Service(Settings()), wrong_list(5000), wire.JSON)
+    assert answer.more_rejected == 4900
+    assert len(explained) < intake.NAMED_REFUSALS + intake.TURN_GROUPS
+
+
 TRICKY: list[Any] = [
-    *({}, [], [[], []], "", "a,b", "[{,", '"', "\\", '\\"', "\\\\", "é]", 1, None, {"a": [1, 2, {"b": "},{"}]}),
+    *(
+        {},
+        [],
+        [3],
+        [3, 4],
+        [[], []],
+        {},
+        {"a": 1},
+        "",
+        "a,b",
+        "[{,",
+        '"',
+        "\\",
+        '\\"',
+        "\\\\",
+        "é]",
+        1,
+        None,
+        {"a": [1, 2, {"b": "},{"}]},
+    ),
     [["\\", ","], "]"],
 ]
 
