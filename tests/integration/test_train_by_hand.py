@@ -1,4 +1,4 @@
-"""`grpo train` joins an API, a server and an environment that were started by hand, with the README's commands."""
+"""`grpo train` joins an API, a server and an environment that were started by hand, with the commands of docs/operating.md."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.runs import rows
 pytestmark = pytest.mark.timeout(600)
 
 
-def readme_commands(model: Path, folder: Path, ports: dict[str, int]) -> list[list[str]]:
-    """The four `grpo …` commands of the README's section, with this test's model, folder and ports."""
-    text = (ROOT / "README.md").read_text()
+def page_commands(model: Path, folder: Path, ports: dict[str, int]) -> list[list[str]]:
+    """The four `grpo …` commands of the page's section, with this test's model, folder and ports."""
+    text = (ROOT / "docs" / "operating.md").read_text()
     section = text.split("## Each process by hand")[1].split("\n## ")[0]
     (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     for old, new in {
@@ -25,15 +25,15 @@ def readme_commands(model: Path, folder: Path, ports: dict[str, int]) -> list[li
         "runs/by-hand": str(folder),
         **{p: str(n) for p, n in ports.items()},
     }.items():
-        assert old in block, f"the README's commands do not mention {old}"
+        assert old in block, f"the page's commands do not mention {old}"
         block = block.replace(old, new)
     lines = block.replace("\\\n", " ").splitlines()
     return [shlex.split(line.removesuffix("&"))[1:] for line in lines if line.startswith("grpo ")]
 
 
-def test_four_commands_of_the_readme_train_together(demo_model: Path, tmp_path: Path) -> None:
+def test_four_commands_of_the_page_train_together(demo_model: Path, tmp_path: Path) -> None:
     ports = {"8000": free_port(), "9001": free_port()}
-    api, server, environment, train = readme_commands(demo_model, tmp_path / "run", ports)
+    api, server, environment, train = page_commands(demo_model, tmp_path / "run", ports)
     logs = {name: tmp_path / f"{name}.log" for name in ("api", "server", "env", "train")}
     with ExitStack() as stack:
         stack.enter_context(running("-m", "grpo_trainer", *api, log=logs["api"]))
