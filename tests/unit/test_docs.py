@@ -49,7 +49,9 @@ def commands(text: str) -> list[list[str]]:
     earlier run."""
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in blocks.splitlines() if re.match("grpo (run|doctor) ", line)]
-    return [line[2:] for line in lines if line[2:] and not re.search(r"[…$]|\b[A-Z]{3,}\b|--resume runs/", " ".join(line))]
+    return [
+        line[2:] for line in lines if line[2:] and not re.search(r"[…$]|\b[A-Z]{3,}\b|--resume runs/", " ".join(line))
+    ]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)

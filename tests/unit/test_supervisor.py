@@ -562,14 +562,14 @@ def test_log_begins_again_when_it_is_large(
     make: Callable[[], Supervisor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched, "LOG_CHARACTERS", 5_000)
-    talks = "for number in range(300): print(f'line {number:4} of a process that talks')"
+    talks = "for number in range(300): print(f'line {number:4}', 'x' * 30)"
     with make() as supervisor:
         supervisor.run([[spec("trainer", talks, ends_run=True)]])
     logs = tmp_path / "logs"
     newest = (logs / "trainer.log").read_text()
     before = (logs / "trainer.log.1").read_text()
     assert max(len(newest), len(before)) <= 5_000
-    assert newest.splitlines()[-1] == "line  299 of a process that talks"
+    assert newest.splitlines()[-1].split()[:2] == ["line", "299"]
     lines = (before + newest).splitlines()
     numbers = [int(line.split()[1]) for line in lines if line.startswith("line")]
     assert numbers == list(range(numbers[0], 300))
