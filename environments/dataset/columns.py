@@ -104,7 +104,7 @@ class Columns:
     def __str__(self) -> str:
         """Return what the start prints."""
         source = f"the template {self.template!r}" if self.template is not None else f"column {self.prompt}"
-        return f"prompt: {source}; right answer: {f'column {self.answer}' if self.answer else 'no column'}"
+        return f"right answer: {f'column {self.answer}' if self.answer else 'no column'}; prompt: {source}"
 
 
 def boxed_or_all(answer: str) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -80,18 +80,21 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             usable, held_out = self._split(usable, len(self._source.rows))
         self._held_out: Sequence[int] = held_out
         self.items = Shuffled(usable, self.config.seed)
-        self._say(len(usable))
+        self._trained_on = len(usable)
+        log.info("%s", self._described())
 
-    def _say(self, rows: int) -> None:
-        """Log what the rows and columns are."""
-        weights = ", ".join(f"{each.name} (weight {each.config.weight:g})" for each in self._rewards)
-        form = (
-            "as a user message of the chat template (--data.chat off: as plain text)" if self._chat else "as plain text"
-        )
+    def _described(self) -> str:
+        """Return what the rows, the columns and the rewards are."""
+        form = "as a user message (--data.chat off: as plain text)" if self._chat else "as plain text"
         if self.columns.as_messages:
-            form = "messages through the chat template"
-        log.info("%s: %d rows to train on, %d held out", self._source.name, rows, len(self._held_out))
-        log.info("%s, %s; rewards: %s", self.columns, form, weights)
+            form = "messages"
+        rewards = ", ".join(f"{each.name} (weight {each.config.weight:g})" for each in self._rewards)
+        rows = f"{self._trained_on:,} rows of {self._source.name} to train on, {len(self._held_out):,} held out"
+        return f"{rows}; {self.columns}, {form}; rewards: {rewards}"
+
+    async def rehearse(self, item: int, doing: Callable[[str], None]) -> str:
+        """Try an item without a server; return what the rows, the columns and the rewards are, and what was seen."""
+        return f"{self._described()}; {await super().rehearse(item, doing)}"
 
     def data_sets(self) -> Sequence[DataSet]:
         """Return the data set, and that of `held_out_split`."""

@@ -93,7 +93,6 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
         raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
     settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
-    env_cls.data, env_cls.rewards = settings.data, settings.rewards  # a process has one environment
     if not env_cls.takes_data:
         refuse_data(env_cls.name, settings.data.path is not None, bool(settings.rewards))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
@@ -113,6 +112,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
     server = servers(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
+    env.data, env.rewards = settings.data, settings.rewards
     stop = asyncio.Event()
     allow_interrupts()
     _stop_on_signals(stop, status=0 if command == "serve" else 1)

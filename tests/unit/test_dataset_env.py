@@ -408,3 +408,20 @@ def test_a_bad_row_of_larger_data_loses_its_group(
     with pytest.raises(UnusableRow) as caught:
         asyncio.run(scene())
     assert caught.value.field == f"--data {data}, line 6"
+
+
+def test_a_trial_says_which_rows_columns_and_rewards_are_used(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
+) -> None:
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    env = environment(tokenizer, data, [f"{rewards}:right=0.5"], options={"held_out": 4})
+    steps: list[str] = []
+
+    async def scene() -> str:
+        await env.setup()
+        return await env.rehearse(0, steps.append)
+
+    found = asyncio.run(scene())
+    assert found.startswith(f"16 rows of {data}") and "4 held" in found
+    assert all(part in found for part in ("column prompt", "column answer", "--data.chat", "right (weight 0.5)"))
+    assert steps == ["prompt()", "score_group()"]
