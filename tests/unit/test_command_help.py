@@ -41,6 +41,9 @@ def test_help_is_one_screen_with_what_matters_first(command: str) -> None:
     assert 15 <= len(rows) <= 23 and {"--model-name", "--lr", "--weight-bridge-mode"} <= set(rows)
     assert "--lora-alpha" not in rows and "--help-all" in " ".join(lines)
     assert any(line.startswith("  --model-name, --model TEXT ") for line in lines)
+    if command != "train":
+        of_answers = {"--env.group_size", "--env.max_tokens", "--env.temperature", "--prompts-per-step"}
+        assert of_answers | {"--kl-beta", "--eval-every", "--log-samples", "--resume"} <= set(rows)
     meanings = {line.split()[0] for line in lines if line.startswith(" " * 36)}
     assert {"none:", "shared_vllm:", "lora_only:", "lora_restart:"} <= meanings
 
