@@ -15,6 +15,7 @@ and returns a score for each answer, or None where it does not apply. Source: TR
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import importlib.util
@@ -247,8 +248,6 @@ async def _exact_match(asked: Asked) -> list[Score]:
 
 async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
     """Return 1 where math-verify finds the right value anywhere in an answer."""
-    import asyncio
-
     if asked.answer is None:
         return [None] * len(asked.texts)
     gold = boxed_or_all(asked.answer)
