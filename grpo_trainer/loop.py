@@ -17,10 +17,10 @@ from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
+from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others, servers_there
 from grpo_trainer.logs.console import Output, RunConsole
-from grpo_trainer.logs.samples import SampleLog, build_sample_log
+from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
@@ -84,7 +84,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop, world)
         metrics = build_metric_log(config, console, progress.step)
-        samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
+        samples = build_sample_log(config, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.model.seq_len, trainer.routed)
 
@@ -140,7 +140,7 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                samples.take(progress.step + 1, batch.rollouts.groups)
+                batch = replace(batch, shown=samples.choose(batch.rollouts.groups))
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
@@ -152,6 +152,10 @@ def run_steps(
                         feed.release(batch)
                     raise
                 progress = progress.after_step(feed.trained(batch), updated=result.updated)
+                if samples is not None:
+                    line = samples.write(progress.step, result.logprobs)
+                    if progress.step == 1 and line:
+                        _say(f"step 1: {line}")
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
             # Not watched: it may wait for the last evaluation, and has its own time limits.
@@ -173,7 +177,7 @@ def run_steps(
 
 def _say_how_it_went(config: TrainConfig) -> None:
     path = config.log_dir / METRICS_FILE
-    log.info("%s", last_line(rows_so_far(path)))
+    log.info("%s", last_line(rows_so_far(path), last_sample(config.log_dir / SAMPLES_FILE)))
     if config.logging.benchmark:
         print_time_split(path, Console(file=sys.stdout))
 

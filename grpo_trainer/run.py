@@ -50,6 +50,7 @@ from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.trial import Trials, refuse_failed, trying
 from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
@@ -274,7 +275,7 @@ def supervise(
         raise
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
     view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {config.run_dir}` shows it")
-    view.say(last_line(rows_so_far(config.run_dir / METRICS_FILE)))
+    view.say(last_line(rows_so_far(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
 
 
 def _addresses(config: RunConfig, plan: RunPlan) -> str:

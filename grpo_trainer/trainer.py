@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -48,16 +50,26 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Logprobs = dict[int, NDArray[np.float32]]
+"""By the number of a sample in the batch."""
+
 CLEAN_PASSES = 2
 """If the adapter has dropout, this many passes of a step are repeated without it, for the drift alarm."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step. `updated` is False if the step was skipped, which leaves the weights unchanged."""
+    """Result of a step.
+
+    Attributes:
+        updated: False if the step was skipped, which leaves the weights unchanged.
+        logprobs: of the batch's samples in `shown`, those that the step trained on: the trainer's logprobs of the
+            trained tokens before the update.
+    """
 
     updated: bool
     metrics: dict[str, Metric]
+    logprobs: Logprobs = field(default_factory=dict)
 
 
 class Pass:
@@ -72,6 +84,18 @@ class Pass:
         self.microbatch = microbatch
         self.old_logprobs_N: Tensor | None = None
         self.ref_logprobs_N: Tensor | None = None
+
+
+def shown_logprobs(passes: Sequence[Pass], shown: Sequence[int]) -> Logprobs:
+    """Return the logprobs that the first forward pass of each microbatch gave to the trained tokens of some samples."""
+    found: Logprobs = {}
+    for one in passes if shown else ():
+        numbers = one.microbatch.numbers_B.tolist()
+        if one.old_logprobs_N is None or not (here := set(shown) & set(numbers)):
+            continue
+        logprobs_N, rows_N = one.old_logprobs_N.float().cpu().numpy(), one.microbatch.rows_N.cpu().numpy()
+        found |= {number: logprobs_N[rows_N == numbers.index(number)] for number in here}
+    return found
 
 
 def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: BatchCounts) -> LossInputs:
@@ -220,7 +244,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         passes = [Pass(microbatch) for microbatch in batch.microbatches]
-        look = partial(self._look, step, batch.policy_version, batch.sequences)
+        logprobs: Logprobs = {}
+        look = partial(self._look, step, batch, passes, logprobs)
         updates: list[StepResult] = []
         for _ in range(self.config.loss.updates_per_batch if batch.largest_weight else 0):
             untouched = not any(update.updated for update in updates)
@@ -230,7 +255,7 @@ class Trainer:
         if not updates:  # all rewards of each group are equal, so no token has a gradient
             metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}
         metrics |= {"train/lr": Mean(lr), "train/step_time": Sum(time.perf_counter() - started)}
-        return StepResult(any(update.updated for update in updates), metrics)
+        return StepResult(any(update.updated for update in updates), metrics, logprobs)
 
     def _learn(
         self,
@@ -286,11 +311,18 @@ class Trainer:
         return StepResult(updated, metrics)
 
     def _look(
-        self, step: int, version: int | None, sequences: Sequence[TrainingSequence], rows: Sequence[Tensor]
+        self, step: int, batch: ReadyBatch, passes: Sequence[Pass], logprobs: Logprobs, rows: Sequence[Tensor]
     ) -> Metrics:
-        """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics."""
-        gaps = [gap for of_rank in self._of_ranks(sample_gaps(rows)) for gap in of_rank]
-        self._world.raise_together(partial(self._alarmed, step, gaps, version, sequences))
+        """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics.
+
+        Args:
+            logprobs: gets those of the samples in `shown`, from all ranks.
+        """
+        found = self._of_ranks((sample_gaps(rows), shown_logprobs(passes, batch.shown)))
+        gaps, version = [gap for of_rank, _ in found for gap in of_rank], batch.policy_version
+        for _, of_rank in found:
+            logprobs |= of_rank
+        self._world.raise_together(partial(self._alarmed, step, gaps, version, batch.sequences))
         return gap_metrics(gaps, version)
 
     def _alarmed(

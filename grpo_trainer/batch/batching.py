@@ -35,6 +35,7 @@ class ReadyBatch:
         microbatches: this process's microbatches.
         others: the microbatches of the trainer's other processes, by rank.
         policy_version: version of the weights that train on it; samples of this version are fresh. None: not known.
+        shown: numbers of the samples whose logprobs the step returns.
     """
 
     rollouts: RolloutBatch
@@ -45,6 +46,7 @@ class ReadyBatch:
     microbatches: tuple[MicroBatch, ...] = ()
     others: tuple[tuple[MicroBatch, ...], ...] = ()
     policy_version: int | None = None
+    shown: tuple[int, ...] = ()
 
     def shares_of_others(self) -> list[ReadyBatch]:
         """Return the share of each other process, by rank, without what concerns the whole batch."""
@@ -125,8 +127,15 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     )
     advantages = [value for group in batch.groups for value in _advantages(group, config)]
     sequences = tuple(
-        _training_sequence(sample, where, advantage, teacher if config.distill_coef else None, counts, config, seq_len)
-        for sample, where, advantage, teacher in zip(cut, positions, advantages, teachers, strict=True)
+        replace(
+            _training_sequence(
+                sample, where, advantage, teacher if config.distill_coef else None, counts, config, seq_len
+            ),
+            number=number,
+        )
+        for number, (sample, where, advantage, teacher) in enumerate(
+            zip(cut, positions, advantages, teachers, strict=True)
+        )
         if len(where)
     )
     all_teach = config.trains_without_advantage

@@ -45,6 +45,7 @@ class TrainingSequence:
     share: float = 1.0  # factor of its weight; below 1 if it is stale
     masks: SamplingMasks | None = None  # of its trained tokens
     experts: RoutedExperts | None = None  # of its first tokens, to be replayed
+    number: int = -1  # of its sample in the whole batch; -1: of none
 
     @property
     def prompt_len(self) -> int:
@@ -111,6 +112,7 @@ class MicroBatch:
         supervised_N: the token is imitated; the policy did not sample it.
         teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
         versions_B: version of the policy that sampled each sequence; -1: unknown.
+        numbers_B: number of each sequence's sample in the whole batch; -1: of none.
         masks: the kept ids of the trained tokens; None: no token has a mask.
         experts_PLK: int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1
             where the model chooses; None: it chooses everywhere.
@@ -132,6 +134,7 @@ class MicroBatch:
     teacher_ids_NK: Tensor
     teacher_logprobs_NK: Tensor
     versions_B: Tensor
+    numbers_B: Tensor
     masks: TokenMasks | None = None
     experts_PLK: Tensor | None = None
 
@@ -304,6 +307,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         teacher_ids_NK=torch.from_numpy(teacher.ids_TK),
         teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
         versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
+        numbers_B=torch.tensor([sequence.number for sequence in sequences]),
         masks=TokenMasks.of([sequence.masks for sequence in sequences], counts),
         experts_PLK=_placed_experts(sequences, places),
     )

@@ -177,7 +177,7 @@ class LogConfig(Section):
     wandb_project: str | None = option(None, help="Project in W&B or trackio.")
     wandb_group: str | None = option(None, help="Group in W&B or trackio.")
     log_samples: int = option(
-        0, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows.", ge=0
+        4, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows; 0: none.", ge=0
     )
     benchmark: bool = option(False, help="Print a table at the end: seconds of each phase of the run.")
 

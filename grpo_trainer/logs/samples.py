@@ -8,45 +8,48 @@ One JSON object a sequence:
 `pieces` is what follows the prompt, token by token (or tokens that make up one character); `ratios` is what the policy
 that is trained gives each of them over what the server sampled with, null where either is unknown; `cut` counts tokens
 that were left out at the end.
+
+The ratios are those of the step's own first forward pass, so samples cost no pass of the model. A sample that the step
+does not train on has none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_common.formats import KEY, ROWS_FORMAT
+from grpo_common.text import printable
 from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config.train import LossConfig, TrainConfig
-from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import SAMPLES_FILE
-from grpo_trainer.metrics.rows import keep_steps
+from grpo_trainer.metrics.rows import keep_steps, rows_so_far
 from grpo_trainer.rollouts.types import Group, Sample
 
-if TYPE_CHECKING:
-    import torch
-
-    from grpo_trainer.engine.forward import Forward
+log = logging.getLogger(__name__)
 
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 2000
 """Tokens of each that are kept; of a prompt the last ones."""
 HALF_CHARACTER = "\ufffd"
 
 Decode = Callable[[list[int]], str]
-Logprobs = Callable[[Sample, NDArray[np.int64]], NDArray[np.float32]]
-"""The trained policy's logprobs of a sample's tokens at some positions."""
+SHOWN_CHARACTERS = 200
+"""Characters of a prompt and of an answer in a line for people; of a prompt the last ones."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A sequence that is to be logged."""
+    """A sequence that is to be logged. `number` is its place among all samples of the batch."""
 
+    number: int
     group: int
     sample: Sample
     environment: int | None
@@ -54,7 +57,7 @@ class Chosen:
 
 
 class SampleLog:
-    """Writes some of a batch's sequences before the step on it.
+    """Writes some of a batch's sequences after the step on it, with the step's own logprobs.
 
     Args:
         count: how many each step.
@@ -63,36 +66,43 @@ class SampleLog:
     """
 
     def __init__(
-        self,
-        path: Path,
-        count: int,
-        config: LossConfig,
-        decode: Decode,
-        logprobs: Logprobs,
-        steps_done: int = 0,
-        *,
-        longest: int,
+        self, path: Path, count: int, config: LossConfig, decode: Decode, steps_done: int = 0, *, longest: int
     ) -> None:
-        self._count, self._config, self._decode, self._logprobs = count, config, decode, logprobs
+        self._count, self._config, self._decode = count, config, decode
         self._longest = longest
         self._path = path
+        self._chosen: list[Chosen] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_steps(path, steps_done)
 
-    def take(self, step: int, groups: Sequence[Group]) -> None:
-        """Log of the groups that are about to become `step` (from 1)."""
-        chosen = choose(groups, self._count, self._config)
-        lines = [json.dumps(self._record(step, each), ensure_ascii=False) for each in chosen]
-        with self._path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+    def choose(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """Choose samples of a batch for `write`; return their numbers in it."""
+        self._chosen = choose(groups, self._count, self._config)
+        return tuple(chosen.number for chosen in self._chosen)
 
-    def _record(self, step: int, chosen: Chosen) -> dict[str, Any]:
+    def write(self, step: int, logprobs: Mapping[int, NDArray[np.float32]]) -> str:
+        """Write the chosen samples after a step, and return the first of them as a line for people; empty: none.
+
+        Args:
+            step: from 1.
+            logprobs: the trained policy's logprobs of each sample's trained tokens, by the sample's number; the step
+                computes none for a sample that it does not train on.
+        """
+        records = [self._record(step, each, logprobs.get(each.number)) for each in self._chosen]
+        with self._path.open("a") as file:
+            file.write("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+        return in_words(records[0]) if records else ""
+
+    def _record(self, step: int, chosen: Chosen, logprobs: NDArray[np.float32] | None) -> dict[str, Any]:
         """Return a line of samples.jsonl; see the top of this file."""
         sample = chosen.sample
         trained = np.flatnonzero(sample.trained_T)
-        start = int(trained[0]) if len(trained) else len(sample.tokens_T)
+        answer = trained
+        if not len(trained) and sample.rollout_logprobs_T is not None:  # left out of the loss
+            answer = np.flatnonzero(sample.rollout_logprobs_T <= 0.0)
+        start = int(answer[0]) if len(answer) else len(sample.tokens_T)
         end = min(len(sample.tokens_T), start + LONGEST_ANSWER)
-        ratios = self._ratios(sample, trained[(trained > 0) & (trained < min(end, self._longest))])
+        ratios = _ratios(sample, trained[(trained > 0) & (trained < self._longest)], logprobs)
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
         return {
@@ -110,12 +120,30 @@ class SampleLog:
             "cut": len(sample.tokens_T) - end,
         }
 
-    def _ratios(self, sample: Sample, positions: NDArray[np.int64]) -> dict[int, float]:
-        if sample.rollout_logprobs_T is None or sample.supervised or not len(positions):
-            return {}
-        own = self._logprobs(sample, positions)
-        values = np.exp(own - sample.rollout_logprobs_T[positions])
-        return {int(at): round(float(value), 4) for at, value in zip(positions, values, strict=True)}
+
+def _ratios(sample: Sample, positions: NDArray[np.int64], logprobs: NDArray[np.float32] | None) -> dict[int, float]:
+    """Return what the trained policy gives each trained token over what the server sampled with, by position."""
+    if logprobs is None or sample.rollout_logprobs_T is None or sample.supervised:
+        return {}
+    values = np.exp(logprobs - sample.rollout_logprobs_T[positions])
+    return {int(at): round(float(value), 4) for at, value in zip(positions, values, strict=True)}
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """Return a line of samples.jsonl for people: the end of its prompt, the beginning of its answer, its reward."""
+    prompt, answer = str(record["prompt"]), "".join(map(str, record["pieces"]))
+    begin = "…" if len(prompt) > SHOWN_CHARACTERS else ""
+    prompt, answer = printable(prompt[-SHOWN_CHARACTERS:]), printable(answer, SHOWN_CHARACTERS)
+    return f'prompt "{begin}{prompt}", answer "{answer}", reward {record["reward"]:g}'
+
+
+def last_sample(path: Path) -> str:
+    """Return the last step's first sample for people; empty: none was logged."""
+    try:
+        rows = rows_so_far(path)
+        return in_words(next(row for row in rows if row["step"] == rows[-1]["step"])) if rows else ""
+    except (KeyError, TypeError, ValueError):  # a damaged line
+        return ""
 
 
 def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chosen]:
@@ -125,9 +153,10 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
     for at in order:
         group = groups[at]
         own = group.advantages(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
+        first = sum(len(before.samples) for before in groups[:at])
         all_of_it = [
-            Chosen(at, sample, group.environment, _advantage(sample, value))
-            for sample, value in zip(group.samples, own, strict=True)
+            Chosen(first + place, at, sample, group.environment, _advantage(sample, value))
+            for place, (sample, value) in enumerate(zip(group.samples, own, strict=True))
             if not sample.unscored
         ]
         if not all_of_it:
@@ -161,54 +190,25 @@ def whole_characters(tokens: Sequence[int], decode: Decode) -> Iterator[tuple[st
             begin = stop
 
 
-def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
-    """By the trainer's own forward passes, one sequence at a time."""
-    import torch
+def build_sample_log(config: TrainConfig, steps_done: int) -> SampleLog | None:
+    """Return what writes the samples that `--log-samples` asks for, with the model's tokenizer.
 
-    from grpo_trainer.batch.microbatches import TrainingSequence, split
-    from grpo_trainer.engine.forward import evaluating
-
-    @torch.no_grad()
-    def logprobs(sample: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        sequence = TrainingSequence(
-            tokens_T=sample.tokens_T[: positions[-1] + 1],
-            positions=positions,
-            advantages=np.zeros(len(positions), np.float32),
-            rollout_logprobs=None,
-            weight=0.0,
-            temperature=sample.temperature,
-            masks=None if sample.masks is None else sample.masks.at(positions),
-        )
-        (microbatch,) = split([sequence], 1, packed=forward.packed)
-        with evaluating(forward.model):
-            return forward.scores(microbatch.to(device)).logprobs_N.cpu().numpy()
-
-    return logprobs
-
-
-def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog | None:
-    """What `--log-samples` asks for, with the model's own tokenizer.
-
-    Raises:
-        ConfigError: the model has no tokenizer.
+    Without a tokenizer no samples are logged, and a warning says so.
     """
-    if not (count := config.logging.log_samples):
-        return None
-    path, decode, own = config.log_dir / SAMPLES_FILE, _tokenizer(config.model.name), policy_logprobs(forward, device)
-    return SampleLog(path, count, config.loss, decode, own, steps_done, longest=config.model.seq_len)
-
-
-def _tokenizer(name: str) -> Decode:
     from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 
+    if not (count := config.logging.log_samples):
+        return None
     try:
-        tokenizer = read_tokenizer(name)
+        tokenizer = read_tokenizer(config.model.name)
     except NoTokenizerError as error:
-        raise ConfigError(
-            str(error),
-            field="--log-samples",
-            got="no tokenizer",
-            wanted="the model's own",
-            fix="save it in the model's folder, or give 0",
-        ) from None
-    return lambda tokens: str(tokenizer.decode(tokens))
+        log.warning("no samples are logged: %s; save a tokenizer in the model's folder, or use --log-samples 0", error)
+        return None
+    single = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
+
+    def decode(tokens: list[int]) -> str:
+        return single(tokens[0]) if len(tokens) == 1 else str(tokenizer.decode(tokens))
+
+    return SampleLog(
+        config.log_dir / SAMPLES_FILE, count, config.loss, decode, steps_done, longest=config.model.seq_len
+    )

@@ -276,8 +276,15 @@ def learnt(rows: Sequence[Row]) -> str:
     return str(found) if found else f"too few steps to say whether it learnt: {len(rows)}, of at least {FEWEST_STEPS}"
 
 
-def last_line(rows: Sequence[Row]) -> str:
-    """Return whether a run learnt, which figures left their usual range, and the first thing to try."""
+def last_line(rows: Sequence[Row], sample: str = "") -> str:
+    """Return whether a run learnt, which figures left their usual range, and the first thing to try.
+
+    Args:
+        sample: one of the run's last samples in words, which is shown if the reward did not move.
+    """
     left = [own[0].sign.check for own in episodes(rows).values()]
     names = ", ".join(dict.fromkeys(check.title for check in left))
-    return f"{learnt(rows)}; out of the usual range: {names}; first try {left[0].fix}" if left else learnt(rows)
+    found = outcome(rows)
+    shown = f"\na sample: {sample}" if sample and found and found.verdict == "no clear change" else ""
+    tried = f"; out of the usual range: {names}; first try {left[0].fix}" if left else ""
+    return f"{learnt(rows)}{tried}{shown}"

@@ -218,3 +218,10 @@ def test_a_learning_rate_out_of_the_usual_range_is_warned_of(
     if problem is not None:
         assert problem.field == "--lr" and f"--lr {float(better):g}" in problem.fix
         assert ("lora_only" in problem.fix) == (mode in ("none", "shared_vllm") and rate > 1e-6)
+
+
+def test_a_run_whose_reward_did_not_move_shows_a_sample() -> None:
+    still = [{"reward/mean": 0.5 + 0.01 * (step % 2)} for step in range(20)]
+    assert last_line(still, "of its answers").endswith("\na sample: of its answers")
+    rising = [{"reward/mean": 0.05 * step} for step in range(20)]
+    assert "sample" not in last_line(rising, "of its answers") and "sample" not in last_line(still[:5], "x")

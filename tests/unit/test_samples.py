@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from grpo_trainer.config.checkpoints import CheckpointConfig
-from grpo_trainer.config.train import LossConfig, ModelConfig, TrainConfig
-from grpo_trainer.engine.forward import Forward
-from grpo_trainer.engine.head import HeadPlan
-from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, policy_logprobs, whole_characters
+from grpo_trainer.config.train import LogConfig, LossConfig, ModelConfig, TrainConfig
+from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.checkpoint import Progress
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import TinyModel
 from tests.unit.test_loop import Fakes
+from tests.unit.test_trainer import config, rollouts
 
 LETTERS = "abcdefgh"
 
@@ -38,15 +37,23 @@ def sample(reward: float, tokens: list[int] | None = None, **fields: Any) -> Sam
     return Sample(tokens_T, trained_T, reward, policy_version=7, **fields)
 
 
-def half_as_likely(of: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    assert of.rollout_logprobs_T is not None
-    return of.rollout_logprobs_T[positions] - np.float32(math.log(2.0))
+def write(path: Path, step: int, *groups: Group, count: int = 2, longest: int = 99) -> str:
+    """Log samples whose tokens the trained policy gives half the probability that the server gave."""
+    log = SampleLog(path, count, LossConfig(), letters, longest=longest)
+    samples = [sample for group in groups for sample in group.samples]
+    logprobs = {}
+    for number in log.choose(groups):
+        of = samples[number]
+        positions = np.flatnonzero(of.trained_T[:longest])
+        if of.rollout_logprobs_T is not None:
+            logprobs[number] = of.rollout_logprobs_T[positions] - np.float32(math.log(2.0))
+    return log.write(step, logprobs)
 
 
 def test_what_a_line_says(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
-    log = SampleLog(tmp_path / "new" / "samples.jsonl", 2, LossConfig(), letters, half_as_likely, longest=99)
-    log.take(3, [Group((sample(0.0), rolled), 4)])
+    line = write(tmp_path / "new" / "samples.jsonl", 3, Group((sample(0.0), rolled), 4))
+    assert line == 'prompt "ab", answer "cd", reward 1'
     best, worst = read_rows(tmp_path / "new" / "samples.jsonl")
     # Rewards 0 and 1: mean 0.5, standard deviation (n - 1) 0.7071, 0.5 / 0.7072 = 0.707
     assert best == {
@@ -72,8 +79,7 @@ def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
 def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
     turns = sample(1.0, [0, 1, 2, 3, 4], rollout_logprobs_T=np.full(5, -1.0, np.float32))
     turns.trained_T[3] = False  # a tool's answer between two of the model's tokens
-    log = SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely, longest=99)
-    log.take(1, [Group((turns, sample(0.0)))])
+    write(tmp_path / "s", 1, Group((turns, sample(0.0))), count=1)
     (row,) = read_rows(tmp_path / "s")
     assert row["pieces"] == ["c", "d", "e"]
     assert row["ratios"] == [0.5, None, 0.5] and row["trained"] == [True, False, True]
@@ -81,7 +87,7 @@ def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
 
 def test_what_is_cut_off_for_training_has_no_ratio(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
-    SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely, longest=3).take(1, [Group((rolled,))])
+    write(tmp_path / "s", 1, Group((rolled,)), count=1, longest=3)
     assert read_rows(tmp_path / "s")[0]["ratios"] == [0.5, None]
 
 
@@ -97,51 +103,80 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     assert list(whole_characters([], utf8)) == []
 
 
-def test_nothing_is_written_or_computed_unless_asked(tmp_path: Path) -> None:
-    config = TrainConfig(model=ModelConfig(name="none"), checkpoints=CheckpointConfig(save_path=tmp_path / "run"))
-    never: Any = None
-    assert build_sample_log(config, never, never, 0) is None
+@pytest.mark.parametrize("count", [0, 4])
+def test_nothing_is_written_with_0_or_without_a_tokenizer(tmp_path: Path, count: int) -> None:
+    silent = TrainConfig(
+        model=ModelConfig(name=str(tmp_path)),
+        checkpoints=CheckpointConfig(save_path=tmp_path / "run"),
+        logging=LogConfig(log_samples=count),
+    )
+    assert build_sample_log(silent, 0) is None
     assert not (tmp_path / "run").exists()
+
+
+def test_an_answer_that_is_left_out_of_the_loss_is_still_shown(tmp_path: Path) -> None:
+    masked = sample(0.5, rollout_logprobs_T=np.array([1.0, 1.0, -0.5, -0.5], np.float32), truncated=True)
+    masked.trained_T[:] = False
+    write(tmp_path / "s", 1, Group((masked,)), count=1)
+    (row,) = read_rows(tmp_path / "s")
+    assert row["prompt"] == "ab" and row["pieces"] == ["c", "d"] and row["ratios"] == [None, None]
+
+
+def test_the_last_sample_is_a_line_that_changes_no_terminal(tmp_path: Path) -> None:
+    assert last_sample(tmp_path / "none") == ""
+    row = {"step": 2, "prompt": "x" * 300, "pieces": ["\x1b[2J", "a" * 999], "reward": 0.25}
+    first = {**row, "step": 1, "prompt": "early"}
+    (tmp_path / "s").write_text("".join(json.dumps(each) + "\n" for each in (first, row, {**row, "reward": 9})))
+    line = last_sample(tmp_path / "s")
+    assert line.isprintable() and len(line) < 500
+    assert "\\x1b[2J" in line and "…" + "x" * 200 in line and "x" * 201 not in line and line.endswith("0.25")
+    (tmp_path / "s").write_text('{"step": 1}\n')
+    assert last_sample(tmp_path / "s") == ""
 
 
 def test_a_resumed_run_takes_its_steps_again(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 1, 2, 3)) + '{"step": 4, "hal')
     assert [row["step"] for row in read_rows(path)] == [1, 1, 2, 3], "a half line is no row"
-    SampleLog(path, 2, LossConfig(), letters, half_as_likely, steps_done=2, longest=99)
+    SampleLog(path, 2, LossConfig(), letters, steps_done=2, longest=99)
     assert [row["step"] for row in read_rows(path)] == [1, 1, 2]
     keep_steps(tmp_path / "nothing", 3)
     assert not (tmp_path / "nothing").exists()
 
 
-class Always(nn.Module):
-    """Logits that depend on the place alone."""
+def test_the_steps_own_logprobs_are_of_the_samples_that_were_chosen() -> None:
+    torch.manual_seed(0)
+    trainer, groups = Trainer(TinyModel(), config()), rollouts().groups
+    ready = replace(trainer.ready(rollouts()), shown=(1, 2))
+    samples = [each for group in groups for each in group.samples]
+    with torch.no_grad():
+        wanted = {
+            number: torch.log_softmax(
+                trainer.model(torch.from_numpy(samples[number].tokens_T)[None], use_cache=False).logits[0], -1
+            )
+            for number in ready.shown
+        }
+    found = trainer.step(ready, 0).logprobs
+    assert found.keys() == wanted.keys()
+    for number, logprobs_TV in wanted.items():
+        at = np.flatnonzero(samples[number].trained_T)
+        own = [logprobs_TV[place - 1, samples[number].tokens_T[place]].item() for place in at]
+        assert found[number].tolist() == pytest.approx(own, abs=1e-5)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
 
-    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
-        assert not use_cache
-        return SimpleNamespace(logits=self.table[: input_ids.shape[1]][None])
-
-
-def test_the_models_logprobs_are_of_the_token_at_the_place() -> None:
-    model = Always()
-    forward = Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
-    got = policy_logprobs(forward, torch.device("cpu"))(sample(1.0, temperature=0.5), np.array([2, 3]))
-    # Position 2 holds token 2 and is predicted from position 1, at temperature 0.5.
-    wanted = [torch.log_softmax(model.table[place - 1] / 0.5, -1)[place].item() for place in (2, 3)]
-    assert got.tolist() == pytest.approx(wanted, abs=1e-6)
-
-
-def test_the_loop_logs_them_before_the_step_is_taken() -> None:
+def test_the_loop_logs_them_with_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     class FakesWithSamples(Fakes):
-        def take(self, step: int, groups: Any) -> None:
+        def choose(self, groups: Any) -> tuple[int, ...]:
+            self.events.append("choose")
+            return (3,)
+
+        def write(self, step: int, logprobs: Any) -> str:
             self.events.append(f"samples {step}")
+            return f"of step {step}"
 
     fakes: Any = FakesWithSamples(True, True)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
-    run_steps(config, Progress(0, 0), fakes, fakes, fakes, fakes, fakes, fakes)
-    seen = [event for event in fakes.events if event.startswith("samples") or event == "write"]
-    assert seen == ["samples 1", "write", "samples 2", "write"]
+    two = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
+    run_steps(two, Progress(0, 0), fakes, fakes, fakes, fakes, fakes, fakes)
+    seen = [event for event in fakes.events if event.startswith(("samples", "choose")) or event == "write"]
+    assert seen == ["choose", "write", "samples 1", "choose", "write", "samples 2"]
+    assert capsys.readouterr().out.count("of step") == 1, "only the first"
