@@ -75,6 +75,11 @@ JsonTable = Annotated[dict[str, Any], BeforeValidator(_from_json)]
 """A table in a file, a JSON object on the command line."""
 
 
+def _no_limit(groups: Any) -> Any:
+    """Atropos says -1, its default, for no limit."""
+    return None if groups in (-1, "-1") else groups
+
+
 class BaseEnvConfig(BaseModel):
     """Settings that every environment has (``--env.…``); subclasses add their own."""
 
@@ -105,9 +110,8 @@ class BaseEnvConfig(BaseModel):
     rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="URL of the rollout API")
     rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it requires one")
     total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last step")
-    max_concurrent_groups: int | None = Field(
+    max_concurrent_groups: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)] = Field(
         default=None,
-        ge=1,
         validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
         description="limit of groups generated at the same time; unset: in a run its batches are the limit",
     )

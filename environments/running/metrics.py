@@ -2,11 +2,14 @@
 
 import json
 import logging
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
+from uuid import uuid4
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
@@ -109,6 +112,23 @@ class Reporter:
             sink.finish()
 
 
+def _run_id(config: BaseEnvConfig, name: str) -> str | None:
+    """Return W&B's id of an environment's run; None: W&B chooses one.
+
+    An environment that starts again continues its run: the id is kept beside its metrics. WANDB_RUN_ID is the id of the
+    trainer's run, so the environment's is made from it.
+    """
+    if trainers := os.environ.get("WANDB_RUN_ID"):
+        return re.sub(r"[^\w-]", "-", f"{trainers}-{name}")
+    if config.metrics_path is None:
+        return None
+    path = config.metrics_path.with_suffix(".wandb_id")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid4().hex[:12])
+    return path.read_text().strip()
+
+
 def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
     """Return a W&B run in the trainer's project and group.
 
@@ -126,6 +146,7 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
         ) from None
     try:
         settings = redacted(config.model_dump(mode="json"))
-        return wandb.init(project=info.project, group=info.group, name=name, config=settings)
+        run_id = _run_id(config, name)
+        return wandb.init(id=run_id, resume="allow", project=info.project, group=info.group, name=name, config=settings)
     except (RuntimeError, OSError) as error:
         raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

@@ -1,4 +1,4 @@
-"""`grpo train` joins an API, a server and an environment that were started by hand, with the commands of docs/operating.md."""
+"""`grpo train` joins an API, a server and an environment that were started by hand, as docs/operating.md says."""
 
 from __future__ import annotations
 

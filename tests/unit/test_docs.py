@@ -45,8 +45,10 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The arguments of each `grpo run` and `grpo doctor` of a page's shell blocks; not those with a placeholder, or of an
-    earlier run."""
+    """The arguments of each `grpo run` and `grpo doctor` of a page's shell blocks.
+
+    Commands with a placeholder, or on an earlier run, are left out.
+    """
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in blocks.splitlines() if re.match("grpo (run|doctor) ", line)]
     return [

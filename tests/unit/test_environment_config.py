@@ -42,6 +42,9 @@ def test_the_environments_own_settings_and_older_names_are_flags() -> None:
     settings = parse(*TOKENIZER, "--env.operation", "-", "--env.max_num_workers", "3")
     assert isinstance(settings.env, ArithmeticConfig)
     assert (settings.env.operation, settings.env.max_concurrent_groups) == ("-", 3)
+    assert parse(*TOKENIZER, "--env.max_num_workers", "-1").env.max_concurrent_groups is None  # as in Atropos
+    with pytest.raises(ConfigError):
+        parse(*TOKENIZER, "--env.max_num_workers", "0")
 
 
 def test_process_has_one_more() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,26 @@ def test_wandb_gets_the_trainers_project_and_no_key(tmp_path: Path, monkeypatch:
     finally:
         run.finish()
     assert list(tmp_path.rglob("*.wandb"))
+
+
+def wandb_ids(config: BaseEnvConfig, names: Sequence[str]) -> list[str]:
+    """The ids of the W&B runs that environments of these names open one after another."""
+    ids = []
+    for name in names:
+        run: Any = open_wandb(config, name, wire.WandbInfo(group="group", project="project"))
+        ids.append(run.id)
+        run.finish()
+    return ids
+
+
+def test_wandb_id_is_not_the_trainers_and_stays_at_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    configs = [
+        BaseEnvConfig(tokenizer_name="demo", metrics_path=tmp_path / name / "env.metrics.jsonl") for name in "ab"
+    ]
+    first, again = wandb_ids(configs[0], ["sums", "sums"])
+    assert first == again and [first] != wandb_ids(configs[1], ["sums"])
+    monkeypatch.setenv("WANDB_RUN_ID", "x")
+    assert wandb_ids(configs[0], ["sums", "sums", "a/b"]) == ["x-sums", "x-sums", "x-a-b"]
