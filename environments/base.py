@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat
 
 from typing_extensions import TypeVar
 
@@ -42,7 +42,15 @@ from environments.peers.teacher import Teacher
 from environments.running.data_record import DataSet
 from environments.scoring import Scoring
 from environments.threads import Threads
-from environments.tokenizers import known_tokens, render, with_system_prompt
+from environments.tokenizers import (
+    THINK,
+    after_thinking,
+    is_special,
+    known_tokens,
+    opens_thinking,
+    prompt_ids,
+    with_system_prompt,
+)
 from environments.trajectory import Message, Trajectory, scored_group, truncated_of, without_truncated
 from grpo_common.trace import stage
 
@@ -307,10 +315,7 @@ class BaseEnv(Generic[Item, Config]):
         Raises:
             PromptRefused: The chat template refuses it.
         """
-        prompt = self.asked(prompt)
-        if isinstance(prompt, str):
-            return cast("list[int]", self.tokenizer.encode(prompt))
-        return cast("list[int]", render(self.tokenizer, prompt, variables=self.config.chat_template_kwargs))
+        return prompt_ids(self.tokenizer, self.asked(prompt), variables=self.config.chat_template_kwargs)
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Return the token ids of a prompt.
@@ -346,10 +351,14 @@ class BaseEnv(Generic[Item, Config]):
         token_ids = completion.token_ids
         if not token_ids:  # a server without token ids: enough for an evaluation
             return completion.text
-        last = token_ids[-1:]
-        if completion.finish_reason != "length" and not self.tokenizer.decode(last, skip_special_tokens=True):
+        if completion.finish_reason != "length" and is_special(self.tokenizer, token_ids[-1]):
             token_ids = token_ids[:-1]
         return self._text(array("I", token_ids).tobytes())  # 4 bytes a token; a tuple takes 36
+
+    def answer_of(self, completion: Completion) -> str:
+        """Return a completion's text without its thinking (`<think>…</think>`); empty if the thinking has not ended."""
+        opened = THINK if opens_thinking(self.tokenizer, completion.prompt_token_ids) else ""
+        return after_thinking(opened + self.decode(completion))
 
     def _decode(self, token_ids: bytes) -> str:
         return str(self.tokenizer.decode(array("I", token_ids).tolist(), skip_special_tokens=False))

@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from environments.api import wire
-from environments.config import ConfigError
+from environments.config import ConfigError, PromptRefused
 from environments.peers.inference import Completion
-from environments.tokenizers import render
+from environments.tokenizers import THINK, Tools, is_special, opens_thinking, prompt_ids, render
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
 from vllm_server.protocol.routed_experts import joined
 from vllm_server.protocol.sampling_masks import skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Tools = Sequence[dict[str, Any]]
-"""JSON schemas of functions, in the form that chat templates take."""
 
 
 def ignores_tools(
@@ -31,9 +28,7 @@ def ignores_tools(
     """Return whether the chat template writes the same prompt with tools as without: the policy never hears of them."""
     if not tools or not tokenizer.chat_template:
         return False
-    choices: tuple[list[Any] | None, ...] = (list(tools), None)
-    with_tools, without = (render(tokenizer, messages, each, variables, tokenize=False) for each in choices)
-    return with_tools == without
+    return render(tokenizer, messages, tools, variables) == render(tokenizer, messages, None, variables)
 
 
 class Conversation:
@@ -43,8 +38,11 @@ class Conversation:
     the policy's turn is tokenised; the policy's own text is never tokenised again. Some templates drop thinking from
     earlier turns. Here it stays, because the policy must be trained on what it saw.
 
+    A turn has one end token: the one that the policy sampled, or else the template's.
+
     Attributes:
-        messages: All messages, for people and for scoring.
+        messages: All messages, for people and for scoring. A turn whose thinking the template opened, by `<think>` at
+            the end of the prompt, begins with `<think>`.
         tokens: All messages as token ids; the next prompt.
         trained: Whether the policy sampled the token.
         rollout_logprobs: As in `Trajectory`.
@@ -71,8 +69,9 @@ class Conversation:
         self.truncated = False
         self._tokenizer = tokenizer
         self._variables = variables
-        self._tools: list[Any] | None = list(tools) or None
-        self.tokens: list[int] = self._render(self.messages, tokenize=True)
+        self._tools = tools
+        self._ended = False  # whether the policy's latest turn has an end token
+        self.tokens = prompt_ids(tokenizer, self.messages, tools, variables)
         self.trained = [False] * len(self.tokens)
         self.rollout_logprobs = [wire.MASKED_LOGPROB] * len(self.tokens)
         self.turns = 0
@@ -94,6 +93,11 @@ class Conversation:
         if completion.prompt_token_ids != self.tokens:
             raise ValueError("prompt_token_ids are not those of this conversation")
         sampled = ids_of(completion)
+        if opens_thinking(self._tokenizer, self.tokens):
+            text = THINK + text
+        self._ended = (
+            completion.finish_reason != "length" and bool(sampled) and is_special(self._tokenizer, sampled[-1])
+        )
         self.tokens = self.tokens + sampled
         self.trained += [True] * len(sampled)
         self.rollout_logprobs += completion.rollout_logprobs
@@ -147,23 +151,52 @@ class Conversation:
         )
 
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens that the template adds after the policy's turn, less the end token if the policy wrote it.
+        """Return the tokens that the template adds after the policy's turn, without a second end token.
 
-        The template renders the turn with a marker instead of the policy's text; the result is the text after the
-        marker.
+        The template renders the turn with a marker instead of the policy's text. The tokens that follow the marker both
+        with further messages and without them close the turn. Up to their first special token, they are left out if
+        the policy has ended the turn itself, with that token or with another one.
         """
         marker = uuid.uuid4().hex
-        said = [*self.messages[:-1], {**self.messages[-1], "content": marker}, *messages]
-        _, found, after = self._render(said, tokenize=False).rpartition(marker)
+        turn = [*self.messages[:-1], {**self.messages[-1], "content": marker}]
+        ids = self._ids(self._after(marker, [*turn, *messages], answered=True))
+        last = self.tokens[-1] if self.trained[-1] else None
+        try:
+            closing = self._ids(self._after(marker, turn, answered=False))
+        except PromptRefused:  # a template that wants a user's message at the end
+            closing = []
+        for place, (token, other) in enumerate(zip(ids, closing, strict=False)):
+            if token != other:
+                break
+            if token == last or is_special(self._tokenizer, token):
+                return ids[place + 1 :] if self._ended or token == last else ids
+        # GLM-4 ends a turn with the token that begins the next one.
+        return ids[1:] if self._ended and ids[:1] == [last] else ids
+
+    def _after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> str:
+        """Return what the template writes after a marker.
+
+        Raises:
+            ConfigError: It does not write the marker.
+            PromptRefused: It refuses the messages.
+        """
+        text = render(self._tokenizer, messages, self._tools, self._variables, answered=answered)
+        _, found, after = text.rpartition(marker)
         if not found:
             raise ConfigError(
                 field="--env.tokenizer_name",
                 got="a chat template without the assistant's turns",
                 wanted="a template that writes them",
             )
-        tokens = cast("list[int]", self._tokenizer.encode(after, add_special_tokens=False))
-        return tokens[1:] if tokens and self.tokens[-1] == tokens[0] and self.trained[-1] else tokens
+        return after
 
-    def _render(self, messages: list[Message], *, tokenize: bool) -> Any:
-        """Return the prompt, as token ids or as text."""
-        return render(self._tokenizer, messages, self._tools, self._variables, tokenize=tokenize)
+    def _ids(self, text: str) -> list[int]:
+        """Return the tokens of text that follows the policy's turn.
+
+        The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
+        word of a text.
+        """
+        last = self.tokens[-1]
+        before = str(self._tokenizer.decode([last])) if self._ended else ""
+        ids = cast("list[int]", self._tokenizer.encode(before + text, add_special_tokens=False))
+        return ids[1:] if before and ids[:1] == [last] else ids

@@ -30,9 +30,8 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
-import msgspec
 from pydantic import AliasChoices, Field
 from typing_extensions import TypeVar
 
@@ -40,13 +39,11 @@ from environments.api import wire
 from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig
 from environments.conversation import Conversation, ignores_tools
+from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage
 
 log = logging.getLogger(__name__)
-
-CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
-"""Hermes, Qwen and many other models write a call between these marks, as a JSON object with `name` and `arguments`."""
 
 Tool = Callable[..., Any]
 
@@ -61,29 +58,13 @@ class MultiTurnConfig(BaseEnvConfig):
         validation_alias=AliasChoices("max_tokens", "max_tokens_per_turn"),
         description="longest turn in tokens; unset: what max_token_length leaves",
     )
+    tool_format: Literal["auto"] | ToolFormat = Field(
+        default="auto", description="form in which the policy calls tools; auto: that of the chat template"
+    )
     tool_timeout: float = Field(default=60.0, gt=0.0, description="time limit of one tool call, in seconds")
 
 
 Config = TypeVar("Config", bound=MultiTurnConfig, default=MultiTurnConfig)
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the policy wrote."""
-
-    name: str
-    arguments: dict[str, Any] | None = None
-
-
-def tool_calls(text: str) -> list[ToolCall | str]:
-    """Return the calls in a turn, in order. For a call that cannot be parsed, the list has an error text instead."""
-    found: list[ToolCall | str] = []
-    for part in text.split(CALL_OPENS)[1:]:
-        body = part.partition(CALL_CLOSES)[0]
-        try:
-            found.append(msgspec.json.decode(body, type=ToolCall))
-        except (msgspec.DecodeError, RecursionError):
-            found.append(f"not a tool call: {body.strip()[:200]!r}; write {{'name': …, 'arguments': {{…}}}} in JSON")
-    return found
 
 
 class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
@@ -115,12 +96,16 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
     async def call_tools(self, text: str) -> list[Message]:
         """Call the tools of a turn one after another and return their results; an error of a tool is its result.
 
+        `--env.tool_format` says how the turn writes calls. A call inside thinking does not count.
         Coroutines are awaited. All other functions run in threads (`--env.max_threads`). `--env.tool_timeout` limits
         each call.
         """
         known = {tool.__name__: tool for tool in self.tools()}
         messages: list[Message] = []
-        for call in tool_calls(text):
+        form, schemas = self.config.tool_format, [_schema(tool) for tool in known.values()]
+        if form == "auto":
+            form = tool_format(self.tokenizer.chat_template)
+        for call in tool_calls(text, form, schemas) if known else ():
             if isinstance(call, str):
                 messages.append({"role": "tool", "content": call})
             elif call.name not in known:
@@ -132,7 +117,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
 
     async def _call(self, tool: Tool, call: ToolCall) -> str:
         try:
-            result = await self.threads.call(partial(tool, **(call.arguments or {})), timeout=self.config.tool_timeout)
+            result = await self.threads.call(partial(tool, **call.arguments), timeout=self.config.tool_timeout)
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # the policy chose the arguments, so it gets the error to read
             return f"{type(error).__name__}: {error}"

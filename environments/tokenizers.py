@@ -1,9 +1,11 @@
-"""The model's tokenizer: loading it, and rendering prompts by its chat template."""
+"""The model's tokenizer: loading it, and prompts as its tokens, from text or by its chat template."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from environments.config import ConfigError, PromptRefused
 from environments.trajectory import Message
@@ -11,6 +13,16 @@ from grpo_common.models import CONFIG_FILE, find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Tools = Sequence[dict[str, Any] | Callable[..., Any]]
+"""JSON schemas of functions, in the form that chat templates take, or the functions."""
+THINK: Final = "<think>"
+THOUGHT: Final = "</think>"
+"""Before and after the thinking of a reasoning model."""
+THINK_TOKENS: Final = 8
+"""As many tokens at the end of a prompt are enough to see whether it ends in `<think>` and a line end."""
 
 
 def load_tokenizer(name: str) -> Any:
@@ -66,36 +78,86 @@ def with_system_prompt(
     return [{"role": "system", "content": system}, *rest] if system else rest
 
 
+def prompt_ids(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | Sequence[Message],
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the token ids of a prompt: text, or messages by the chat template.
+
+    A prompt begins with one BOS token at most. It does not end with an EOS token that the tokenizer appended, because
+    the answer continues the prompt.
+
+    Raises:
+        PromptRefused: the model has no chat template, or it refuses the messages.
+    """
+    if not isinstance(prompt, str):
+        text = render(tokenizer, prompt, tools, variables)
+        return cast("list[int]", tokenizer.encode(text, add_special_tokens=False))
+    token_ids = cast("list[int]", tokenizer.encode(prompt))
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and token_ids[:2] == [bos, bos]:
+        _say_once("a prompt that already begins with %s does not get a second one", str(tokenizer.bos_token))
+        token_ids = token_ids[1:]
+    appended = not prompt.endswith(str(tokenizer.eos_token)) or token_ids[-2:] == [eos, eos]
+    if eos is not None and token_ids[1:] and token_ids[-1] == eos and appended:
+        _say_once("the tokenizer appends %s to text; prompts are sent without it", str(tokenizer.eos_token))
+        token_ids = token_ids[:-1]
+    return token_ids
+
+
+@cache
+def _say_once(message: str, token: str) -> None:
+    log.warning(message, token)
+
+
+def is_special(tokenizer: "PreTrainedTokenizerBase", token: int) -> bool:
+    """Return whether a token is a special one, such as the end of a turn: text that readers do not see."""
+    return bool(tokenizer.decode([token])) and not tokenizer.decode([token], skip_special_tokens=True)
+
+
+def opens_thinking(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) -> bool:
+    """Return whether a prompt ends in `<think>`, so that the answer begins in the middle of the policy's thinking."""
+    return str(tokenizer.decode(list(prompt[-THINK_TOKENS:]))).rstrip().endswith(THINK)
+
+
+def after_thinking(answer: str) -> str:
+    """Return the part of an answer that is not thinking; thinking that has not ended reaches to the answer's end."""
+    return answer.rpartition(THOUGHT)[2].partition(THINK)[0]
+
+
 def render(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+    tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
     *,
-    tokenize: bool = True,
-) -> Any:
-    """Return messages as token ids, or as text, by the chat template, up to the beginning of the answer.
+    answered: bool = True,
+) -> str:
+    """Return messages as text by the chat template.
 
     Templates of some models refuse system messages (Gemma 2, Mistral 0.2). Their instruction then goes in front of the
     first user's message.
 
     Args:
         variables: further variables of the template.
+        answered: whether the policy answers the messages: the text then ends with the beginning of its turn.
 
     Raises:
         PromptRefused: the model has no chat template, or it refuses the messages.
     """
-    from jinja2 import TemplateError
 
-    def rendered(messages: Sequence[Message]) -> Any:
-        return tokenizer.apply_chat_template(
+    def rendered(messages: Sequence[Message]) -> str:
+        text = tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
-            add_generation_prompt=True,
-            tokenize=tokenize,
+            add_generation_prompt=answered,
+            tokenize=False,
             return_dict=False,
             **(variables or {}),
         )
+        return cast("str", text)
 
     if not tokenizer.chat_template:
         raise PromptRefused(
@@ -106,13 +168,13 @@ def render(
         )
     try:
         return rendered(messages)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program of the model's author: any error may come out of it
         refusal = error
     if len(messages) > 1 and messages[0]["role"] == "system" and messages[1]["role"] == "user":
         system, asked, *rest = messages
         try:
             return rendered([{**asked, "content": f"{system['content']}\n\n{asked['content']}"}, *rest])
-        except (TemplateError, TypeError):
+        except Exception:  # the first error is reported
             pass
     roles = ", ".join(str(message.get("role")) for message in messages)
     raise PromptRefused(

@@ -1,4 +1,4 @@
-"""Conversations token by token: what is the policy's, what each turn earned, tools."""
+"""Conversations token by token: what is the policy's, what each turn earned, what tools answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from environments.api.intake import read_one
 from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
-from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, ToolCall, tool_calls
+from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
 from grpo_trainer.rollouts.sampling_masks import decode
@@ -167,31 +167,6 @@ def test_without_rewards_of_turns_the_trainer_makes_the_advantages() -> None:
     assert turn_advantages([trajectory(1.0), trajectory(0.0)]) is None
     equal = turn_advantages([trajectory(1.0, TurnReward(3, 1.0))] * 2)
     assert equal == [[0.0] * 6] * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("no", []),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ToolCall("add", {"a": 1})]),
-        ('<tool_call>\n{"name": "now"}\n</tool_call> and', [ToolCall("now")]),
-    ],
-)
-def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
-    assert tool_calls(text) == calls
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *("add(1)", "[1]", '{"arguments": {}}', '{"name": "add", "arguments": 3}', "", '{"name": ["add"]}'),
-        *('{"name": "add\\ud800"}', '{"name": "add", "arguments": {"a": "\\ud800"}}'),  # half a character: no UTF-8
-        '{"name": "add", "arguments": {"a": ' + "[" * 100_000,
-    ],
-)
-def test_what_is_no_call_is_told(body: str) -> None:
-    (said,) = tool_calls(f"<tool_call>{body}</tool_call>")
-    assert isinstance(said, str) and repr(body[:200]) in said
 
 
 def add(a: int, b: int) -> int:

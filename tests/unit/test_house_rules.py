@@ -113,7 +113,7 @@ ROOMS = {
     ),
     "environments": (
         *("data_config", "config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
-        *("api", "peers", "trajectory", "tokenizers", "conversation", "running"),
+        *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
         *("base", "multi_turn", "maths", "word_problems"),
         *("dataset", "from_verifiers", "released_model", "demo_model"),
         *("arithmetic_server", "gsm8k_server", "verifiers_server"),

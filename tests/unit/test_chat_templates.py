@@ -1,0 +1,334 @@
+"""Prompts and conversations by chat templates: the policy's tokens as sampled, the rest as the template writes it.
+
+The templates are short ones of the same shape as those of the models that they are named after.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from environments import tokenizers
+from environments.config import PromptRefused
+from environments.conversation import Conversation
+from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
+from environments.maths.gsm8k import Question
+from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
+from environments.peers.inference import Completion
+from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render
+from environments.trajectory import Message
+from tests.stand_ins import Scripted
+
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant must take turns') }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model's chat template, and the tokens that it uses.
+
+    Attributes:
+        end: The token that ends a turn.
+        other: Another token at which sampling stops.
+        bos: BOS tokens that the template writes before `turns` of the user.
+    """
+
+    template: str
+    end: str
+    other: str
+    marks: Sequence[str] = ()
+    bos: str = "none"
+
+    def beginnings(self, turns: int) -> int:
+        return {"none": 0, "one": 1, "each": turns}[self.bos]
+
+
+FAMILIES = {
+    "chatml": Family(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+        "<|endoftext|>",
+        ["<|im_start|>"],
+    ),
+    "llama2": Family(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content.strip() }} [/INST]"
+        "{% else %} {{ m.content.strip() }} {{ eos_token }}{% endif %}{% endfor %}",
+        "</s>",
+        "<other>",
+        bos="each",
+    ),
+    "llama3": Family(
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>"],
+        "one",
+    ),
+    "gemma2": Family(
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + ALTERNATE
+        + "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<end_of_turn>",
+        "<eos>",
+        ["<start_of_turn>"],
+        "one",
+    ),
+    "mistral0.2": Family(
+        "{{ bos_token }}" + ALTERNATE + "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+        "</s>",
+        "<other>",
+        bos="one",
+    ),
+    "zephyr": Family(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "</s>",
+        "<other>",
+    ),
+    "phi3": Family(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+        "<|end|>",
+        "<|endoftext|>",
+        ["<|user|>", "<|assistant|>"],
+    ),
+    "a line before the end": Family(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "<|end|>",
+        "<|endoftext|>",
+    ),
+}
+SYMBOLS = [*sorted(set(" \n.,:;!?<>/|[]_()+-=*'\"")), *"abcdefghijklmnopqrstuvwxyz", *"0123456789", *"INST"]
+
+
+@cache
+def build(name: str, *, words: bool = False, appends_eos: bool = False) -> Any:
+    """Return a tokenizer with one token a character, that puts BOS before text.
+
+    Args:
+        words: Each text begins with a space, as with SentencePiece.
+        appends_eos: It puts EOS after text.
+    """
+    family = FAMILIES[name]
+    eos = family.end if name in ("llama2", "mistral0.2", "zephyr") else family.other
+    marks = list(dict.fromkeys(["<s>", eos, family.end, family.other, *family.marks]))
+    symbols = sorted({each.replace(" ", "\u2581") if words else each for each in SYMBOLS})
+    made = Tokenizer(
+        models.BPE(vocab={each: i for i, each in enumerate(["<unk>", *symbols])}, merges=[], unk_token="<unk>")
+    )
+    if words:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        made.decoder = decoders.Metaspace(prepend_scheme="always")
+    else:
+        made.decoder = decoders.Fuse()
+    made.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in marks])
+    made.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {eos}" if appends_eos else "<s> $A",
+        special_tokens=[(each, made.token_to_id(each)) for each in ("<s>", eos)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token=eos,
+        chat_template=family.template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def written(tokenizer: Any, messages: Sequence[Message], text: str, end: str) -> list[int]:
+    """Return what the policy samples if it writes its turn exactly as the template does, up to the end token."""
+    prompt = render(tokenizer, messages)
+    whole = render(tokenizer, [*messages, {"role": "assistant", "content": text}], answered=False)
+    assert whole.startswith(prompt)
+    turn = prompt + whole[len(prompt) :].partition(end)[0] + end
+    return tokenizer.encode(turn, add_special_tokens=False)[len(prompt_ids(tokenizer, messages)) :]
+
+
+def say(talk: Conversation, tokenizer: Any, text: str, end: str, ids: list[int] | None = None) -> list[int]:
+    """Let the policy say a text and its end token, or no end token: then the turn was cut off."""
+    sampled: list[int] = ids or tokenizer.encode(text + end, add_special_tokens=False)
+    talk.say(Completion(talk.tokens, sampled, [-0.5] * len(sampled), text, "stop" if end else "length", 1), text)
+    return sampled
+
+
+TEXT = st.text(st.sampled_from("abz 12.\n<>/"), max_size=12).map(lambda text: f"x{text}x")
+"""No template strips it."""
+TURNS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+@given(turns=TURNS)
+def test_a_conversations_ids_are_those_of_the_rendered_conversation(
+    name: str, words: bool, turns: list[tuple[str, str]]
+) -> None:
+    family, tokenizer = FAMILIES[name], build(name, words=words)
+    talk = Conversation(tokenizer, [user("x")])
+    for answer, reply in turns:
+        say(talk, tokenizer, answer, family.end, written(tokenizer, talk.messages, answer, family.end))
+        assert talk.hear([user(reply)])
+    rendered = render(tokenizer, talk.messages)
+    assert talk.tokens == tokenizer.encode(rendered, add_special_tokens=False)
+    if not words:
+        assert tokenizer.decode(talk.tokens) == rendered
+    assert talk.tokens.count(tokenizer.bos_token_id) == family.beginnings(len(turns) + 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(turns=st.lists(st.tuples(TEXT, st.sampled_from(["end", "other", ""])), min_size=1, max_size=3))
+def test_a_turn_has_one_end_token_and_the_tokens_that_were_sampled(name: str, turns: list[tuple[str, str]]) -> None:
+    family, tokenizer = FAMILIES[name], build(name)
+    ends = [tokenizer.convert_tokens_to_ids(each) for each in (family.end, family.other)]
+    talk, sampled = Conversation(tokenizer, [user("x")]), []
+    for text, end in turns:
+        before = len(talk.tokens)
+        sampled += say(talk, tokenizer, text, getattr(family, end) if end else "")
+        after = len(talk.tokens)
+        assert talk.hear([user("y")])
+        # The turn's own one, and in some templates one after the user's message.
+        of_the_user = sum(token in ends for token in prompt_ids(tokenizer, [user("y")]))
+        assert sum(token in ends for token in talk.tokens[before:]) == 1 + of_the_user
+        first = next(token for token in talk.tokens[before:] if token in ends)
+        assert first == ends[0] or end == "other"
+        heard = tokenizer.decode(talk.tokens[after:])
+        assert heard.count("y") == 1 and text not in heard
+    assert [token for token, trained in zip(talk.tokens, talk.trained, strict=True) if trained] == sampled
+
+
+def test_a_template_without_end_tokens_keeps_the_sampled_one_and_its_own_beginnings() -> None:
+    """As GLM-4's: <|user|> begins the user's turn, and sampling stops at it."""
+    tokenizer = build.__wrapped__("phi3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for end, text in (
+        ("<|user|>", "<|user|>a<|assistant|>b<|user|>c<|assistant|>"),
+        ("<|end|>", "<|user|>a<|assistant|>b<|end|><|user|>c<|assistant|>"),
+        ("", "<|user|>a<|assistant|>b<|user|>c<|assistant|>"),
+    ):
+        talk = Conversation(tokenizer, [user("a")])
+        say(talk, tokenizer, "b", end)
+        talk.hear([user("c")])
+        assert tokenizer.decode(talk.tokens) == text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("appends_eos", [False, True])
+def test_a_prompt_of_text_begins_with_one_bos_and_has_no_eos(
+    name: str, appends_eos: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizers._say_once.cache_clear()
+    tokenizer = build(name, appends_eos=appends_eos)
+    ids = prompt_ids(tokenizer, "ab")
+    assert tokenizer.decode(ids) == "<s>ab"
+    rendered = render(tokenizer, [user("x")])
+    begins = "" if rendered.startswith("<s>") else "<s>"
+    for _ in range(2):
+        assert tokenizer.decode(prompt_ids(tokenizer, rendered)) == begins + rendered
+    assert prompt_ids(tokenizer, [user("x")]) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert len(caplog.records) == appends_eos + (not begins), "each is said once"
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_an_end_token_that_the_prompt_itself_writes_stays() -> None:
+    for appends_eos in (False, True):
+        tokenizer = build("zephyr", appends_eos=appends_eos)
+        assert tokenizer.decode(prompt_ids(tokenizer, "ab</s>")) == "<s>ab</s>"
+
+
+class Asks(MultiTurnEnv[str]):
+    """Its opening has an instruction."""
+
+    def opening(self, item: str) -> list[Message]:
+        return [{"role": "system", "content": "be short"}, user(item)]
+
+    async def score_conversation(self, item: str, talk: Conversation) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral0.2"])
+def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_refused(name: str) -> None:
+    tokenizer = build(name)
+    server = Scripted(tokenizer, lambda _: [])
+    asked = Gsm8kEnv(Gsm8kConfig(tokenizer_name="demo", system_prompt="be short"), server, tokenizer)
+    talk = Asks(MultiTurnConfig(tokenizer_name="demo"), server, tokenizer).begin("how many?")
+    wanted = render(tokenizer, [user("be short\n\nhow many?")])
+    assert tokenizer.decode(asked.tokenize(asked.prompt(Question("how many?", "18")))) == wanted
+    assert tokenizer.decode(talk.tokens) == wanted
+    say(talk, tokenizer, "two", FAMILIES[name].end)
+    assert talk.hear([user("sure?")])
+    said = {"role": "assistant", "content": "two"}
+    assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?"), said, user("sure?")])
+    own = Gsm8kEnv(Gsm8kConfig(tokenizer_name="demo"), server, tokenizer)
+    prompt = own.prompt(Question("how many?", "18"))
+    assert [message["role"] for message in prompt] == ["system", "user"]  # type: ignore[index]
+    assert own.tokenize(prompt)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.index('q') }}",
+        "{{ raise_exception('never') }}",
+        "{% if %}",
+        "{{ 1 + 'a' }}",
+    ],
+)
+def test_every_error_of_a_template_is_an_error_of_the_prompt(template: str) -> None:
+    tokenizer = build.__wrapped__("chatml")
+    tokenizer.chat_template = template
+    with pytest.raises(PromptRefused) as error:
+        prompt_ids(tokenizer, [user("x")])
+    assert error.value.field == "--env.tokenizer_name" and error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("18", "18"),
+        ("<think>17</think>18", "18"),
+        ("17</think>18", "18"),
+        ("<think>17</think>18<think>19", "18"),
+        ("<think>17", ""),
+        ("<think>17<think>18</think>19", "19"),
+    ],
+)
+def test_thinking_is_not_part_of_the_answer(text: str, answer: str) -> None:
+    assert after_thinking(text) == answer
+
+
+def test_thinking_that_the_template_opened_is_part_of_the_turn() -> None:
+    tokenizer = build.__wrapped__("chatml")
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    talk = Conversation(tokenizer, [user("x")])
+    assert opens_thinking(tokenizer, talk.tokens)
+    say(talk, tokenizer, "17", "<|im_end|>")
+    assert talk.messages[-1]["content"] == "<think>17"
+    env = Asks(MultiTurnConfig(tokenizer_name="demo"), Scripted(tokenizer, lambda _: []), tokenizer)
+    for text, answer in (("17", ""), ("17</think>18", "18")):
+        completion = Completion(prompt_ids(tokenizer, [user("x")]), tokenizer.encode(text), [], text, "length", 1)
+        assert env.answer_of(completion).removeprefix("<s>") == answer
