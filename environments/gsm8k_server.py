@@ -1,8 +1,8 @@
 """Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or run this file by its path.
 
-math-verify judges answers, in processes that can be killed. Each answer is judged twice. Strictly: it is right, has the
-form that was asked for, and ended before its limit. Leniently: the right number is anywhere in it. Both are reported
-with each step, and `--env.reward` says which one is the reward.
+Each answer is judged twice. Strictly: it ended before its limit, and is the right number, and nothing else, in the form
+that was asked for. Leniently: math-verify, in processes that can be killed, finds the right value anywhere in it. Both
+are reported with each step, and `--env.reward` says which one is the reward.
 """
 
 import sys
@@ -24,12 +24,11 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.intervals import with_interval
 from environments.items import Shuffled
-from environments.maths.answer_form import AnswerForm, in_the_asked_form
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
 from environments.maths.gsm8k import (
     ASKED,
     Question,
     Split,
-    after_thinking,
     download_questions,
     read_questions,
     too_long,
@@ -71,7 +70,7 @@ class Judged:
 
     Attributes:
         verdict: The judge's; strict only if the answer ended before its limit.
-        formed: The answer has the form that was asked for, right or wrong.
+        formed: The answer is one number in the form that was asked for, right or wrong.
         ended: The answer ended before its limit.
     """
 
@@ -137,11 +136,12 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         return scores
 
     async def _judge(self, item: Question, completion: Completion) -> Judged:
-        answer = after_thinking(self.decode(completion))
+        answer = self.answer_of(completion)
         found = await self.judge.judge(item.gold, answer, self.config.answer_form)
         ended = completion.finish_reason != "length"
         verdict = Verdict(found.strict and ended, found.lenient, found.judged)
-        formed = ended and in_the_asked_form(answer, self.config.answer_form) is not None
+        final = in_the_asked_form(answer, self.config.answer_form)
+        formed = ended and final is not None and read_number(final) is not None
         return Judged(completion, verdict, formed, ended)
 
     def _score(self, judged: Judged) -> float:

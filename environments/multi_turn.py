@@ -102,9 +102,10 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         """
         known = {tool.__name__: tool for tool in self.tools()}
         messages: list[Message] = []
-        form, schemas = self.config.tool_format, [_schema(tool) for tool in known.values()]
+        form = self.config.tool_format
         if form == "auto":
             form = tool_format(self.tokenizer.chat_template)
+        schemas = [_schema(tool) for tool in known.values()] if form == "qwen3_coder" else ()
         for call in tool_calls(text, form, schemas) if known else ():
             if isinstance(call, str):
                 messages.append({"role": "tool", "content": call})

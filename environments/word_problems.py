@@ -171,7 +171,7 @@ def held_out_problems(levels: Sequence[int], count: int) -> list[WordProblem]:
 def is_right(problem: WordProblem, answer: str) -> bool:
     """Return whether the last number of an answer is the problem's answer."""
     number = last_number(answer)
-    return number is not None and number.rstrip(".") == str(problem.answer)
+    return number is not None and number.value == problem.answer
 
 
 def levels_of(said: str) -> list[int]:

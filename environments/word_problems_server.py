@@ -90,7 +90,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         return scores
 
     def _score(self, item: WordProblem, completion: Completion) -> float:
-        return float(completion.finish_reason != "length" and is_right(item, self.decode(completion)))
+        return float(completion.finish_reason != "length" and is_right(item, self.answer_of(completion)))
 
     async def evaluate(self) -> dict[str, float]:
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Final
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
 from environments.dataset.data import Data, Row, listed
-from environments.maths.answer_form import in_the_asked_form
+from environments.maths.answer_form import in_the_asked_form, read_number
 from environments.trajectory import Message
 
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
@@ -97,8 +96,8 @@ class Columns:
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         if HASHES in text:
             text = text.rpartition(HASHES)[2]
-            number = text.replace(",", "").replace("$", "").strip()
-            return number if re.fullmatch(r"-?[\d.]+", number) else text.strip()
+            number = read_number(text)
+            return text.strip() if number is None else number.text
         return text.strip()
 
     def __str__(self) -> str:

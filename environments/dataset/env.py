@@ -266,7 +266,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        asked = Asked(keywords, texts, self.columns.answer_of(row))
+        finals = [self.answer_of(completion) for completion in completions]
+        asked = Asked(keywords, texts, finals, self.columns.answer_of(row))
         return list(await asyncio.gather(*(each.scores(asked) for each in self._rewards))), metrics, extras
 
     # ------------------------------------------------------------ evaluation

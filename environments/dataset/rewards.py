@@ -36,7 +36,7 @@ from environments.config import ConfigError
 from environments.data_config import REGEX, RewardConfig
 from environments.dataset.columns import boxed_or_all
 from environments.dataset.data import listed
-from environments.maths.gsm8k import after_thinking
+from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
 from environments.threads import Threads
 from grpo_common.errors import UserError
@@ -74,11 +74,13 @@ class Asked:
     Attributes:
         keywords: The arguments of functions, by name.
         texts: The answers as text.
+        finals: The same without thinking.
         answer: The right answer; None if the row has none.
     """
 
     keywords: Mapping[str, Any]
     texts: Sequence[str]
+    finals: Sequence[str]
     answer: str | None
 
 
@@ -243,15 +245,21 @@ class RewardLoader:
 async def _exact_match(asked: Asked) -> list[Score]:
     if asked.answer is None:
         return [None] * len(asked.texts)
-    return [float(after_thinking(text).strip() == asked.answer) for text in asked.texts]
+    return [float(text.strip() == asked.answer) for text in asked.finals]
 
 
 async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
-    """Return 1 where math-verify finds the right value anywhere in an answer."""
+    """Return 1 for each right answer.
+
+    If the right answer is a number, the answer's box, or without a box its last number, must be that number. Otherwise
+    math-verify compares expressions.
+    """
     if asked.answer is None:
-        return [None] * len(asked.texts)
+        return [None] * len(asked.finals)
     gold = boxed_or_all(asked.answer)
-    verdicts = await asyncio.gather(*(judge.judge(gold, after_thinking(text), "boxed") for text in asked.texts))
+    if (number := read_number(gold)) is not None:
+        return [float(number.accepts(final_number(text))) for text in asked.finals]
+    verdicts = await asyncio.gather(*(judge.judge(gold, text, "boxed") for text in asked.finals))
     return [float(verdict.lenient) for verdict in verdicts]
 
 

@@ -6,6 +6,7 @@ Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -13,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from environments.config import ConfigError
-from environments.maths.answer_form import AnswerForm
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
 
 Split = Literal["train", "test"]
 
@@ -21,7 +22,7 @@ ASKED: Final[dict[AnswerForm, str]] = {
     "boxed": "Think step by step, then give the final answer, a number, as \\boxed{answer}.",
     "hashes": "Think step by step, then give the final answer, a number, on a line of its own after ####.",
 }
-END_OF_THOUGHT: Final = "</think>"
+PERCENT_ASKED: Final = re.compile(r"\b(what|which|how many) ((is|was|are|were|will be) )?(the )?percent", re.IGNORECASE)
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -40,13 +41,17 @@ class Question:
     def of(cls, question: str, answer: str) -> Question:
         """Return the question of a row of the data set.
 
+        Solutions write no units. If the question asks for a percentage, the number is one: 60 and 60 % are right.
+
         Raises:
             ValueError: The solution does not end in `#### NUMBER`.
         """
-        _, marker, gold = answer.rpartition("####")
-        if not marker or not gold.strip():
+        gold = in_the_asked_form(answer, "hashes")
+        number = None if gold is None else read_number(gold)
+        if number is None:
             raise ValueError(f"a solution that does not end in '#### NUMBER': {answer[-60:]!r}")
-        return cls(question, gold.strip().replace(",", "").replace("$", ""))
+        asks_percent = PERCENT_ASKED.search(question) is not None and not number.percent
+        return cls(question, number.text + ("%" if asks_percent else ""))
 
 
 def read_questions(path: Path, split: Split) -> list[Question]:
@@ -90,22 +95,26 @@ def download_questions(name: str, split: Split) -> list[Question]:
             field="--env.dataset_path",
             fix="pip install datasets, or name a folder with train.jsonl and test.jsonl",
         ) from None
+    field = f"--env.dataset_name {name}"
     try:
         rows = load_dataset(name, "main", split=split).to_list()
     except (OSError, ValueError) as error:  # no network, no such data set
         reason = str(error).splitlines()[0]
         raise ConfigError(
             "cannot be loaded",
-            field=f"--env.dataset_name {name}",
+            field=field,
             got=reason,
             fix="set --env.dataset_path to a folder with train.jsonl and test.jsonl",
         ) from None
-    return [Question.of(str(row["question"]), str(row["answer"])) for row in rows]
-
-
-def after_thinking(answer: str) -> str:
-    """Return an answer's text after its thinking, if it has any."""
-    return answer.rpartition(END_OF_THOUGHT)[2]
+    questions = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            questions.append(Question.of(str(row["question"]), str(row["answer"])))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                field=f"{field}, row {number} of {split}", got=str(error), wanted="a row of GSM8K"
+            ) from None
+    return questions
 
 
 def too_long(tokens: int, room: int, free: float) -> float:

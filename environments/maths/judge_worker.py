@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number, read_number
 
 PATIENCE_S: Final = 2
 """Time limit of each parse and each comparison."""
@@ -33,12 +33,17 @@ def equal(gold: list[Any], text: str) -> bool:
 
 
 def judge(gold: str, answer: str, form: AnswerForm) -> dict[str, bool]:
-    """Return the verdicts. Strict: equal, and in the form that was asked for. Lenient: equal in any form."""
-    wanted = parse(f"\\boxed{{{gold}}}", parsing_timeout=PATIENCE_S)
-    final = in_the_asked_form(answer, form)
-    strict = final is not None and equal(wanted, f"\\boxed{{{final}}}")
-    number = last_number(answer)
-    lenient = strict or equal(wanted, answer) or (number is not None and equal(wanted, number))
+    """Return the verdicts. Strict: right, and in the form that was asked for. Lenient: right in any form.
+
+    If the right answer is a number, a strict answer is one number too; math-verify would also evaluate 17+1.
+    """
+    number, final = read_number(gold), in_the_asked_form(answer, form)
+    wanted = parse(f"\\boxed{{{gold if number is None else number.text.rstrip('%')}}}", parsing_timeout=PATIENCE_S)
+    if number is None:
+        strict = final is not None and equal(wanted, f"\\boxed{{{final}}}")
+    else:
+        strict = final is not None and number.accepts(read_number(final))
+    lenient = strict or equal(wanted, answer) or (number is not None and number.accepts(last_number(answer)))
     return {"strict": strict, "lenient": lenient}
 
 

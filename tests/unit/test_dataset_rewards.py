@@ -14,6 +14,7 @@ from environments.dataset.env import DatasetConfig
 from environments.dataset.rewards import Asked, Reward, RewardError, RewardLoader, TrainerState, weighted_sum
 from environments.maths.judge import MathJudge
 from environments.threads import Threads
+from environments.tokenizers import after_thinking
 
 # ---------------------------------------------------------------- how they are written
 
@@ -143,7 +144,7 @@ def asked(completions: list[Any], answer: str | None = "4", **columns: Any) -> A
         "log_metric": lambda name, value: None,
         **columns,
     }
-    return Asked(keywords, texts, answer)
+    return Asked(keywords, texts, [after_thinking(text) for text in texts], answer)
 
 
 def scores(reward: Reward, completions: list[Any], **columns: Any) -> list[float | None]:
@@ -259,6 +260,8 @@ def test_files_and_modules_that_are_missing_are_named(
         ("regex:a=5", None, ["a=5", "a"], [1.0, 0.0]),
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"so it is $\frac{2}{4}$", "three"], [1.0, 1.0, 0.0]),
         ("math", r"First … \boxed{12}", ["The answer is 12.", "13"], [1.0, 0.0]),
+        ("math", "18", [r"\boxed{18}", "17, no: 18.", r"18 is \boxed{17}", "17=18 or 19"], [1.0, 1.0, 0.0, 0.0]),
+        ("math", "18", [r"\boxed{1+17}", r"\boxed{17=18}", r"\boxed{\$18}"], [0.0, 0.0, 1.0]),
         ("math", None, ["4"], [None]),
     ],
 )

@@ -19,7 +19,8 @@ from environments.demo_model.model import build_tokenizer
 from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
 from environments.intervals import wilson
 from environments.items import Shuffled
-from environments.maths.gsm8k import Question, after_thinking, read_questions, too_long
+from environments.maths.gsm8k import Question, read_questions, too_long
+from environments.tokenizers import after_thinking
 from tests.stand_ins import Scripted
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
@@ -62,7 +63,28 @@ def test_rows_are_questions_with_the_number_after_the_hashes() -> None:
     questions = read_questions(ROWS, "train")
     assert len(questions) == 32
     assert questions[0].text.startswith("Janet’s ducks") and questions[0].gold == "18"
-    assert Question.of("?", "12 * 100 = 1,200\n#### $1,200").gold == "1200"
+
+
+@pytest.mark.parametrize(
+    ("written", "gold"),
+    [
+        *(("18", "18"), ("$1,200", "1200"), ("18 dollars", "18"), ("18.", "18"), ("1 234", "1234"), ("-3", "-3")),
+        *(("2.50", "2.50"), ("1/2", "1/2"), ("5 %", "5%"), ("€18", "18"), (" 18 \n", "18")),
+    ],
+)
+def test_a_gold_answer_is_read_as_a_number(written: str, gold: str) -> None:
+    assert Question.of("How many?", f"12 * 100\n#### {written}").gold == gold
+
+
+@pytest.mark.parametrize(
+    ("question", "gold"),
+    [
+        *(("What percentage of them left?", "60%"), ("What is the percent of red ones?", "60%")),
+        *(("If 20 percent left, how many stayed?", "60"), ("What is 20% of 300?", "60")),
+    ],
+)
+def test_where_a_percentage_is_asked_its_sign_may_be_written(question: str, gold: str) -> None:
+    assert Question.of(question, "#### 60").gold == gold
 
 
 @pytest.mark.parametrize(
@@ -71,6 +93,15 @@ def test_rows_are_questions_with_the_number_after_the_hashes() -> None:
         (None, "train", "", {"got": "rows.jsonl", "wanted": "train.jsonl"}),
         ('{"question": "q", "answer": "18"}\n', "train", " FILE, line 1", {"got": "'#### NUMBER'"}),
         ('{"question": "q"}\n', "train", " FILE, line 1", {"got": "`answer`"}),
+        *(
+            (
+                '\n{"question": "q", "answer": "#### GOLD"}\n'.replace("GOLD", gold),
+                "train",
+                " FILE, line 2",
+                {"got": "NUMBER"},
+            )
+            for gold in ("eighteen", "17+1", "18 or 19", "x = 18", "18 19", "")
+        ),
         ('{"question": "q", "answer": "#### 1"}\n', "test", "", {"got": "rows.jsonl", "wanted": "test.jsonl"}),
     ],
 )

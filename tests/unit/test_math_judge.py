@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number, read_number
 from environments.maths.judge import UNJUDGED, MathJudge, Verdict
 from environments.scoring import Scoring
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
+
+from environments.maths.judge_worker import judge
 
 
 @pytest.mark.parametrize(
@@ -32,16 +37,91 @@ def test_the_form_that_was_asked_for(answer: str, form: AnswerForm, final: str |
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("from 17 to $1,800.", "1800"), ("-3", "-3"), ("2.50 dollars", "2.50"), ("none", None)]
+    ("text", "number"),
+    [
+        *(("from 17 to $1,800.", "1800"), ("-3", "-3"), ("2.50 dollars", "2.50"), ("none", None), ("", None)),
+        *(
+            ("10-12", "12"),
+            ("10 - 12", "12"),
+            ("10 -12", "12"),
+            ("10\u201312", "12"),
+            ("x-12", "12"),
+            ("$10-$12", "12"),
+        ),
+        *(("x = -12", "-12"), ("is -12", "-12"), ("(-12)", "-12"), ("costs -$5", "-5"), ("so \u22123.", "-3")),
+        *(("17,18", "18"), ("1,2345", "2345"), ("12/18/2024", "2024"), ("is 1/2.", "1/2"), ("2 1/2", "2 1/2")),
+        *(("is 5 %.", "5%"), ("\\boxed{1{,}800}", "1800"), ("$\\frac{2}{4}$", "2/4"), ("is...18", "18"), (".5", ".5")),
+        *(("18 m^2", "18"), ("18 m^{2}", "18"), ("18 cm2", "18"), ("18/0", None), ("9" * 5000, None)),
+    ],
 )
 def test_the_last_number(text: str, number: str | None) -> None:
-    assert last_number(text) == number
+    found = last_number(text)
+    assert (found.text if found else None) == number
+
+
+STRICT: dict[str, tuple[list[str], list[str]]] = {
+    "18": (
+        [
+            *("18", "18.", "18.0", "$18$", "\\$18", "18 dollars", "€18", "18 €", "US$18", "18 USD"),
+            *("\\text{18 dollars}", "18 days", "18\\,\\text{km/h}", "18 m^2", "18^\\circ", "**18**", "+18"),
+        ],
+        [
+            *("1+17", "48/2-6", "17=18", "18=18", "x=18", "18\\%", "[18]", "(18)", "36/2", "\\frac{36}{2}"),
+            *("17 or 18", "18, 19", "18 17", "17\n18", "not 18", "18 thousand", "18k", "18x", "18!", "18^1"),
+            *("\\sqrt{324}", "9\\cdot 2", "\\boxed{}", "9" * 5000),
+            *("$18 dollars", "18 square feet", "-18", "--18", "17", "18.5", "1 8", "eighteen", "1.8e1"),
+        ],
+    ),
+    "1800": (
+        ["1800", "1,800", "1{,}800", "1\\,800", "1 800", "1,800 dollars", "\\$1,800.00", "1\\!800"],
+        ["1.8k", "18 hundred", "1,80", "1,8000", "1.800", "18,00", "2000-200", "1 80 0"],
+    ),
+    "2.5": (
+        ["2.5", "2.50", "5/2", "\\frac{5}{2}", "\\dfrac52", "2 1/2", "2\\frac12", "$2.50", "250\\%"],
+        ["10/4", "2,5", "2.5.0", "2+1/2", "2 5/10", "25", "5/2/1", "\\frac{5}{0}"],
+    ),
+    "1/2": (
+        ["1/2", "\\frac{1}{2}", "\\tfrac12", "0.5", ".5", "50\\%", "0.5 cups", "1/2 hour"],
+        ["2/4", "1-1/2", "1 1/2", "1:2", "1/-2", "50", "half"],
+    ),
+    "5 %": (
+        ["5 %", "5\\%", "5%", "5 percent", "5 per cent", "5", "0.05", "1/20"],
+        ["0.05\\%", "5/100", "500\\%", "50\\%"],
+    ),
+}  # fmt: skip
+
+
+ANSWERS = [
+    (gold, each, right)
+    for gold, (right_ones, wrong_ones) in STRICT.items()
+    for right, part in ((True, right_ones), (False, wrong_ones))
+    for each in part
+]
+
+
+@pytest.mark.parametrize(("gold", "answer", "right"), ANSWERS)
+def test_a_strict_answer_is_one_number_with_one_unit_at_most(gold: str, answer: str, right: bool) -> None:
+    forms: list[tuple[AnswerForm, str]] = [("boxed", f"so \\boxed{{{answer}}}"), ("hashes", f"so\n#### {answer}")]
+    for form, text in forms if "\n" not in answer else forms[:1]:
+        assert judge(gold, text, form)["strict"] is right
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(0, 99), st.sampled_from(["{}", "${}", "{} km", "{}.", "€ {}"]))
+def test_a_written_number_is_read_back(whole: int, cents: int, written: str) -> None:
+    text = f"{whole:,}.{cents:02}" if cents else f"{whole:,}"
+    value = Fraction(whole) + Fraction(cents if whole >= 0 and text[0] != "-" else -cents, 100)
+    for number in (read_number(written.format(text)), last_number(f"From 3-4 to {written.format(text)}")):
+        assert number is not None and number.value == value
 
 
 BOTH, LENIENT, NEITHER = Verdict(True, True), Verdict(False, True), Verdict(False, False)
 CASES: list[tuple[str, str, AnswerForm, Verdict]] = [
     ("18", "2 + 16, so \\boxed{18}", "boxed", BOTH),
-    ("18", "\\boxed{\\frac{36}{2}}", "boxed", BOTH),
+    ("18", "\\boxed{\\frac{36}{2}}", "boxed", LENIENT),
+    ("18", "\\boxed{1+17}", "boxed", LENIENT),
+    ("5%", "\\boxed{5\\%}", "boxed", BOTH),
+    ("5%", "It is 5 percent.", "boxed", LENIENT),
+    ("\\sqrt{2}", "\\boxed{2/\\sqrt{2}}", "boxed", BOTH),
     ("1800", "\\boxed{1,800}", "boxed", BOTH),
     ("18", "\\boxed{\\$18}", "boxed", BOTH),
     ("18", "She makes $18 every day.", "boxed", LENIENT),

@@ -141,7 +141,9 @@ class Tools(MultiTurnEnv[int]):
 
 
 def test_the_policy_hears_that_a_tool_took_too_long(caplog: pytest.LogCaptureFixture) -> None:
-    config = MultiTurnConfig(tokenizer_name="m", tool_timeout=5.0)  # enough for the second tool on a slow machine
+    config = MultiTurnConfig(
+        tokenizer_name="m", tool_format="hermes", tool_timeout=5.0
+    )  # enough for the second tool on a slow machine
     env = Tools(config, None, None)  # type: ignore[arg-type]
     text = (
         '<tool_call>{"name": "hang"}</tool_call>'
