@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
 
 from typing_extensions import TypeVar
 
