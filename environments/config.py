@@ -331,12 +331,12 @@ def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             "cannot be read", field=f"--config {path}", got=error.strerror, fix="name a TOML file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
 
 

@@ -69,6 +69,7 @@ _VALUE = re.compile(
     re.IGNORECASE,
 )
 _TO_THE_END = re.compile(r"""[^\r\n"'\\]*""")
+_PARAMETER = re.compile(r"""(?<=[?&])([\w.-]++)=[^&#\s"'<>]*&?""")
 _IN_A_QUERY = re.compile(r"""[^&#\s"'<>]*""")
 SHORTEST = 6
 """Characters of a known secret that is looked for in other text."""
@@ -96,6 +97,11 @@ def is_secret(name: str) -> bool:
     return False
 
 
+def _is_parameter(name: str) -> bool:
+    """Return whether a parameter of a URL holds a secret."""
+    return is_secret(name) or name.lower() in QUERY_NAMES
+
+
 @dataclass
 class Redaction:
     """What was hidden in a value.
@@ -117,7 +123,7 @@ def redact(value: Any, *, drop: bool = False, known: Iterable[str] = ()) -> Reda
     Args:
         value: mappings, sequences, texts and numbers; anything else stays as it is.
         drop: leave out keys, flags with their values, and parts of URLs instead of writing `HIDDEN` in their place.
-            Text that holds a secret in another form is left out as a whole.
+            Text that holds a secret in another form is left out as a whole; `password: x` amid prose is none.
         known: secrets that are hidden wherever they stand, if they are long enough.
     """
     walk = _Walk(drop, [each for each in known if len(each) >= SHORTEST])
@@ -198,7 +204,7 @@ class _Walk:
     def _list(self, words: Sequence[Any], where: str) -> list[Any]:
         """Take a list, which may be a command line: all words up to the next flag belong to a secret flag."""
         kept: list[Any] = []
-        pair = len(words) == 2 and isinstance(words[0], str) and words[0][:1] != "-" and is_secret(words[0])
+        pair = len(words) == 2 and isinstance(words[0], str) and is_secret(words[0]) and words[0][:1] != "-"
         flag = words[0] if pair else ""
         for at, word in enumerate(words):
             ends = isinstance(word, str) and word.startswith("--")
@@ -222,7 +228,7 @@ class _Walk:
             if clean != text:
                 self.names.append(where)
                 if self._drop:
-                    clean = self._without_user(text)
+                    clean = self._without_parts(text)
         return clean
 
     def _json(self, text: str, where: str) -> str:
@@ -233,9 +239,13 @@ class _Walk:
         clean = self.value(parsed, where)
         return text if clean == parsed else json.dumps(clean, ensure_ascii=False)
 
-    def _without_user(self, text: str) -> Any:
-        """Return a URL without its user part; nothing if that is not all that was to be hidden."""
-        clean = _URL_USER.sub("", text)
+    def _without_parts(self, text: str) -> Any:
+        """Return a URL without its user part and secret parameters; nothing if more was to be hidden."""
+
+        def kept(found: re.Match[str]) -> str:
+            return "" if _is_parameter(found[1]) else found[0]
+
+        clean = _PARAMETER.sub(kept, _URL_USER.sub("", text)).rstrip("?&") if "://" in text else text
         return clean if self._pieces(clean) == clean else _GONE
 
     def _pieces(self, text: str) -> str:
@@ -256,7 +266,9 @@ class _Walk:
             name, between = found["name"], found["between"]
             assigned = between.strip("\"' \\\t\r\n")[:1] in ("=", ":") and bool(between.strip())
             in_query = "=" in between and found.start() and text[found.start() - 1] in "?&"
-            secret = is_secret(name) or (in_query and name.lower() in QUERY_NAMES)
+            secret = _is_parameter(name) if in_query else is_secret(name)
+            if ":" in between and self._drop and not re.fullmatch(r"\S+:\s*\S+", text):
+                secret = secret and re.search(r"(?i)authorization|cookie", name) is not None  # else it may be prose
             if not secret or not (assigned or name.startswith("-")):
                 at = found.end("name") if not assigned else at
                 continue

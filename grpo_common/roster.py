@@ -7,6 +7,7 @@ former process does not count.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,6 +17,8 @@ import msgspec
 from grpo_common.formats import check_format
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 FOLDER = "servers"
 """In a run's folder."""
@@ -77,14 +80,17 @@ def in_use(folder: Path) -> dict[str, int]:
 
 
 def _read(path: Path, kind: type[T], default: T) -> T:
-    """Return a file's content. Files are replaced as a whole, so one that exists is complete.
+    """Return a file's content. Files are replaced as a whole: one that can't be read is of an earlier run, and damaged.
 
     Raises:
         FormatError: a newer version wrote the file.
     """
     try:
         content = msgspec.json.decode(path.read_bytes())
+        check_format(str(path), content, FORMAT)
+        return msgspec.convert(content, type=kind)
     except FileNotFoundError:
         return default
-    check_format(str(path), content, FORMAT)
-    return msgspec.convert(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("%s can't be read, and counts as empty: %s", path, error)
+        return default

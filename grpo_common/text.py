@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 LONGEST = 500
 """Characters of a line that a person reads."""
+BIDI = {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""For `str.translate`: characters that turn the direction of all that follows, as a page shows them."""
 
 
 def printable(text: str, limit: int | None = LONGEST) -> str:
@@ -22,3 +26,10 @@ def printable(text: str, limit: int | None = LONGEST) -> str:
             each if each.isprintable() or each == "\t" else each.encode("unicode_escape").decode() for each in text
         )
     return text if rest <= 0 else f"{text}… ({rest:,} more characters)"
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats each record as one printable line: names from requests may hold anything. Tracebacks keep their lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record), None)

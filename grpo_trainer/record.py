@@ -37,10 +37,7 @@ def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
     folder = config.run_dir
     replace_file(folder / RUN_FILE, run_file(config), mode=0o600)
     path = folder / VERSIONS_FILE
-    starts: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):  # there is none yet, or it is damaged
-        starts = json.loads(path.read_text())
-    now = _facts(gpus)
+    starts, now = _starts(path), _facts(gpus)
     if not starts or {**starts[-1], "time": 0} != {**now, "time": 0}:
         replace_file(path, json.dumps([*starts, now], indent=1).encode())
     for source in dict.fromkeys(_own_code(config)):
@@ -48,6 +45,22 @@ def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
             _keep_copy(source, folder / CODE_FOLDER)
         except OSError as error:
             log.warning("%s was not copied into the run's folder: %s", source, error.strerror)
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """Return what earlier starts wrote. A damaged file gets another name, so that it is not lost."""
+    try:
+        starts = json.loads(path.read_bytes())
+        if isinstance(starts, list) and all(isinstance(each, dict) for each in starts):
+            return starts
+    except FileNotFoundError:
+        return []
+    except (ValueError, RecursionError):
+        pass
+    aside = path.with_name(f"damaged_{path.name}")
+    path.replace(aside)
+    log.warning("%s can't be read, and is now %s", path, aside.name)
+    return []
 
 
 def _keep_copy(source: Path, folder: Path) -> None:

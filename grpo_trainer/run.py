@@ -55,7 +55,7 @@ from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
 from vllm_server.protocol import PreflightReport
 
 
@@ -68,6 +68,8 @@ def run(config: RunConfig, console: Console) -> None:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_newer(config)
+    if config.trainer.checkpoints.resume == "auto":
+        refuse_unreadable(config.run_dir / "checkpoints")
     refuse_missing(config.trainer.model.name)
     warn_of_lr(config.trainer)
     with (
@@ -242,7 +244,7 @@ def supervise(
     def show() -> None:
         view.say_waits()
         for row in new_rows.read() if watch.is_over else ():
-            if row["time"] < began:  # of a run that is resumed
+            if (row.get("time") or 0.0) < began:  # of a run that is resumed
                 view.remember(row)
             else:
                 view.write(row["step"], row)
@@ -274,7 +276,7 @@ def supervise(
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
-    view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {config.run_dir}` shows it")
+    view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {shlex.quote(str(config.run_dir))}` shows it")
     view.say(last_line(rows_so_far(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
 
 
@@ -302,7 +304,7 @@ def refuse_newer(config: RunConfig) -> None:
     for state in folder.glob(f"checkpoints/*/{STATE_FILE}"):
         with suppress(DamagedError):  # the trainer moves it aside
             read_state(state.parent)
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(FileNotFoundError, ValueError, RecursionError):
         check_format(str(folder / REPORT_FILE), json.loads((folder / REPORT_FILE).read_bytes()), REPORT_FORMAT)
     read_members(folder / SERVERS)
     read_served(folder / SERVERS)

@@ -46,6 +46,7 @@ def extend(app: Starlette, args: Namespace) -> None:
         Route(protocol.BRIDGE_STATE_DICT_INFO_ROUTE, guarded(bridge.state_dict_info)),
         Route(protocol.BRIDGE_CHECKSUMS_ROUTE, guarded(bridge.checksums)),
         Route(protocol.BRIDGE_DEBUG_ROUTE, guarded(bridge.debug)),
+        Route("/scale_elastic_ep", guarded(bridge.scale_elastic_ep), methods=["POST"]),  # vLLM's answers 500
         Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints)),
     ]
     app.router.routes[:0] = ours

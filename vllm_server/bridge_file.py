@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ class BridgeFile:
         if self.own_folder:
             self._check_owner(folder)
         elif not folder.is_dir():
-            raise self._refused(f"{folder}, which is no folder", "a folder that exists", f"mkdir -p {folder}")
+            raise self._refused(
+                f"{folder}, which is no folder", "a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"
+            )
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
             raise self._refused(f"{folder}, which is read-only", "a folder to write to", "choose another")
         number = self._schema_version()

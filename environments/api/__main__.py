@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from environments.api.settings import Settings, SettingsError
+from grpo_common.text import PrintableFormatter
 
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
@@ -72,7 +73,9 @@ def parse(arguments: list[str] | None = None) -> Settings:
 def main(arguments: list[str] | None = None) -> int:
     """Serve; see `environments.api.server.serve` for the exit code."""
     settings = parse(arguments)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     from environments.api.server import serve  # after the arguments: --help needs no web framework
 
     return serve(settings)

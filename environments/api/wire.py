@@ -48,6 +48,8 @@ _Name = Annotated[str, Meta(max_length=1024)]
 _Process = Annotated[str, Meta(max_length=4096)]  # as long as a path may be
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
+_Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # JSON has no NaN and no infinity, MessagePack has
+_Weight = Annotated[float, Meta(ge=0.0, le=1e100)]
 _Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
@@ -99,7 +101,7 @@ class RegisterEnv(Struct, frozen=True, kw_only=True):
 
     max_token_length: _Count
     desired_name: _Name | None
-    weight: Annotated[float, Meta(ge=0.0)]
+    weight: _Weight
     group_size: _Count
     min_batch_allocation: _Fraction | None = None
     process: _Process | None = None
@@ -358,7 +360,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
     env_id: _Id
     step: _Id
-    metrics: dict[_Name, float]
+    metrics: dict[_Name, _Finite]
 
 
 class EvaluationResponse(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -68,7 +69,7 @@ def read_questions(path: Path, split: Split) -> list[Question]:
             wanted=f'a folder with {split}.jsonl, one {{"question": …, "answer": "… #### 18"}} a line',
         )
     questions = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -82,9 +82,11 @@ def _read(record: Path) -> dict[str, Any] | None:
     if not any(record.parent.parent.glob(CHECKPOINTS)):
         return None
     try:
-        return json.loads(record.read_text())
+        found = json.loads(record.read_bytes())
+        _ = [DataSet(**each) for each in found["data"]], [*found.get("earlier", [])]
+        return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s can't be read: %s", record, error)
         return None

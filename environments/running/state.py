@@ -21,7 +21,7 @@ class StateFiles:
 
     def __init__(self, folder: Path, name: str) -> None:
         """`folder` is created with the first save; `name` is the environment's."""
-        self._folder = folder / re.sub(r"[^\w.-]", "_", name)
+        self._folder = folder / re.sub(r"^\.|[^\w.-]", "_", name)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the state at a step of the trainer. If that fails, log a warning and continue."""
@@ -37,16 +37,23 @@ class StateFiles:
             log.warning("state at step %d not saved to %s (%s); --env.state_dir names a folder", step, path, error)
 
     def newest(self, step: int) -> dict[str, Any] | None:
-        """Return the newest state that is not later than a step; None if there is none."""
+        """Return the newest readable state that is not later than a step; None if there is none."""
         saved = self._saved()
-        known = [at for at in saved if at <= step]
-        if not known:
-            return None
-        log.info("state of step %d read from %s", max(known), saved[max(known)])
-        return json.loads(saved[max(known)].read_text())
+        for at in sorted((at for at in saved if at <= step), reverse=True):
+            try:
+                state = json.loads(saved[at].read_bytes())
+                if not isinstance(state, dict):
+                    raise ValueError("no JSON object")
+            except (OSError, ValueError, RecursionError) as error:
+                log.warning("the state in %s can't be read, an older one is looked for: %s", saved[at], error)
+                continue
+            log.info("state of step %d read from %s", at, saved[at])
+            return state
+        return None
 
     def _saved(self) -> dict[int, Path]:
-        return {int(path.stem.removeprefix("step-")): path for path in self._folder.glob("step-*.json")}
+        found = ((re.fullmatch(r"step-([0-9]{1,15})", path.stem), path) for path in self._folder.glob("step-*.json"))
+        return {int(name[1]): path for name, path in found if name}
 
     def _prune(self) -> None:
         """Delete the states that no checkpoint needs: each needs the newest that is not later than itself."""

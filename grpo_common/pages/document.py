@@ -14,6 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from grpo_common.text import BIDI
+
 STATIC = Path(__file__).parent / "static"
 PAGE_STYLE = (STATIC / "page.css").read_text()
 """The design of every page: colours in light and dark, tiles, tables, plots."""
@@ -53,7 +55,7 @@ def document(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>"
+        f"<title>{escape(title.translate(BIDI))}</title><style>{style}</style></head>"
         f"<body>{body}{'' if data is None else _data(data)}"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
@@ -61,6 +63,7 @@ def document(
 
 def _data(data: Any) -> str:
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    text = text.translate({code: f"\\{shown}" for code, shown in BIDI.items()})  # JSON doubles a backslash
     return f'<script type="application/json" id="data">{text}</script>'
 
 

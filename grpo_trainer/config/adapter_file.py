@@ -87,7 +87,7 @@ def layer_number(module: str) -> int | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / CONFIG_FILE).read_text())
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             "no adapter there",

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import field_validator
 
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.values import at_home
 from grpo_trainer.errors import ConfigError
 
 TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
@@ -54,6 +55,11 @@ class CheckpointConfig(Section):
                 wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end; never: none"
             )
         return text if float(found[1]) else 0
+
+    @field_validator("resume")
+    @classmethod
+    def _is_at_home(cls, value: str) -> str:
+        return str(at_home(Path(value))) if value.startswith("~") else value
 
     @field_validator("checkpoint_url")
     @classmethod

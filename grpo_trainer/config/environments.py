@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,6 +66,9 @@ def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
     if module.endswith(".py") or "/" in module:
         if Path(module).is_file():
             return ("environments", name)
+    elif not re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", module):  # no path, and no flag of `python -m`
+        wanted = f"one of {', '.join(BUILT_IN)}, or the module or file of your own, such as my_envs.task"
+        raise ConfigError("no name of a module", field=said, got=repr(name), wanted=wanted)
     elif "." in module or PathFinder.find_spec(module, [str(Path.cwd()), *sys.path]):
         return ("environments", name)
     known = ", ".join(BUILT_IN)

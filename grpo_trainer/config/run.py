@@ -196,14 +196,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing or is no TOML; the message has line and column.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             "no such file", field="--config", got=path, wanted="a TOML file", fix="correct the path"
         ) from None
     except IsADirectoryError:
         raise ConfigError(field="--config", got=f"{path}, a folder", wanted="a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
 
 

@@ -117,7 +117,7 @@ def read_stored(folder: Path) -> dict[str, Any]:
     """
     path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -125,10 +125,14 @@ def read_stored(folder: Path) -> dict[str, Any]:
             f"can't be read: {error.strerror}", field=f"--resume {path}", fix="continue it as its owner"
         ) from None
     try:
-        tables = tomllib.loads(text)
+        tables = tomllib.loads(content.decode("utf-8-sig"))
         return tables if path.name == RUN_FILE else _of_old_files(folder, tables)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--resume {path}", fix="correct the file there") from None
+    except (TypeError, AttributeError) as error:  # a value of another kind
+        raise ConfigError(
+            f"no options of a run: {error}", field=f"--resume {path}", fix="correct it, and the files beside it"
+        ) from None
 
 
 def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
     seq_len = trainer.get("seq_len", ModelConfig.model_fields["seq_len"].default)
     longest, environments = min(seq_len, trainer.get("max_model_len", seq_len)), []
     for path in sorted((folder / "config").glob("env-*.toml")):
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         kind = re.sub(r"-\d+$", "", path.stem.removeprefix("env-"))
         if kind not in BUILT_IN:
             return tables  # the module of a user's own environment is not in these files

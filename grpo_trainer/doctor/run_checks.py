@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_common.errors import UserError
 from grpo_common.ports import port_holder
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.learning_rate import unusual
@@ -24,6 +25,7 @@ from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.trial import Outcome
+from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.shared.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
 
@@ -39,6 +41,11 @@ def check_run_folder(config: RunConfig) -> Finding:
         refuse_to_mix_runs(folder, config.trainer.checkpoints.resume, "--run-dir")
     except GrpoError:
         return fail(name, f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
+    try:
+        if config.trainer.checkpoints.resume == "auto":
+            refuse_unreadable(folder / "checkpoints")
+    except UserError as error:
+        return fail(name, error.got, error.wanted, error.fix)
     there = existing(folder)
     if not there.is_dir():
         return fail(name, f"{there} is a file", "a folder", "choose another --run-dir")

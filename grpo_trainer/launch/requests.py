@@ -84,7 +84,7 @@ def answer_all(servers: Path, obey: Callable[[Request], Answer]) -> None:
             wanted = msgspec.json.decode(content, type=Request)
             check_format(question.name, wanted.format, FORMAT)
             answer = obey(wanted)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             answer = Answer(False, f"{question.name} is no request: {error}")
         except FormatError as error:
             answer = Answer(False, str(error))

@@ -31,7 +31,7 @@ from grpo_common.text import printable
 from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.files import SAMPLES_FILE
-from grpo_trainer.metrics.rows import keep_steps, rows_so_far
+from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file
 from grpo_trainer.rollouts.types import Group, Sample
 
 log = logging.getLogger(__name__)
@@ -139,11 +139,8 @@ def in_words(record: Mapping[str, Any]) -> str:
 
 def last_sample(path: Path) -> str:
     """Return the last step's first sample for people; empty: none was logged."""
-    try:
-        rows = rows_so_far(path)
-        return in_words(next(row for row in rows if row["step"] == rows[-1]["step"])) if rows else ""
-    except (KeyError, TypeError, ValueError):  # a damaged line
-        return ""
+    rows = read_file(path, a_sample).rows
+    return in_words(next(row for row in rows if row["step"] == rows[-1]["step"])) if rows else ""
 
 
 def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chosen]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from typing import Any
 from uuid import uuid4
 
@@ -29,10 +30,12 @@ def run_id(config: TrainConfig, steps_done: int) -> str:
         steps_done: that it has taken before; 0: it begins, and what lies there is of another.
     """
     path = config.log_dir / RUN_ID_FILE
-    if not steps_done or not path.is_file():
+    kept = path.read_bytes().decode(errors="replace").strip() if steps_done and path.is_file() else ""
+    if not re.fullmatch(r"[\w-]{1,64}", kept):
+        kept = uuid4().hex[:12]
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, f"{uuid4().hex[:12]}\n".encode())
-    return path.read_text().strip()
+        replace_file(path, f"{kept}\n".encode())
+    return kept
 
 
 class WandbSink:

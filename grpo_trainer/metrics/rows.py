@@ -1,39 +1,130 @@
-"""Files of one JSON object a line, each with its `step`."""
+"""Files of one JSON object a line, each with its `step`.
+
+Any process may be killed while it writes, disks tear files, and people edit them. So no reader trusts a line: one that
+is no row is left out and counted, and it stays in the file.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 from grpo_common.formats import ROWS_FORMAT, check_format
 from grpo_trainer.files import replace_file
 
 ENDS = 5
 """Tables show the mean reward of this many first and last steps."""
+LARGEST, LARGEST_FLOAT = 2**53, 1e150
+"""Whole numbers below this are exact in floating point; squares of numbers below this are finite."""
+
+Row = dict[str, Any]
+Check = Callable[[Row], Row | None]
+"""Returns the row with values of the right kinds; None: it is no row."""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without an incomplete last line of a running or killed writer.
+class Rows(NamedTuple):
+    """What a file has.
+
+    Attributes:
+        unreadable: number of lines that are no rows.
+    """
+
+    rows: list[Row]
+    unreadable: int = 0
+
+
+def is_number(value: object) -> bool:
+    """Return whether a decoded value is a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def figures(row: Row) -> Row:
+    """Return a row of metrics: a value that is no number becomes None, as one that is not finite."""
+    return {key: value if is_number(value) else None for key, value in row.items()}
+
+
+def a_sample(row: Row) -> Row | None:
+    """Return a row of samples.jsonl (`grpo_trainer.logs.samples`); None: it is none."""
+    numbers = all(is_number(row.get(key)) for key in ("version", "group", "cut", "reward", "advantage"))
+    is_named = row.get("environment") is None or isinstance(row["environment"], int)
+    pieces, ratios, trained = (row.get(key) for key in ("pieces", "ratios", "trained"))
+    if not (numbers and is_named and isinstance(row.get("prompt"), str)):
+        return None
+    if not (isinstance(pieces, list) and isinstance(ratios, list) and isinstance(trained, list)):
+        return None
+    each = [*zip(pieces, ratios, trained, strict=False)]
+    is_whole = len(each) == len(pieces) == len(ratios) == len(trained)
+    is_right = all(isinstance(piece, str) and (ratio is None or is_number(ratio)) for piece, ratio, _ in each)
+    return row if is_whole and is_right else None
+
+
+def read_file(path: Path, check: Check = figures) -> Rows:
+    """Return a file's rows, without an incomplete last line of a running or killed writer; none if there is no file.
 
     Raises:
         FormatError: a newer version wrote one of them.
     """
-    return [row for _, row in _lines(path)]
+    return read_lines(path, path.read_bytes(), check) if path.exists() else Rows([])
 
 
-def rows_so_far(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, content: bytes, check: Check = figures) -> Rows:
+    """Return the rows in a part of a file that begins with a line.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
+    rows = [parse_row(path, line, check) for line in _lines(content)[:-1]]
+    found = [row for row in rows if row is not None]
+    return Rows(found, len(rows) - len(found))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file of metrics.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+        OSError: the file can't be read.
+    """
+    return read_lines(path, path.read_bytes()).rows
+
+
+def rows_so_far(path: Path) -> list[Row]:
     """Return the rows as `read_rows` does; none if nothing has written the file yet."""
-    return read_rows(path) if path.exists() else []
+    return read_file(path).rows
+
+
+def parse_row(path: Path, line: bytes, check: Check = figures) -> Row | None:
+    """Return a row of the file; None: the line is none.
+
+    Raises:
+        FormatError: a newer version wrote it.
+    """
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
+        if isinstance(row, dict):
+            check_format(str(path), row, ROWS_FORMAT)
+            if isinstance(step := row.get("step"), int) and 0 <= step < LARGEST:
+                return check(row)
+    return None
 
 
 def keep_steps(path: Path, steps_done: int) -> None:
-    """Drop the rows after `steps_done`, whose steps a resumed run repeats; do nothing if there is no file."""
-    if path.exists():
-        kept = [line for line, row in _lines(path) if row["step"] <= steps_done]
-        replace_file(path, "".join(f"{line}\n" for line in kept).encode())
+    """Drop the rows after `steps_done`, whose steps a resumed run repeats; do nothing if there is no file.
+
+    Lines that are no rows stay, an incomplete last one too: what they were is not known.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    rows = ((line, parse_row(path, line)) for line in _lines(content) if line)
+    kept = b"".join(line + b"\n" for line, row in rows if row is None or row["step"] <= steps_done)
+    if kept != content:
+        replace_file(path, kept)
 
 
 class NewRows:
@@ -44,21 +135,22 @@ class NewRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
-        self._incomplete = ""
+        self._file: BinaryIO | None = None
+        self._incomplete = b""
         self._newest = float("-inf")
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Row]:
         """Return the rows since the last call."""
         if self._file is None or self._is_replaced(self._file):
             self.close()
-            self._file, self._incomplete = self._path.open(), ""
-        *lines, self._incomplete = (self._incomplete + self._file.read()).split("\n")
-        rows = [row for line in lines if (row := parse_row(self._path, line))["time"] > self._newest]
-        self._newest = max([self._newest, *(row["time"] for row in rows)])
+            self._file, self._incomplete = self._path.open("rb"), b""
+        content = self._incomplete + self._file.read()
+        self._incomplete = _lines(content)[-1]
+        rows = [row for row in read_lines(self._path, content).rows if (row.get("time") or 0.0) > self._newest]
+        self._newest = max([self._newest, *(row["time"] for row in rows if row.get("time"))])
         return rows
 
-    def _is_replaced(self, file: TextIO) -> bool:
+    def _is_replaced(self, file: BinaryIO) -> bool:
         try:
             return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:
@@ -69,18 +161,14 @@ class NewRows:
             self._file.close()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = path.read_text().split("\n")
-    for line in lines[:-1]:  # the text after the last line break is incomplete
-        yield line, parse_row(path, line)
+def _lines(content: bytes) -> list[bytes]:
+    """Return the lines; the last is what follows the last line break, usually nothing."""
+    return content.removeprefix(codecs.BOM_UTF8).split(b"\n")
 
 
-def parse_row(path: Path, line: str | bytes) -> dict[str, Any]:
-    """Return a row of the file.
+def _finite(text: str) -> float | None:
+    return number if abs(number := float(text)) < LARGEST_FLOAT else None
 
-    Raises:
-        FormatError: a newer version wrote it.
-    """
-    row = json.loads(line)
-    check_format(str(path), row, ROWS_FORMAT)
-    return row
+
+def _exact(text: str) -> int | None:
+    return number if abs(number := int(text)) < LARGEST else None

@@ -40,7 +40,7 @@ def write_report(folders: Sequence[Path], path: Path, *, refresh_seconds: int = 
     runs = [read_run(folder, may_be_empty=bool(refresh_seconds)) for folder in folders]
     done = all(run.is_done for run in runs)
     html = page(runs, made=datetime.now(), refresh_seconds=0 if done else refresh_seconds)
-    replace_file(path, html.encode())
+    replace_file(path, html.encode(errors="replace"))  # text of models may hold half characters
     return done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -195,7 +196,8 @@ def time_split(run: Run, number: int, runs: int) -> Plot:
 
 def _shares(run: Run) -> list[str]:
     """The keys that say how often each reward was given, the lowest reward first."""
-    return sorted((key for key in run.series if key.startswith(SHARE)), key=lambda key: float(key.removeprefix(SHARE)))
+    found = (key for key in run.series if re.fullmatch(rf"{SHARE}-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?", key))
+    return sorted(found, key=lambda key: float(key.removeprefix(SHARE)))
 
 
 def _histogram(run: Run, number: int, runs: int) -> Plot:

@@ -31,6 +31,7 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
     body.append(f"<small>grpo report, {made:%Y-%m-%d %H:%M:%S}, {state}</small></header>")
     body.append(parts.tiles(runs[0]) if alone else parts.comparison(runs))
     body += [parts.banner(run, None if alone else number) for number, run in enumerate(runs)]
+    body += [parts.unreadable(run) for run in runs]
     body.append((STATIC / "controls.html").read_text())
     body.append('<main id="plots"></main>')
     if not alone:

@@ -10,6 +10,7 @@ from html import escape
 
 import tomli_w
 
+from grpo_common.text import BIDI
 from grpo_trainer.metrics.health import Episode, learnt, outcome
 from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.metrics.rows import ENDS
@@ -22,7 +23,7 @@ MOST_EVALUATIONS = 4
 
 
 def text(value: object) -> str:
-    return escape(str(value), quote=True)
+    return escape(str(value).translate(BIDI), quote=True)
 
 
 def tiles(run: Run) -> str:
@@ -40,8 +41,7 @@ def tiles(run: Run) -> str:
     if speeds:
         found.append(("tokens/s", f"{statistics.median(speeds):,.0f}", "median of the steps"))
     found.append(("training", duration(seconds), f"{seconds / max(len(run.rows), 1):.2f} s a step"))
-    if run.rows and "publish/version" in run.rows[-1]:
-        published = run.rows[-1]["publish/version"]
+    if run.rows and (published := run.rows[-1].get("publish/version")) is not None:
         found.append(("version", f"v{published:.0f}", "published last"))
     found.append(("checkpoints", str(len(run.checkpoints)), run.checkpoints[-1] if run.checkpoints else "none"))
     return f'<div class="tiles">{"".join(_tile(*each) for each in found)}</div>'
@@ -137,6 +137,16 @@ def differences(runs: Sequence[Run]) -> str:
         if len({json.dumps(each.get(key), default=str) for each in settings}) > 1
     ]
     return table(["option", *(run.name for run in runs)], rows) if rows else '<p class="dim">None.</p>'
+
+
+def unreadable(run: Run) -> str:
+    """What of the run's folder is left out."""
+    lines = "".join(f"<li>{text(line)}</li>" for line in run.unreadable)
+    return (
+        f'<section class="banner warn"><p>Parts of {text(run.folder)} are damaged.</p><ul>{lines}</ul></section>'
+        if lines
+        else ""
+    )
 
 
 def configuration(run: Run) -> str:

@@ -17,7 +17,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.metrics.health import Episode, episodes
-from grpo_trainer.metrics.rows import rows_so_far
+from grpo_trainer.metrics.rows import Check, Row, a_sample, figures, read_file
 from grpo_trainer.report.events import Event, read_events
 from grpo_trainer.report.series import Series, read_environments, read_series
 from grpo_trainer.report.timeline import Interval, intervals
@@ -120,13 +120,20 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         raise ConfigError(
             field=str(folder), got=f"no {METRICS_FILE}", wanted="a run's folder (--run-dir, or --log-dir)"
         )
-    rows = rows_so_far(path)
-    series, environments = read_series(rows, read_environments(folder / "logs"))
-    samples = rows_so_far(folder / SAMPLES_FILE)
+    unreadable: list[str] = []
+
+    def read(file: Path, check: Check = figures) -> list[Row]:
+        found = read_file(file, check)
+        unreadable.extend(_left_out(file.relative_to(folder), found.unreadable))
+        return found.rows
+
+    rows = read(path)
+    own = [read(file) for file in sorted((folder / "logs").glob("env-*.metrics.jsonl"))]
+    series, environments = read_series(rows, read_environments(folder / "logs", own))
+    samples = read(folder / SAMPLES_FILE, a_sample)
     for sample in samples:
         number = sample["environment"]
         sample["environment"] = None if number is None else environments.get(number, f"environment {number}")
-    unreadable: list[str] = []
     found = _read_configs(folder / "config", unreadable)
     configs = {name: each.value for name, each in found.items()}
     secrets = {secret for each in found.values() for secret in each.secrets}
@@ -143,7 +150,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         total_steps=steps if isinstance(steps, int) else None,
         checkpoints=[path.name for path in folders_named(folder / "checkpoints", r"[^.].*", containing=STATE_FILE)],
         final_step=final_step(folder / "checkpoints"),
-        timeline=_timeline(folder / TRACE_FILE),
+        timeline=_timeline(folder / TRACE_FILE, unreadable),
         unreadable=unreadable,
     )
 
@@ -161,11 +168,17 @@ def _read_configs(folder: Path, unreadable: list[str]) -> dict[str, Redaction]:
     return found
 
 
-def _timeline(path: Path) -> list[Interval]:
-    try:
-        return intervals(read_trace(path)) if path.exists() else []
-    except ValueError as error:
-        raise ConfigError(field=str(path), got=str(error), wanted="a timeline that --trace wrote") from None
+def _timeline(path: Path, unreadable: list[str]) -> list[Interval]:
+    if not path.exists():
+        return []
+    events, lines = read_trace(path)
+    unreadable += _left_out(path.name, lines)
+    return intervals(events)
+
+
+def _left_out(name: object, lines: int) -> list[str]:
+    """Return a sentence about the lines of a file that can't be read; none if there are none."""
+    return [f"{name}: {lines} {'line is' if lines == 1 else 'lines are'} unreadable and left out"] if lines else []
 
 
 def final_step(folder: Path) -> int | None:

@@ -8,17 +8,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from grpo_common.formats import FormatError
 from grpo_common.locks import is_held
+from grpo_common.redaction import redacted_text
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.metrics.rows import ENDS, parse_row
+from grpo_trainer.metrics.rows import ENDS, Rows, read_lines
 from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
 
 DEPTH = 2
@@ -38,7 +38,7 @@ class Listed:
         total_steps: what it set out to do; None: not known.
         reward: mean of the last five steps; None: no step has one.
         state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running; damaged:
-            its options or its rows cannot be read; newer: a newer version of this program wrote it.
+            its options or some of its last rows cannot be read; newer: a newer version of this program wrote it.
         changed: when its last step was written, Unix seconds.
     """
 
@@ -74,13 +74,17 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def _listed(folder: Path) -> Listed:
     try:
-        settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
+        settings, is_damaged = read_settings(folder), False
+    except (ValueError, RecursionError):
+        settings, is_damaged = {}, True
+    try:
+        rows, unreadable = _last_rows(folder / METRICS_FILE)
         last = final_step(folder / "checkpoints")
     except FormatError:
         return Listed(str(folder), None, None, 0, None, None, "newer", folder.stat().st_mtime)
-    except ValueError:  # neither TOML nor JSON; the other runs are listed all the same
-        return Listed(str(folder), None, None, 0, None, None, "damaged", folder.stat().st_mtime)
-    steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
+    steps = rows[-1]["step"] if rows else 0
+    mode, model, total = (settings.get(key) for key in ("weight_bridge_mode", "model_name", "training_steps"))
+    total = total if isinstance(total, int) else None
     rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
     checkpoints = folder / "checkpoints"
     done = is_done(steps, total, last)
@@ -89,11 +93,12 @@ def _listed(folder: Path) -> Listed:
         state = "running" if running else "done" if done else "stopped"
     except PermissionError:
         state = "done" if done else "unknown"
+    state = "damaged" if (is_damaged or unreadable) and state != "running" else state
     newest = folder / METRICS_FILE if rows else folder
     return Listed(
         folder=str(folder),
-        mode=settings.get("weight_bridge_mode", CheckpointRestart().mode) if settings else None,
-        model=settings.get("model_name"),
+        mode=str(mode or CheckpointRestart().mode) if settings else None,
+        model=None if model is None else redacted_text(str(model)),
         steps=steps,
         total_steps=total,
         reward=round(statistics.fmean(rewards), 4) if rewards else None,
@@ -102,15 +107,15 @@ def _listed(folder: Path) -> Listed:
     )
 
 
-def _last_rows(path: Path) -> list[dict[str, Any]]:
+def _last_rows(path: Path) -> Rows:
     """The last rows of a file that may be written at this moment."""
-    if not path.exists():
-        return []
+    if not path.is_file():
+        return Rows([])
     with path.open("rb") as file:
         size = path.stat().st_size
         file.seek(max(0, size - LAST_BYTES))
-        lines = file.read().split(b"\n")[:-1]  # what follows the last line break is not whole yet
-    return [parse_row(path, line) for line in (lines if size <= LAST_BYTES else lines[1:])]
+        content = file.read()
+    return read_lines(path, content if size <= LAST_BYTES else content.partition(b"\n")[2])
 
 
 def as_json(runs: Sequence[Listed]) -> str:

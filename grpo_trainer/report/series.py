@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.metrics.rows import read_rows
-
 Rows = Sequence[Mapping[str, Any]]
 OF_ENVIRONMENT = re.compile(r"reward/env_(\d+)(_std)?")
 EVALUATION = re.compile(r"eval/([^/]+)/(.+)")
-REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
+REGISTERED = re.compile(r"environment (\d{1,15}) registered: (\S+),")
 """A line of the rollout API's log: which number has which name."""
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
@@ -47,12 +45,15 @@ class Environments:
     own: Sequence[Rows] = ()
 
 
-def read_environments(logs: Path) -> Environments:
-    """What the processes of `grpo run` leave in its folder of logs; a trainer that was started by hand has none."""
+def read_environments(logs: Path, own: Sequence[Rows]) -> Environments:
+    """What the processes of `grpo run` leave in its folder of logs; a trainer that was started by hand has none.
+
+    Args:
+        own: rows of the environments' files.
+    """
     api = logs / "api.log"
     found = REGISTERED.findall(api.read_text(errors="replace")) if api.exists() else []
-    own = [_newest_of_each_step(read_rows(path)) for path in sorted(logs.glob("env-*.metrics.jsonl"))]
-    return Environments({int(number): name for number, name in found}, own)
+    return Environments({int(number): name for number, name in found}, [*map(_newest_of_each_step, own)])
 
 
 def _newest_of_each_step(rows: Rows) -> Rows:
@@ -141,4 +142,4 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 
 def _stem(name: str) -> tuple[str, int]:
     stem, _, number = name.rpartition("_")
-    return (stem, int(number)) if stem and number.isdigit() else (name, 0)
+    return (stem, int(number)) if stem and number.isdecimal() else (name, 0)

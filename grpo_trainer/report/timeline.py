@@ -43,16 +43,16 @@ class Interval:
 def intervals(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
     """The stages of a timeline's events. One that was begun and never ended, because its process died, is left out."""
     found: list[Interval] = []
-    begun: dict[tuple[Any, ...], float] = {}
+    begun: dict[tuple[str, ...], float] = {}
     for event in events:
-        lane = (event.get("pid"), event["name"], str(event.get("id2")))
-        match event["ph"]:
-            case "X":
-                found.append(Interval(event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-            case "b":
-                begun[lane] = event["ts"] / 1e6
-            case "e" if lane in begun:
-                found.append(Interval(event["name"], begun.pop(lane), event["ts"] / 1e6))
+        lane = (str(event.get("pid")), str(event.get("name")), str(event.get("id2")))
+        match event:
+            case {"ph": "X", "name": str(name), "ts": int() | float() as ts, "dur": int() | float() as dur}:
+                found.append(Interval(name, ts / 1e6, (ts + dur) / 1e6))
+            case {"ph": "b", "name": str(name), "ts": int() | float() as ts}:
+                begun[lane] = ts / 1e6
+            case {"ph": "e", "name": str(name), "ts": int() | float() as ts} if lane in begun:
+                found.append(Interval(name, begun.pop(lane), ts / 1e6))
     return sorted(found, key=lambda each: each.start)
 
 

@@ -10,9 +10,16 @@ from pathlib import Path
 
 from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.policy import Adapter, AllWeights
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, State, check_files, read_state
-
-DAMAGED_PREFIX = "damaged_"
+from grpo_trainer.saving.manifest import (
+    DAMAGED_PREFIX,
+    STATE_FILE,
+    DamagedError,
+    State,
+    all_damaged,
+    check_files,
+    read_state,
+    unreadable,
+)
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,25 @@ def saved_checkpoints(folder: Path) -> list[Found]:
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
     """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`.
 
+    Returns:
+        None: there is no checkpoint at all.
+
     Raises:
+        ConfigError: all are damaged; nothing is moved.
         FormatError: a newer version wrote one of the checkpoints.
     """
-    for path in _folders(folder):
-        try:
-            read_state(path)
-        except DamagedError as damage:
-            say(_put_aside(path, damage))
+    damaged = unreadable(_folders(folder))
     for found in reversed(saved_checkpoints(folder)):
         try:
             check_files(found.path, found.state)
-            return found
         except DamagedError as damage:
-            say(_put_aside(found.path, damage))
+            damaged[found.path] = damage
+            continue
+        for path, damage in damaged.items():
+            say(_put_aside(path, damage))
+        return found
+    if damaged:
+        raise all_damaged(folder, damaged)
     return None
 
 

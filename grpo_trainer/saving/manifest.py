@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import Any
 
 from grpo_common.errors import UserError
 from grpo_common.formats import KEY, check_format
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file, sync
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE = "state.json"
+DAMAGED_PREFIX = "damaged_"
+"""Begin of the name of a checkpoint that was moved aside."""
 FORMAT = 1
 """Number of the format of a checkpoint's whole folder."""
 
@@ -113,8 +116,51 @@ def read_state(folder: Path) -> State:
         progress = Progress(content["step"], content["policy_version"], tuple(content["batches"]), offsets)
         files = {name: (int(size), str(sha)) for name, (size, sha) in content["files"].items()}
         return State(progress, content["saved_at"], files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError("can't be read", field=STATE_FILE, got=f"{type(error).__name__}: {error}") from None
+
+
+def unreadable(checkpoints: Iterable[Path]) -> dict[Path, DamagedError]:
+    """Return the checkpoints whose state.json can't be read, and why.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
+    damaged = {}
+    for path in checkpoints:
+        try:
+            read_state(path)
+        except DamagedError as damage:
+            damaged[path] = damage
+    return damaged
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Refuse to resume where the state of no checkpoint can be read. The trainer checks all other files, too.
+
+    Args:
+        folder: of the checkpoints.
+
+    Raises:
+        ConfigError: there are checkpoints, and the error names them.
+        FormatError: a newer version wrote one of them.
+    """
+    names = (path.parent for path in sorted(folder.glob(f"*/{STATE_FILE}")))
+    checkpoints = [path for path in names if not path.name.startswith((DAMAGED_PREFIX, "."))]
+    damaged = unreadable(checkpoints)
+    if damaged and len(damaged) == len(checkpoints):
+        raise all_damaged(folder, damaged)
+
+
+def all_damaged(folder: Path, damaged: Mapping[Path, DamagedError]) -> ConfigError:
+    """Return the error of a run that can't be resumed."""
+    return ConfigError(
+        "no checkpoint is whole, and nothing was changed",
+        field=f"--resume auto, {folder}",
+        got="; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()),
+        wanted="a whole checkpoint",
+        fix="restore one from a copy; or move these away, to start at step 0",
+    )
 
 
 def check_files(folder: Path, state: State) -> None:

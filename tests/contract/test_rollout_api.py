@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from environments.api import wire
@@ -39,8 +40,8 @@ GROUP_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server("--max-body-mb", "4") as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server("--max-body-mb", "4", log=tmp_path_factory.mktemp("api") / "log") as server:
         yield server
 
 
@@ -291,6 +292,29 @@ def test_unknown_environments(api: httpx.Client):
     assert api.get("/status-env?env_id=5").json()["field"] == "env_id"
     assert api.get("/status-env?env_id=x").status_code == 422
     assert api.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_evaluation_refuses_a_figure_that_is_not_finite(api: httpx.Client, value: float):
+    """JSON has no such number: the trainer could read no evaluation of any environment."""
+    start_run(api)
+    env_id = api.post("/register-env", json=ENV).json()["env_id"]
+    body = {"env_id": env_id, "step": 1, "metrics": {"accuracy": 0.5, "loss": value}}
+    headers = {"Content-Type": wire.MSGPACK}
+    refused = api.post("/evaluation", content=msgspec.msgpack.encode(body), headers=headers)
+    assert refused.status_code == 422 and refused.json()["field"] == "metrics"
+    kept = api.post("/evaluation", json={"env_id": env_id, "step": 1, "metrics": {"accuracy": 0.5}})
+    assert kept.status_code == 200
+    assert [each["metrics"] for each in api.get("/evaluations").json()["evaluations"]] == [{"accuracy": 0.5}]
+
+
+def test_a_name_changes_nothing_but_its_place_in_the_log(api: httpx.Client, server: ServerProcess):
+    start_run(api)
+    name = "\x1b]0;evil\x07\nINFO \u202eforged"
+    assert api.post("/register-env", json=ENV | {"desired_name": name}).status_code == 200
+    assert server.log is not None
+    said = server.log.read_text()
+    assert "\\x1b]0;evil\\x07\\nINFO \\u202eforged" in said and "\x1b" not in said and "\nINFO" not in said
 
 
 def test_gzip_both_ways(api: httpx.Client):

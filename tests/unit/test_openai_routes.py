@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
+from vllm_server.app import extend
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.routes.openai import RouteToNewest
+
+
+def test_vllms_route_that_changes_the_number_of_engines_is_refused() -> None:
+    """vLLM answers 500, or would start engines without the trained weights."""
+    app = Starlette(routes=[Route("/scale_elastic_ep", lambda _: Response(status_code=500), methods=["POST"])])
+    extend(app, Namespace(api_key=None, allowed_origins=[], host="127.0.0.1"))
+    client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    for body in ({"new_data_parallel_size": 2}, [], {}):
+        assert client.post("/scale_elastic_ep", json=body).status_code == 409
 
 
 async def model_of(path: str, root_path: str = "") -> str:

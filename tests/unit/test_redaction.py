@@ -105,7 +105,13 @@ def test_redact_leaves_out_what_a_file_for_the_next_start_may_not_have() -> None
         "logs": "http://h/v1?token=hunter7",
     }
     found = redact(given, drop=True)
-    kept = {"lr": 1e-4, "extra_args": ["--seed", "7"], "url": "http://h/v1", "kwargs": '{"n": 1}'}
+    kept = {
+        "lr": 1e-4,
+        "extra_args": ["--seed", "7"],
+        "url": "http://h/v1",
+        "kwargs": '{"n": 1}',
+        "logs": "http://h/v1",
+    }
     assert found.value == kept
     assert found.names == [
         *("vllm_api_key", "extra_args --hf-token", "extra_args.2", "url", "kwargs.api_key", "logs"),

@@ -60,6 +60,17 @@ def html_of(*folders: Path, refresh_seconds: int = 0) -> str:
     return page([read_run(folder) for folder in folders], made=datetime(2026, 1, 2), refresh_seconds=refresh_seconds)
 
 
+def test_text_of_others_does_not_turn_the_direction_of_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)], model_name="m\u202eevil")
+    (folder / "samples.jsonl").write_text(json.dumps(a_sample(prompt="1\u202e+1", pieces=["2\u2067", "\u05d0"])) + "\n")
+    html = html_of(folder)
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", html) and "\u05d0" in html
+    assert "m\\u202eevil" in html
+    (data,) = re.findall(r'id="data">(.*?)</script>', html)
+    (sample,) = json.loads(data)["samples"][0]["samples"]
+    assert sample["prompt"] == "1\\u202e+1" and "unicode-bidi: isolate" in html
+
+
 # reading -----------------------------------------------------------------------------------------------------
 
 

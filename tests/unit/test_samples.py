@@ -16,7 +16,7 @@ from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.train import LogConfig, LossConfig, ModelConfig, TrainConfig
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.loop import run_steps
-from grpo_trainer.metrics.rows import keep_steps, read_rows
+from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file, read_rows
 from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
@@ -54,7 +54,7 @@ def test_what_a_line_says(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
     line = write(tmp_path / "new" / "samples.jsonl", 3, Group((sample(0.0), rolled), 4))
     assert line == 'prompt "ab", answer "cd", reward 1'
-    best, worst = read_rows(tmp_path / "new" / "samples.jsonl")
+    best, worst = read_file(tmp_path / "new" / "samples.jsonl", a_sample).rows
     # Rewards 0 and 1: mean 0.5, standard deviation (n - 1) 0.7071, 0.5 / 0.7072 = 0.707
     assert best == {
         **{"format": 1, "step": 3, "version": 7, "environment": 4, "group": 0, "reward": 1.0, "cut": 0},
@@ -80,7 +80,7 @@ def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
     turns = sample(1.0, [0, 1, 2, 3, 4], rollout_logprobs_T=np.full(5, -1.0, np.float32))
     turns.trained_T[3] = False  # a tool's answer between two of the model's tokens
     write(tmp_path / "s", 1, Group((turns, sample(0.0))), count=1)
-    (row,) = read_rows(tmp_path / "s")
+    (row,) = read_file(tmp_path / "s", a_sample).rows
     assert row["pieces"] == ["c", "d", "e"]
     assert row["ratios"] == [0.5, None, 0.5] and row["trained"] == [True, False, True]
 
@@ -88,7 +88,7 @@ def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
 def test_what_is_cut_off_for_training_has_no_ratio(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
     write(tmp_path / "s", 1, Group((rolled,)), count=1, longest=3)
-    assert read_rows(tmp_path / "s")[0]["ratios"] == [0.5, None]
+    assert read_file(tmp_path / "s", a_sample).rows[0]["ratios"] == [0.5, None]
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:
@@ -118,13 +118,16 @@ def test_an_answer_that_is_left_out_of_the_loss_is_still_shown(tmp_path: Path) -
     masked = sample(0.5, rollout_logprobs_T=np.array([1.0, 1.0, -0.5, -0.5], np.float32), truncated=True)
     masked.trained_T[:] = False
     write(tmp_path / "s", 1, Group((masked,)), count=1)
-    (row,) = read_rows(tmp_path / "s")
+    (row,) = read_file(tmp_path / "s", a_sample).rows
     assert row["prompt"] == "ab" and row["pieces"] == ["c", "d"] and row["ratios"] == [None, None]
 
 
 def test_the_last_sample_is_a_line_that_changes_no_terminal(tmp_path: Path) -> None:
     assert last_sample(tmp_path / "none") == ""
-    row = {"step": 2, "prompt": "x" * 300, "pieces": ["\x1b[2J", "a" * 999], "reward": 0.25}
+    row = {
+        **{"step": 2, "prompt": "x" * 300, "pieces": ["\x1b[2J", "a" * 999], "reward": 0.25, "trained": [True, True]},
+        **{"ratios": [1.0, None], "version": 1, "environment": 0, "group": 0, "advantage": 0.0, "cut": 0},
+    }
     first = {**row, "step": 1, "prompt": "early"}
     (tmp_path / "s").write_text("".join(json.dumps(each) + "\n" for each in (first, row, {**row, "reward": 9})))
     line = last_sample(tmp_path / "s")

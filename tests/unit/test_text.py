@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_common.text import printable
+from grpo_common.text import PrintableFormatter, printable
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,15 @@ def test_printable_counts_what_it_cuts() -> None:
     assert printable("x" * 501) == "x" * 500 + "… (1 more characters)"
     assert printable("x" * 500) == "x" * 500
     assert printable("x" * 9000, None) == "x" * 9000
+
+
+def test_a_record_of_a_log_is_one_line_and_its_traceback_has_several() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record = logging.LogRecord("a", logging.INFO, "f", 1, "named %s", ("\x1b[0m\nb",), sys.exc_info())
+    first, *rest = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    assert first == "INFO named \\x1b[0m\\nb" and rest[-1] == "ValueError: x"
 
 
 @given(st.text(), st.integers(1, 50))

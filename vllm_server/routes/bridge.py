@@ -123,6 +123,17 @@ def _check_may_sleep(server: PolicyServer) -> None:
         )
 
 
+async def scale_elastic_ep(request: Request) -> Response:
+    """Refuse vLLM's change of its number of engines: the new ones would not have the trained weights."""
+    raise ServeError(
+        409,
+        "scale_elastic_ep",
+        got="a change of the number of engines",
+        wanted="the number that the server was started with",
+        fix="start another server: grpo servers add",
+    )
+
+
 async def state_dict_info(request: Request) -> Response:
     """Return the model's parameters, as `StateDictInfo`."""
     params = await shared_engine.parameters(PolicyServer.of(request).engine)

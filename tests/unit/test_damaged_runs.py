@@ -1,0 +1,329 @@
+"""A run's folder with damaged files: nothing ends in a traceback, and no file is emptied."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from environments.config import BaseEnvConfig, parse_settings, settings_class
+from environments.config import ConfigError as EnvironmentConfigError
+from environments.running.data_record import DataSet, keep, refuse_changed
+from environments.running.state import FOLDER as STATES
+from environments.running.state import StateFiles
+from grpo_common.errors import UserError
+from grpo_common.roster import read_members, read_served
+from grpo_trainer.cli import app
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.run_checks import check_run_folder
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.launch.start import read_report
+from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.sinks import build_metric_log
+from grpo_trainer.logs.times import time_split
+from grpo_trainer.logs.trackers import RUN_ID_FILE, run_id
+from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
+from grpo_trainer.policy import build_policy
+from grpo_trainer.record import write_record
+from grpo_trainer.report.read import read_run
+from grpo_trainer.report.runs import list_runs
+from grpo_trainer.saving.checkpoint import Checkpoints
+from grpo_trainer.saving.finding import newest_whole
+from grpo_trainer.saving.manifest import refuse_unreadable
+from grpo_trainer.trainer import Trainer
+from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
+from tests.unit.test_report import html_of, row, write_run
+
+TORN = b'{"step": 3, "reward/me'
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """Every file's content, but the report's, which is written again."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "report.html")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def line(step: int, **more: object) -> bytes:
+    return json.dumps(row(step, **more)).encode() + b"\n"
+
+
+# rows ---------------------------------------------------------------------------------------------------------
+
+
+DAMAGED_LINES = {
+    **{"torn": TORN, "zeros": b"\0" * 40, "no UTF-8": b"\xff\xfe", "a list": b"[1]", "a number": b"3", "empty": b""},
+    **{"a step of text": b'{"step": "a"}', "no step": b'{"reward": 1}', "a step below 0": b'{"step": -1}'},
+    **{"a long number": b"9" * 5000, "nested": b"[" * 100_000},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_LINES.values(), ids=DAMAGED_LINES)
+def test_rows_leave_out_and_count_a_line_that_is_none(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + damage + b"\n" + line(2) + TORN)
+    found = read_file(path)
+    assert [each["step"] for each in found.rows] == [1, 2] and found.unreadable == 1
+    new = NewRows(path)
+    assert [each["step"] for each in new.read()] == [1, 2] and not new.read()
+    new.close()
+
+
+def test_rows_figures_that_are_no_numbers_are_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": [1], "e": true, "f": 2, "g": 1' + b"0" * 400 + b"}\n"
+    )
+    assert read_rows(path) == [{"step": 1, **dict.fromkeys("abcdeg"), "f": 2}]
+    assert read_file(tmp_path / "none") == Rows([])
+
+
+def test_rows_after_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + line(1) + line(2))
+    assert [each["step"] for each in read_rows(path)] == [1, 2]
+
+
+def test_keep_steps_keeps_what_it_can_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + b"\xff\n" + line(2) + TORN)
+    keep_steps(path, 1)
+    assert path.read_bytes() == line(1) + b"\xff\n" + TORN + b"\n", "a new row does not end up in the torn line"
+    before = path.stat().st_mtime_ns
+    keep_steps(path, 1)
+    assert path.stat().st_mtime_ns == before
+
+
+# reports and lists --------------------------------------------------------------------------------------------
+
+
+def test_a_torn_line_of_an_environment_does_not_end_the_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1), row(2)])
+    (folder / "logs").mkdir()
+    own = (
+        b'{"step": 1, "sums/score": 1.0}\n{"step": 4, "ti{"step": 2, "sums/score": 2.0}\n{"step": 3, "sums/score": 3}\n'
+    )
+    (folder / "logs" / "env-sums.metrics.jsonl").write_bytes(own)
+    assert read_run(folder).numbers("env/sums/score") == [1.0, 3]
+    html = html_of(folder)
+    assert "logs/env-sums.metrics.jsonl: 1 line" in html and "metrics.jsonl: 2 lines" not in html
+
+
+def test_a_damaged_configuration_is_named_and_not_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    (folder / "config" / "env-sums.toml").write_text('api_key = "hunter2"\na = = 1\n')
+    html = html_of(folder)
+    assert "config/env-sums.toml" in html and "hunter2" not in html
+
+
+def test_the_list_of_runs_has_the_figures_of_a_damaged_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "sound", [row(1)])
+    folder = write_run(tmp_path / "torn", [row(1)])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(TORN + line(5))
+        file.write(line(6))
+    found = {Path(run.folder).name: (run.state, run.steps, run.total_steps) for run in list_runs(tmp_path)}
+    assert found == {"sound": ("stopped", 1, 10), "torn": ("damaged", 6, 10)}
+
+
+# resuming -----------------------------------------------------------------------------------------------------
+
+
+def damaged_states(folder: Path, *damage: bytes) -> Path:
+    checkpoints = copy_of(FINISHED, folder) / "checkpoints"
+    for name, text in zip(("adapter_step_3", "adapter_final"), damage, strict=True):
+        if text:
+            (checkpoints / name / "state.json").write_bytes(text)
+    return checkpoints
+
+
+def test_resume_with_damaged_checkpoints_only_names_them_and_changes_nothing(tmp_path: Path) -> None:
+    checkpoints = damaged_states(tmp_path, b"garbage", b"\0\xff")
+    before = content(tmp_path)
+    for refused in (refuse_unreadable, lambda folder: newest_whole(folder, print)):
+        with pytest.raises(ConfigError) as error:
+            refused(checkpoints)
+        assert "adapter_step_3" in error.value.got and "adapter_final" in error.value.got
+    flags = {"resume": "auto", "run_dir": str(tmp_path / "finished"), "model_name": str(MODEL)}
+    done = CliRunner().invoke(app, ["run", *(w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v))])
+    assert done.exit_code and isinstance(done.exception, ConfigError) and "adapter_final" in str(done.exception)
+    assert check_run_folder(build_run({}, flags)).status == "fail"
+    assert content(tmp_path) == before
+
+
+def test_resume_with_one_whole_checkpoint_moves_the_damaged_one(tmp_path: Path) -> None:
+    checkpoints = damaged_states(tmp_path, b"", b"garbage")
+    refuse_unreadable(checkpoints)
+    said: list[str] = []
+    found = newest_whole(checkpoints, said.append)
+    assert found is not None and found.path.name == "adapter_step_3" and len(said) == 1
+    assert (checkpoints / "damaged_adapter_final" / "state.json").read_bytes() == b"garbage"
+
+
+def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: Path) -> None:
+    states = StateFiles(tmp_path, "sums")
+    states.save(3, {"position": 1})
+    for name, text in (("step-4", b"[1]"), ("step-5", b"\xff"), ("step-x", b"{}")):
+        (tmp_path / "sums" / f"{name}.json").write_bytes(text)
+    assert states.newest(9) == {"position": 1} and states.newest(2) is None
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"[3]", b"\xff", b"[" * 9000, b'{"data": [{"x": 1}]}', b'{"data": 3}'])
+def test_records_of_a_resumed_run_may_be_damaged(tmp_path: Path, damage: bytes) -> None:
+    folder = copy_of(FINISHED, tmp_path)
+    (folder / "data").mkdir()
+    for name in ("versions.json", "data/own.json"):
+        (folder / name).write_bytes(damage)
+    config = build_run({}, {"resume": "auto", "run_dir": str(folder), "model_name": str(MODEL)})
+    write_record(config, [])
+    assert (folder / "damaged_versions.json").read_bytes() == damage
+    assert len(json.loads((folder / "versions.json").read_bytes())) == 1
+    data = [DataSet("rows.jsonl", 5, "ab")]
+    refuse_changed(folder / "data" / "own.json", data, allowed=False)
+    keep(folder / "data" / "own.json", data)
+    with pytest.raises(EnvironmentConfigError):
+        refuse_changed(folder / "data" / "own.json", [DataSet("rows.jsonl", 5, "cd")], allowed=False)
+
+
+@pytest.mark.parametrize("name", ["..", "../../evil", ".", "a/b"])
+def test_an_environments_state_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    StateFiles(tmp_path / "own", name).save(1, {})
+    (saved,) = tmp_path.rglob("step-1.json")
+    assert saved.parent.parent == tmp_path / "own"
+
+
+def test_a_home_folder_in_a_file_names_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = build(TrainConfig, {"model_name": "m", "resume": "~/runs/a/checkpoints/step_3"})
+    assert config.checkpoints.resume == "/home/me/runs/a/checkpoints/step_3"
+
+
+def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(codecs.BOM_UTF8 + b'training_steps = 7\n[env]\ntokenizer_name = "m"\n')
+    assert read_toml(path)["training_steps"] == 7
+    path.write_bytes(codecs.BOM_UTF8 + b'[env]\ntokenizer_name = "m"\n')
+    parsed = parse_settings(settings_class(BaseEnvConfig, processes=False), "env", ["--config", str(path)])
+    assert parsed.env.tokenizer_name == "m"
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", ".a", "a b", "a;b", "\x1b"])
+def test_a_name_of_an_environment_is_no_path(name: str) -> None:
+    """It becomes the name of files in the run's folder."""
+    with pytest.raises(ConfigError) as error:
+        build_run({"environments": [{"name": name}]}, {"model_name": "m"})
+    assert name in error.value.got or repr(name) in error.value.got
+
+
+# fuzz ---------------------------------------------------------------------------------------------------------
+
+FILES = sorted(
+    {path.relative_to(run) for run in (FINISHED, UNFINISHED) for path in run.rglob("*") if path.is_file()}, key=str
+)
+PIECES = (
+    b"\0",
+    b"\xff\xfe",
+    b"\n",
+    b"{",
+    b'"',
+    b"[" * 2000,
+    b"9" * 400,
+    b"null",
+    b"-",
+    b"\xed\xa0\x80",
+    b'"\\ud800"',
+    b"1e999",
+)
+DAMAGE = st.one_of(
+    st.tuples(st.just("cut"), st.floats(0, 1), st.just(b"")),
+    st.tuples(
+        st.sampled_from(["insert", "overwrite", "line"]),
+        st.floats(0, 1),
+        st.sampled_from(PIECES) | st.binary(max_size=40),
+    ),
+)
+
+
+def damaged(data: bytes, how: str, place: float, piece: bytes) -> bytes:
+    at = int(place * len(data))
+    match how:
+        case "cut":
+            return data[: max(1, at)]
+        case "insert":
+            return data[:at] + piece + data[at:]
+        case "overwrite":
+            return data[:at] + piece + data[at + len(piece) :]
+        case _:
+            at = data.find(b"\n", at) + 1
+            return data[:at] + piece + b"\n" + data[at:]
+
+
+def read_everything(folder: Path) -> None:
+    """What `report`, `runs`, `doctor`, `servers` and the resuming environment read."""
+    for command in (["report", str(folder)], ["runs", str(folder.parent), "--json"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exception is None or isinstance(done.exception, (UserError, SystemExit)), done.exception
+    for read in (read_members, read_served):
+        with suppress(UserError):
+            read(folder / "servers")
+    read_report(folder / "start.json")
+    with suppress(UserError):
+        time_split(folder / "metrics.jsonl")
+    for step in (3, 9):
+        StateFiles(folder / "checkpoints" / STATES, "arithmetic").newest(step)
+    for resume in ("auto", str(folder)):
+        with suppress(UserError):
+            check_run_folder(build_run({}, {"resume": resume, "run_dir": str(folder), "model_name": str(MODEL)}))
+
+
+@given(
+    st.sampled_from([FINISHED, UNFINISHED]), st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3)
+)
+def test_readers_of_a_damaged_run_fuzz(run: Path, damage: list[tuple[Path, tuple[str, float, bytes]]]) -> None:
+    """Nothing but an error with one message, and every file as it was."""
+    with TemporaryDirectory() as place:
+        folder = copy_of(run, Path(place))
+        for path, (how, where, piece) in damage:
+            if (folder / path).is_file():
+                (folder / path).write_bytes(damaged((folder / path).read_bytes(), how, where, piece))
+        before = content(folder)
+        read_everything(folder)
+        assert content(folder) == before
+
+
+@given(st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3))
+def test_resuming_a_damaged_run_fuzz(damage: list[tuple[Path, tuple[str, float, bytes]]]) -> None:
+    """Training goes on from a whole checkpoint or ends with an error; what was in a file is somewhere."""
+    options = tomllib.loads((FINISHED / "config" / "trainer.toml").read_text())
+    with TemporaryDirectory() as place:
+        folder = copy_of(FINISHED, Path(place))
+        (folder / RUN_ID_FILE).write_text("0123456789ab\n")
+        for path, (how, where, piece) in damage:
+            if (folder / path).is_file():
+                (folder / path).write_bytes(damaged((folder / path).read_bytes(), how, where, piece))
+        before = content(folder)
+        places = {"save_path": str(folder / "checkpoints"), "log_dir": str(folder)}
+        config = build(TrainConfig, {**options, **places, "model_name": str(MODEL), "resume": "auto", "device": "cpu"})
+        policy = build_policy(config)
+        trainer = Trainer(policy.model, config)
+        with suppress(UserError):
+            progress = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms).resume()
+            assert progress.step in (3, 4)
+            keep_steps(folder / "samples.jsonl", progress.step)
+            build_metric_log(config, RunConsole(Console(quiet=True), 9), progress.step).close()
+            run_id(config, progress.step)
+        after = {*content(folder).values()}
+        for path, data in before.items():
+            moved = [folder / path, folder / "checkpoints" / f"damaged_{path.parent.name}" / path.name]
+            kept = next((each for each in moved if each.is_file()), None)
+            assert data in after or (path.suffix == ".jsonl" and kept and kept.stat().st_size), path
