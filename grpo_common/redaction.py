@@ -68,6 +68,7 @@ _VALUE = re.compile(
     r"""|(?:(?:bearer|basic|token|digest)\s+)?[^\s]+""",
     re.IGNORECASE,
 )
+_JSON_AFTER = re.compile(r"-{0,2}[\w.-]++=(?=[{\[\"])")
 _TO_THE_END = re.compile(r"""[^\r\n"'\\]*""")
 _PARAMETER = re.compile(r"""(?<=[?&])([\w.-]++)=[^&#\s"'<>]*&?""")
 _IN_A_QUERY = re.compile(r"""[^&#\s"'<>]*""")
@@ -222,7 +223,10 @@ class _Walk:
         return kept
 
     def text(self, text: str, where: str) -> Any:
-        clean = self._json(text, where) if text.lstrip()[:1] in ("{", "[") else text
+        if (assigned := _JSON_AFTER.match(text)) and not is_secret(assigned[0]):  # `--kwargs={"api_key": …}`
+            clean = self.text(text[assigned.end() :], where)
+            return clean if clean is _GONE else assigned[0] + clean
+        clean = self._json(text, where) if text.lstrip()[:1] in ("{", "[", '"') else text
         if clean == text:
             clean = self._pieces(text)
             if clean != text:
@@ -267,7 +271,7 @@ class _Walk:
             assigned = between.strip("\"' \\\t\r\n")[:1] in ("=", ":") and bool(between.strip())
             in_query = "=" in between and found.start() and text[found.start() - 1] in "?&"
             secret = _is_parameter(name) if in_query else is_secret(name)
-            if ":" in between and self._drop and not re.fullmatch(r"\S+:\s*\S+", text):
+            if between.lstrip()[:1] == ":" and self._drop and not re.fullmatch(r"\S+:\s*\S+", text):
                 secret = secret and re.search(r"(?i)authorization|cookie", name) is not None  # else it may be prose
             if not secret or not (assigned or name.startswith("-")):
                 at = found.end("name") if not assigned else at

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,12 +17,15 @@ from environments.config import BaseEnvConfig, ServerConfig
 from grpo_common.errors import Problem, UserError
 from grpo_common.redaction import is_secret, redact, redacted, redacted_arguments, redacted_text
 from grpo_trainer.config.options import leaves
-from grpo_trainer.config.run import ApiProcess, RunOptions
+from grpo_trainer.config.run import ApiProcess, RunOptions, build_run
 from grpo_trainer.config.server import ServerProcess
+from grpo_trainer.config.stored import run_file
 from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
-from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.dry_run import as_json, rows_of
+from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.watched import command_line
 from grpo_trainer.logs.trackers import public
+from tests.unit.test_report import html_of, row, write_run
 
 SECRETS = (
     *("vllm_api_key", "--hf-token", "HF_TOKEN", "clientSecret", "apiKey", "APIKey", "x-api-key", "token", "authtoken"),
@@ -65,6 +70,7 @@ def test_is_secret_own_options() -> None:
         (("--extra-args", "--hf-token abc --seed 7"), ("--extra-args", "--hf-token … --seed 7")),
         (("--openai.base_url", "http://u:abc@h/v1"), ("--openai.base_url", "http://…@h/v1")),
         (("--env.kwargs", '{"api_key": "abc", "n": 1}'), ("--env.kwargs", '{"api_key": "…", "n": 1}')),
+        (('--env.kwargs={"a": {"password": {"b": ["abc"]}}}',), ('--env.kwargs={"a": {"password": "…"}}',)),
         (("-H", "Authorization: Bearer abc def"), ("-H", "Authorization: …")),
         (("HF_TOKEN=abc", "grpo", "run"), ("HF_TOKEN=…", "grpo", "run")),
     ],
@@ -178,6 +184,29 @@ def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
     assert redacted(clean) == clean
     assert SECRET not in redacted_text(json.dumps(value))
     assert SECRET not in tomli_w.dumps(redact(value, drop=True).value)
+
+
+@given(st.dictionaries(st.sampled_from(["x", "env"]), tables(PLAIN | st.sampled_from([*CARRIERS.values()]))))
+def test_planted_secrets_are_on_no_page_and_in_no_dry_run_tracker_or_stored_run(value: dict[str, Any]) -> None:
+    words = [f"--{name}={json.dumps(each)}" for name, each in value.items()]
+    config = build_run(
+        {"environments": [{"name": "verifiers", "env": {"env_id": "m", "env_args": value}}]},
+        {
+            "model_name": "m",
+            "weight_bridge_mode": "lora_only",
+            "vllm_api_key": SECRET,
+            "server.extra_args": [*words, "--hf-token", SECRET],
+        },
+    )
+    with TemporaryDirectory() as place:
+        folder = write_run(Path(place) / "run", [row(1)])
+        (folder / "config" / "env-verifiers.toml").write_text(tomli_w.dumps({"env": value}))
+        assert SECRET not in html_of(folder)
+    plan = plan_run(config, {"api": 1, "server": 2}, python="python", on_gpu=False)
+    rows = rows_of(config, plan, {}, on_gpu=False)
+    assert SECRET not in as_json([*rows])
+    assert SECRET not in json.dumps(public(config.trainer))
+    assert SECRET.encode() not in run_file(config)
 
 
 @given(st.dictionaries(st.sampled_from(["x", "max_tokens", "env"]), tables(PLAIN)))
