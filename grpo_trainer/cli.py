@@ -210,7 +210,8 @@ def doctor(
             run_config = _read_run(ctx, options, config, {"env": env, "data": data, "reward": reward})
         except ConfigError as error:
             run_config = error
-    examination = examine(look(), run_config)
+    with stopped_at_once():  # it ends the processes that it has started
+        examination = examine(look(), run_config)
     if as_json:
         typer.echo(to_json(examination))
     else:

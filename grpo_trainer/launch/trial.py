@@ -99,7 +99,7 @@ class Trials:
                 trial.look()
                 if trial.outcome is None and trial.seconds > SLOW_S and trial.name not in said:
                     said.add(trial.name)
-                    say(f"environment {trial.environment}: {trial.doing} has been running for {trial.seconds:.0f} s")
+                    say(f"environment {trial.environment}: {trial.seconds:.0f} s of its trial, still in {trial.doing}")
             time.sleep(POLL_S)
         return [trial.outcome for trial in self._running if trial.outcome is not None]
 
