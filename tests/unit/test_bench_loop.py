@@ -36,6 +36,7 @@ from grpo_trainer.bench.loop.options import LAST_STEPS, LoopOptions
 from grpo_trainer.bench.loop.processes import ENVIRONMENT, role_of, run_process
 from grpo_trainer.bench.random_model import ensure_model
 from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.config.environments import environment_command
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.errors import ConfigError
@@ -159,7 +160,7 @@ def test_roles_of_processes() -> None:
     server = "python -m vllm_server --model m"
     for words, parent, role in (
         ("python -m environments.api --port 1", "run", "api"),
-        (f"python -m {ENVIRONMENT} serve", "run", "environment"),
+        (f"python -m {' '.join(environment_command(ENVIRONMENT))} serve", "run", "environment"),
         (server, "run", "server"),
         (server, "trainer", "server"),
         ("python -m vllm_server.standby", "trainer", "server"),

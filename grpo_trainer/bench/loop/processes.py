@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_trainer.bench.loop.options import GROUP, LAST_STEPS, LoopOptions
 from grpo_trainer.bench.shapes import CACHE_BYTES_TINY
+from grpo_trainer.config.environments import environment_command
 from grpo_trainer.launch.plan import ProcessSpec
 
 ENVIRONMENT = "environments.synthetic_server"
@@ -61,7 +62,7 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
 
 ROLES = (
     ("api", "environments.api"),
-    ("environment", ENVIRONMENT),
+    ("environment", " ".join(environment_command(ENVIRONMENT))),
     ("server", "vllm_server"),
     ("server", "vllm_server.standby"),  # the next one
     ("trainer", "grpo_trainer train"),
