@@ -304,17 +304,22 @@ def _continued(
         typed["options"]["run_dir"] = str(path)
         return read_stored(path), path
     own = path.absolute().parent.parent
+    branches = folder is not None and folder.resolve() != own.resolve()
     if not path.is_dir():
         wanted = "the folder of a run or of a checkpoint, auto, or never"
         problems.append(Problem("--resume", str(path), wanted, summary="no such folder"))
     elif folder is None and holds_run(own):
         typed["options"]["run_dir"] = str(own)
     stored = {key: value for key, value in read_stored(own).items() if key in CONTINUED}
+    if branches and isinstance(trainer := stored.get("trainer"), dict):
+        stored["trainer"] = {key: value for key, value in trainer.items() if key not in PLACES}
     return stored, own if stored else None
 
 
 CONTINUED = frozenset({"trainer", "environments", "prompts_per_step"})
 """Tables and options of a stored run that say what is trained."""
+PLACES = frozenset({"checkpoint_url", "wandb_group"})
+"""Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
 BATCH = ("batch_size", "gradient_accumulation_steps")
 
 

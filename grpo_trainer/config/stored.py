@@ -20,10 +20,10 @@ import tomli_w
 from environments.running.settings_check import BUILT_IN
 from grpo_common.redaction import is_secret, redact
 from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.config.learning_rate import usual_rates
 from grpo_trainer.config.options import dump
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.server import ALIASES
-from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,12 +139,13 @@ def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables of a run of version 0.1 from the configuration files of its trainer and environments."""
     servers = 1 + len(trainer.get("vllm_also", ()))
     gpus = {"gpus": trainer["vllm_gpus"]} if "vllm_gpus" in trainer else {}
-    kept = {"weight_bridge_mode": CheckpointRestart().mode, **trainer}
+    mode = trainer.get("weight_bridge_mode", CheckpointRestart().mode)
+    kept = {"weight_bridge_mode": mode, "lr": usual_rates(mode).default, **OLD_DEFAULTS, **trainer}
     tables: dict[str, Any] = {
         "trainer": {key: value for key, value in kept.items() if key not in OLD_SET_BY_THE_RUN},
         "server": {**({"replicas": servers} if servers > 1 else {}), **gpus},
     }
-    seq_len = trainer.get("seq_len", ModelConfig.model_fields["seq_len"].default)
+    seq_len = kept["seq_len"]
     longest, environments = min(seq_len, trainer.get("max_model_len", seq_len)), []
     for path in sorted((folder / "config").glob("env-*.toml")):
         found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -164,6 +165,14 @@ def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
     return tables | ({"environments": environments} if environments else {})
 
 
+OLD_DEFAULTS = {
+    "training_steps": 10,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 32,
+    "seq_len": 2048,
+    "log_samples": 0,
+}
+"""Defaults of version 0.1, whose files have only what the user gave. `grpo run` would choose other values now."""
 OLD_SET_BY_THE_RUN = frozenset(
     {
         *("atropos_url", "rollout_url", "rollout_api_key", "vllm_api_key", "vllm_host", "vllm_port", "vllm_also"),

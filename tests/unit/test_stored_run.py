@@ -18,10 +18,16 @@ from grpo_trainer.config import run as of_runs
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.stored import RUN_FILE, claim_folder, newest_run, next_folder, run_file
+from grpo_trainer.doctor.defaults import chosen
+from grpo_trainer.doctor.machine import Machine
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
+
+
+TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=4096)
 
 
 def stored(folder: Path, *words: str, file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
@@ -163,6 +169,18 @@ def test_a_checkpoint_of_a_run_continues_that_run(tmp_path: Path) -> None:
     assert other.run_dir == tmp_path / "new" and other.trainer.bridge.mode == "lora_restart"
 
 
+def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path: Path) -> None:
+    stored(tmp_path / "r", checkpoint_url=str(tmp_path / "copies"), wandb_group="g", wandb_project="p")
+    path = save_checkpoint(tmp_path / "r")
+    for folder in (None, tmp_path / "r", tmp_path / "new"):
+        trainer = continued(path, **({"run_dir": str(folder)} if folder else {})).trainer
+        own = folder != tmp_path / "new"
+        assert trainer.checkpoints.checkpoint_url == (str(tmp_path / "copies") if own else None)
+        assert trainer.logging.wandb_group == ("g" if own else None) and trainer.logging.wandb_project == "p"
+    given = continued(path, run_dir=str(tmp_path / "new"), checkpoint_url=str(tmp_path / "others"))
+    assert given.trainer.checkpoints.checkpoint_url == str(tmp_path / "others")
+
+
 @pytest.mark.parametrize(
     ("flags", "field", "got"),
     [
@@ -250,6 +268,21 @@ def test_a_run_of_version_0_1_keeps_its_bridge(tmp_path: Path, resume: str) -> N
     assert environment.name == "word_problems" and environment.env == {"group_size": 16, "level": "1-2"}
     assert environment.openai == {"timeout": 9.0}
     assert again.trainer.rollouts.api_key is None and again.trainer.vllm.api_key is None
+
+
+@pytest.mark.parametrize(("mode", "lr"), [(None, 1e-6), ("shared_vllm", 1e-6), ("lora_only", 1e-5)])
+@pytest.mark.parametrize("resume", ["auto", "folder"])
+def test_old_run_keeps_the_defaults_of_its_version(tmp_path: Path, mode: str | None, lr: float, resume: str) -> None:
+    (tmp_path / "config").mkdir()
+    table = 'model_name = "m"\n' + (f'weight_bridge_mode = "{mode}"\n' if mode else "")
+    (tmp_path / "config" / "trainer.toml").write_text(table)
+    again = continued("auto", run_dir=str(tmp_path)) if resume == "auto" else continued(tmp_path)
+    again = chosen(again, Machine(python="3.12", memory=24 * 10**9), TINY)
+    trainer = again.trainer
+    assert (trainer.training_steps, trainer.batch_size, trainer.gradient_accumulation_steps) == (10, 2, 32)
+    assert (trainer.optimizer.lr, trainer.model.seq_len, trainer.logging.log_samples) == (lr, 2048, 0)
+    assert trainer.compute.max_tokens_per_microbatch is None
+    assert continued(tmp_path, training_steps=20).trainer.training_steps == 20
 
 
 @pytest.mark.parametrize(("folder", "mode", "steps"), [(FINISHED, "lora_only", 4), (UNFINISHED, "shared_vllm", 1000)])
