@@ -140,7 +140,7 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                batch = replace(batch, shown=samples.choose(batch.rollouts.groups))
+                batch = replace(batch, shown=samples.choose(batch.groups))
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
@@ -152,12 +152,12 @@ def run_steps(
                         feed.release(batch)
                     raise
                 progress = progress.after_step(feed.trained(batch), updated=result.updated)
-                if samples is not None:
+                with stage("publish", version=progress.policy_version):
+                    published = bridge.publish(progress.policy_version)
+                if samples is not None:  # after the publish, for which the servers wait
                     line = samples.write(progress.step, result.logprobs)
                     if progress.step == 1 and line:
                         _say(f"step 1: {line}")
-                with stage("publish", version=progress.policy_version):
-                    published = bridge.publish(progress.policy_version)
             # Not watched: it may wait for the last evaluation, and has its own time limits.
             evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
             with watch.over(f"step {progress.step}"):

@@ -72,7 +72,7 @@ def _keep_copy(source: Path, folder: Path) -> None:
         if not target.exists():
             log.warning("%s is not what %s has: another file, or changed since the run began", source, folder)
     if not target.exists():
-        shutil.copyfile(source, target)
+        shutil.copy(source, target)  # a private file stays private
 
 
 def _facts(gpus: Sequence[str]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class ReadyBatch:
 
     Attributes:
         rollouts: the leased batch; without groups if this process has only its share.
+        groups: those of the batch that the step trains on; stale ones are left out.
         sequences: sequences of the whole batch; empty if this process has only its share.
         counts: denominators of the whole batch's means.
         metrics: of the whole batch.
@@ -46,11 +47,12 @@ class ReadyBatch:
     microbatches: tuple[MicroBatch, ...] = ()
     others: tuple[tuple[MicroBatch, ...], ...] = ()
     policy_version: int | None = None
+    groups: tuple[Group, ...] = ()
     shown: tuple[int, ...] = ()
 
     def shares_of_others(self) -> list[ReadyBatch]:
         """Return the share of each other process, by rank, without what concerns the whole batch."""
-        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=())
+        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=(), groups=())
         return [replace(part, microbatches=own) for own in self.others]
 
 
@@ -148,7 +150,7 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         "batch/dropped_overlong": Sum(dropped),
     }
     largest = max((sequence.weight for sequence in kept), default=0.0)
-    return ReadyBatch(batch, kept, counts, metrics, largest)
+    return ReadyBatch(batch, kept, counts, metrics, largest, groups=batch.groups)
 
 
 def import_own_parts(config: LossConfig) -> None:
@@ -264,7 +266,11 @@ def _same_answers(groups: Sequence[Group]) -> dict[str, Metric]:
     A policy that answers without regard to the prompt has both alike.
     """
     counts = [
-        Counter(sample.tokens_T[sample.trained_T].tobytes() for sample in group.samples if not sample.supervised)
+        Counter(
+            sample.tokens_T[sample.trained_T].tobytes()
+            for sample in group.samples
+            if sample.trained_T.any() and not sample.supervised
+        )
         for group in groups
     ]
 
@@ -272,7 +278,9 @@ def _same_answers(groups: Sequence[Group]) -> dict[str, Metric]:
         return sum(number * (number - 1) // 2 for number in numbers)
 
     in_groups, pairs_in_groups = sum(pairs(own.values()) for own in counts), pairs(own.total() for own in counts)
-    together = sum(counts, Counter[bytes]())
+    together = Counter[bytes]()
+    for own in counts:
+        together.update(own)
     equal, of = pairs(together.values()) - in_groups, pairs([together.total()]) - pairs_in_groups
     return {"batch/same_answers": Mean(equal, of), "batch/same_answers_in_group": Mean(in_groups, pairs_in_groups)}
 

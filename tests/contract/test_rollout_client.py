@@ -165,6 +165,7 @@ def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
     batch = rollouts.next(6)
     assert trained(batch) == [22, 23]
     assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
+    assert len(batch.groups) == len(batch.rollouts.groups) - 1, "samples are chosen from what is trained on"
     finish(rollouts, batch, 1)
     api.post(30, 32, version=1)
     api.post(34, 36, version=6)

@@ -52,6 +52,13 @@ def test_equal_answers_to_one_prompt_and_to_different_ones() -> None:
     assert numbers["batch/same_answers"] == pytest.approx(2 / 9)  # [7, 8] of the second and two of the first
 
 
+def test_same_answers_leave_out_answers_without_trained_tokens() -> None:
+    masked = [replace(sample([1], [token], 0.0), trained_T=np.zeros(2, bool)) for token in (7, 8)]
+    first, second = [sample([1], [3], 1.0), masked[0]], [sample([2], [4], 1.0), masked[1]]
+    numbers = reduce(prepare(batch(first, second), LossConfig(), 10).metrics)
+    assert numbers["batch/same_answers"] == 0.0  # of 3 and 4
+
+
 def test_too_long_sequences_are_cut_and_counted() -> None:
     prepared = prepare(batch([sample([1, 2], [3, 4, 5], 1.0), sample([1, 2], [3], 0.0)]), LossConfig(), 4)
     assert prepared.sequences[0].positions.tolist() == [2, 3]

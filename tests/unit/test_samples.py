@@ -65,6 +65,13 @@ def test_what_a_line_says(tmp_path: Path) -> None:
     assert worst["ratios"] == [None, None], "the server's logprobs are not known"
 
 
+def test_samples_of_an_environment_without_versions_are_read(tmp_path: Path) -> None:
+    without = [replace(sample(reward), policy_version=None) for reward in (0.0, 1.0)]
+    write(tmp_path / "samples.jsonl", 1, Group(tuple(without), 4))
+    read = read_file(tmp_path / "samples.jsonl", a_sample)
+    assert [row["version"] for row in read.rows] == [None, None] and read.unreadable == 0
+
+
 def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
     same = Group((sample(1.0), sample(1.0)))
     spread = Group((sample(0.2), sample(0.9), sample(0.1)))
