@@ -35,6 +35,8 @@ from environments.maths.gsm8k import (
 )
 from environments.maths.judge import MathJudge, Verdict
 from environments.peers.inference import Completion
+from environments.running.evaluation import examine_each
+from environments.running.runner import Failures
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         self.judge = MathJudge(self.config.judge_workers)
         self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
         self._test: list[Question] = []
+        self._failures = Failures()
 
     async def close(self) -> None:
         """Stop the judges."""
@@ -159,14 +162,15 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         if not self._test:
             self._test = await asyncio.to_thread(self._questions, "test")
         questions = self._test[: self.config.eval_questions]
-        asked = await asyncio.gather(*(self._examine(question) for question in questions))
+        asked, failed = await examine_each(self.name, questions, self._examine, self._failures)
         judged = [one for answers in asked for one in answers]
         return {
-            **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(questions)),
-            **with_interval("lenient", fmean(one.verdict.lenient for one in judged), len(questions)),
+            **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(asked)),
+            **with_interval("lenient", fmean(one.verdict.lenient for one in judged), len(asked)),
             "ended": fmean(one.ended for one in judged),
             "length_mean": fmean(len(one.completion.token_ids) for one in judged),
-            "questions": len(questions),
+            "questions": len(asked),
+            "questions_failed": failed,
             "samples": len(judged),
         }
 

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import json
 import logging
-import mmap
 import os
 import re
 from array import array
@@ -37,6 +36,8 @@ COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz")
 KINDS: Final = "a .jsonl, .json, .csv, .tsv or .parquet file"
 BOM: Final = b"\xef\xbb\xbf"
 UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+CHUNK: Final = 1 << 20
+"""Bytes that are read at once to count lines."""
 HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Row = dict[str, Any]
@@ -180,7 +181,7 @@ def _json_rows(field: str, path: Path, *, whole: bool) -> Rows:
 
 
 class _Lines:
-    """JSON Lines in a memory-mapped file; blank lines don't count."""
+    """JSON Lines in a file that stays open; blank lines don't count."""
 
     def __init__(self, field: str, path: Path, *, whole: bool) -> None:
         """Find the lines, and read those that are checked before the start.
@@ -189,16 +190,15 @@ class _Lines:
             ConfigError: A line is not a JSON object.
         """
         self._field = field
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = path.open("rb")
+        self._opened = self._state()
         self._starts = array("Q")
-        at, end = len(BOM) if self._bytes[:3] == BOM else 0, len(self._bytes)
-        while at < end:
-            stop = self._bytes.find(b"\n", at)
-            stop = end if stop < 0 else stop
-            if self._bytes[at:stop].strip():
-                self._starts.append(at)
-            at = stop + 1
+        at = 0
+        for line in self._file:
+            skipped = len(BOM) if at == 0 and line.startswith(BOM) else 0
+            if line[skipped:].strip():
+                self._starts.append(at + skipped)
+            at += len(line)
         seen: dict[str, None] = {}
         for number in range(len(self) if whole else min(len(self), SAMPLED_ROWS)):
             try:
@@ -214,12 +214,36 @@ class _Lines:
         return dict.fromkeys(self.columns) | self._row(number)
 
     def place(self, number: int) -> str:
-        return f"line {self._bytes[: self._starts[number]].count(10) + 1}"
+        start, lines = self._starts[number], 1
+        for at in range(0, start, CHUNK):
+            lines += self._read(at, min(at + CHUNK, start)).count(b"\n")
+        return f"line {lines}"
+
+    def _state(self) -> tuple[int, int]:
+        """Return the file's size in bytes, and when it was written last, in nanoseconds."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _read(self, start: int, stop: int) -> bytes:
+        """Return bytes of the file; several threads may read.
+
+        Raises:
+            ConfigError: It has changed since it was opened, so that lines may begin elsewhere.
+        """
+        found = os.pread(self._file.fileno(), stop - start, start)
+        if self._state() != self._opened:
+            raise ConfigError(
+                "the file has changed since the start",
+                field=self._field,
+                got=f"{self._state()[0]:,} bytes",
+                wanted=f"the {self._opened[0]:,} bytes of the start, unchanged",
+                fix="restore it and resume the run; prepare new data under another name",
+            )
+        return found
 
     def _row(self, number: int) -> Row:
-        start = self._starts[number]
-        stop = self._bytes.find(b"\n", start)
-        line = self._bytes[start : len(self._bytes) if stop < 0 else stop]
+        start, after = self._starts[number], number + 1
+        line = self._read(start, self._starts[after] if after < len(self._starts) else self._opened[0])
         try:
             row = _decode(line)
         except ValueError as error:

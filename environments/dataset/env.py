@@ -26,6 +26,8 @@ from environments.items import Shuffled
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
 from environments.running.data_record import DataSet, refuse_changed
+from environments.running.evaluation import examine_each
+from environments.running.runner import Failures
 from environments.trajectory import Message, Trajectory
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         self._judge: MathJudge | None = None
         self._extras: dict[int, dict[str, str]] = {}
         self._said_no_rows = False
+        self._failures = Failures()
         self._source, other = await asyncio.to_thread(read_data, self.data)
         self._read = [self._source] if other is None else [self._source, other]
         if self.config.data_record is not None:
@@ -275,6 +278,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the mean rewards of answers to the held-out rows, with 95 % confidence intervals.
 
+        Rows whose prompt is too long or whose scoring fails are counted as `rows_failed`, and not in the means.
         The intervals count rows, not samples: several answers to one row are not independent. Without a trainer and
         without held-out rows it scores all rows.
         """
@@ -284,7 +288,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 self._said_no_rows = True
                 log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
             return {}
-        examined = await asyncio.gather(*(self._examine(number) for number in numbers))
+        examined, failed = await examine_each(self.name, numbers, self._examine, self._failures)
         found: dict[str, list[float]] = {}
         for figures in examined:
             for name, value in figures.items():
@@ -292,7 +296,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         metrics = {
             key: value for name, values in found.items() for key, value in mean_with_interval(name, values).items()
         }
-        return {**metrics, "rows": len(examined)}
+        return {**metrics, "rows": len(examined), "rows_failed": failed}
 
     async def _examine(self, number: int) -> dict[str, float]:
         """Return the means over the answers to one held-out row, by metric."""
@@ -301,7 +305,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             self.sampling(self.config.max_token_length - len(prompt)), temperature=self.config.eval_temperature
         )
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
-        scores, metrics, _ = await self._scores_of(self._evaluated, number, completions)
+        work = self._scores_of(self._evaluated, number, completions)
+        scores, metrics, _ = await self.scoring.within(number, work)
         rows = {"reward": weighted_sum(self._rewards, scores)}
         if len(self._rewards) > 1:
             rows |= {f"reward_{each.name}": of_reward for each, of_reward in zip(self._rewards, scores, strict=True)}

@@ -178,6 +178,26 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- larger data
 
 
+@pytest.mark.parametrize("content", [LINES[:20], LINES.replace("a", "b"), LINES * 2])
+def test_a_file_that_changes_while_it_is_read_is_refused_and_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(LINES * 1000)
+    data = opened(path)
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        _ = data.rows[1999]
+    assert caught.value.field == f"--data {path}" and "changed" in caught.value.summary
+
+
+def test_a_file_that_is_replaced_while_it_is_read_keeps_its_rows(tmp_path: Path) -> None:
+    path, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    path.write_text(LINES)
+    data = opened(path)
+    other.write_text("{}\n")
+    other.replace(path)
+    assert rows_of(data) == ROWS
+
+
 def test_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
     monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)

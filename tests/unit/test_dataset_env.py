@@ -19,6 +19,9 @@ from environments.dataset import data as reading
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.intervals import mean_with_interval
+from environments.peers.http import PeerGone
+from environments.peers.inference import Completion, Sampling
+from environments.running import evaluation
 from environments.running.cli import process
 from environments.running.data_record import keep
 from environments.running.runner import ALL_UNSCORED, EnvironmentFailed, unfit
@@ -168,6 +171,79 @@ def test_evaluation_scores_held_out_rows_with_the_same_rewards_and_intervals(
     assert metrics["reward"] == 0.75 and metrics["reward_right"] == 0.25 and metrics["reward_length"] == 1.0
     assert metrics["reward_high"] - metrics["reward"] == pytest.approx(1.96 * 0.5 / 2, abs=1e-3)
     assert metrics["rows"] == 4 and env.measures.take() == {}
+
+
+HANGS_OR_RAISES = """
+import asyncio
+
+async def judged(completions, prompt, **kwargs):
+    if prompt[0] == "3+1=":
+        await asyncio.Event().wait()
+    if prompt[0] == "5+1=":
+        raise KeyError("no judge")
+    return [1.0] * len(completions)
+"""
+
+
+def test_an_evaluation_counts_rows_that_hang_raise_or_are_too_long_and_scores_the_others(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer
+) -> None:
+    (tmp_path / "judged.py").write_text(HANGS_OR_RAISES)
+    held_out = written(tmp_path / "test.jsonl", [*ROWS[:10], {"prompt": "1" * 70, "answer": "1"}])
+    env = environment(
+        tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/judged.py:judged"], ["1" + END],
+        options={"held_out_split": str(held_out)}, score_timeout=0.2, max_token_length=64,
+    )  # fmt: skip
+
+    async def scene() -> dict[str, float]:
+        await env.setup()
+        env._held_out = range(11)  # large data is not checked before the start
+        return await env.evaluate()
+
+    metrics = asyncio.run(asyncio.wait_for(scene(), 60))
+    assert metrics["reward"] == 1.0 and metrics["rows"] == 8 and metrics["rows_failed"] == 3
+
+
+def test_an_evaluation_without_a_row_that_can_be_scored_fails_and_names_the_error(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer
+) -> None:
+    (tmp_path / "broken.py").write_text("def broken(completions):\n    raise KeyError('no judge')\n")
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/broken.py:broken"])
+
+    async def scene() -> dict[str, float]:
+        await env.setup()
+        return await env.evaluate()
+
+    with pytest.raises(EnvironmentFailed) as caught:
+        asyncio.run(scene())
+    assert "no judge" in caught.value.got
+
+
+def test_an_evaluation_ends_with_the_server_and_has_a_limited_number_of_rows_in_flight(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "AT_ONCE", 3)
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{rewards}:right"])
+    asked: list[list[int]] = []
+
+    class Gone(Scripted):
+        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+            asked.append(prompt_token_ids)
+            await asyncio.sleep(0)
+            if len(asked) == 3:
+                raise PeerGone("no answer", field="the server")
+            await asyncio.Event().wait()
+            return []
+
+    env.server = Gone(tokenizer, lambda _: ["1" + END])
+
+    async def scene() -> None:
+        await env.setup()
+        await env.evaluate()
+
+    with pytest.raises(PeerGone):
+        asyncio.run(asyncio.wait_for(scene(), 60))
+    assert len(asked) == 3
 
 
 def test_without_held_out_rows_all_are_evaluated_but_none_of_those_that_are_trained_on(
