@@ -255,7 +255,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         SystemExit: ``--help`` was given, or a flag has no value.
     """
     names = sorted(_paths(settings_cls))
-    arguments = spelled_out(list(arguments))
+    arguments, rewards = spelled_out(list(arguments))
     flags = [argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")]
     unknown = [name for name in flags if name not in {*names, "help"}]
     if unknown:
@@ -266,6 +266,8 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
     for name in values:
         if name not in tables:
             raise ConfigError("no such table", field=name, fix=_nearest(name, tables, ""))
+    if rewards:
+        values["rewards"] = [{"function": text} for text in rewards]
     settings_cls.model_config["cli_prog_name"] = prog
     try:
         return CliApp.run(settings_cls, cli_args=list(arguments), **values)

@@ -12,7 +12,6 @@ On the command line ``--data FILE`` is ``--data.path FILE``, and each ``--reward
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import string
@@ -26,7 +25,12 @@ from grpo_common.errors import UserError
 REGEX: Final = "regex:"
 BUILT_IN_REWARDS: Final = ("exact_match", "math", "regex:PATTERN")
 FORMS: Final = f"FILE.py:FUNCTION, MODULE:FUNCTION, or a built-in: {', '.join(BUILT_IN_REWARDS)}"
-_ESCAPES: Final = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+_LATEX: Final = (
+    "nabla|natural|ncong|ne|nearrow|neg|neq|nexists|ngeq|ngtr|ni|nleq|nless|nmid|nolimits|nonumber|not|notin|nparallel|"
+    "nprec|nsim|nsubseteq|nsucc|nsupseteq|nu|nwarrow"
+)
+_NEW_LINE: Final = re.compile(rf"(?<!\\)\\(?!(?:{_LATEX})(?![A-Za-z]))n")
+"""A typed new line. The commands of LaTeX that begin with an n, such as ``\\neq``, are none, nor is ``\\\\n``."""
 
 
 class TableError(UserError, ValueError):
@@ -53,7 +57,7 @@ class DataConfig(BaseModel):
     prompt_template: str | None = Field(
         default=None,
         description=r"text with columns in braces instead of one column, such as '{question}\nAnswer:'; \n is a new "
-        "line",
+        r"line, except in commands of LaTeX such as \neq",
     )
     answer_column: str | None = Field(
         default=None,
@@ -82,17 +86,26 @@ class DataConfig(BaseModel):
     @field_validator("prompt_template")
     @classmethod
     def _names_columns(cls, template: str | None) -> str | None:
-        """Turn typed escapes into characters, and check the braces."""
+        """Turn typed new lines into characters, and check the braces."""
         if template is None:
             return None
-        text = re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], template)
+        text = _NEW_LINE.sub("\n", template)
         wanted = "column names in braces, such as '{question}\\nAnswer:'"
         try:
-            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+            fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
         except ValueError as error:
             raise TableError(str(error), wanted=wanted, fix="write {{ and }} for braces in the text") from None
-        if not names:
+        if not fields:
             raise TableError("no column is named", got=repr(template), wanted=wanted)
+        for _, name, form, conversion in fields:
+            if not name or name.isdigit() or form or conversion or set(name) & set(".["):
+                shown = f"{name or ''}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+                raise TableError(
+                    "braces hold the name of a column and nothing else",
+                    got=f"{{{shown}}}",
+                    wanted=wanted,
+                    fix="name a column, or write {{ and }} for braces in the text",
+                )
         return text
 
     @model_validator(mode="after")
@@ -215,21 +228,22 @@ Rewards = Annotated[tuple[RewardConfig, ...], AfterValidator(_named_apart)]
 """The rewards of a run, each with another name."""
 
 
-def spelled_out(arguments: list[str]) -> list[str]:
-    """Return a command line in which ``--data X`` is ``--data.path X``, and each ``--reward X`` a JSON object.
+def spelled_out(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return a command line in which ``--data X`` is ``--data.path X``, and the values of ``--reward``, which it lacks.
 
-    The parser of settings would split a list's values at commas.
+    The parser of settings would split a reward at its commas, and read quotes and backslashes as JSON.
     """
     found: list[str] = []
+    rewards: list[str] = []
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if flag == "--data":
             found.append(f"--data.path{equals}{value}")
         elif flag in ("--reward", "--rewards") and (equals or not (value := next(words, "--")).startswith("--")):
-            found.append(f"--rewards={json.dumps({'function': value})}")
+            rewards.append(value)
         elif flag in ("--reward", "--rewards"):
             found += [flag, value]  # the parser reports the missing value
         else:
             found.append(word)
-    return found
+    return found, rewards

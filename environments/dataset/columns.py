@@ -17,7 +17,7 @@ from environments.trajectory import Message
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS: Final = ("answer", "solution", "label")
 HASHES: Final = "####"
-"""Before the answer in the solutions of GSM8K."""
+"""Before the answer in the last line of GSM8K's solutions."""
 
 Prompt = str | list[Message]
 
@@ -84,7 +84,9 @@ class Columns:
         return value
 
     def answer_of(self, row: Row) -> str | None:
-        """Return a row's right answer as text, of a solution that ends in `#### 18` only 18; None if it has none.
+        """Return a row's right answer as text; None if it has none, or an empty one.
+
+        Of a solution whose last line is `#### X`, or ends in `#### 18`, a number, it is what stands after the hashes.
 
         Raises:
             UnusableRow: It is something else than text or a number.
@@ -94,11 +96,14 @@ class Columns:
         if not isinstance(value, str | int | float):
             raise UnusableRow(field=self.answer, got=_kind(value), wanted="text or a number")
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        if HASHES in text:
-            text = text.rpartition(HASHES)[2]
-            number = read_number(text)
-            return text.strip() if number is None else number.text
-        return text.strip()
+        text = text.strip()
+        before, marker, after = text.rpartition("\n")[2].rpartition(HASHES)
+        if marker and (after := after.strip()):
+            if (number := read_number(after)) is not None:
+                return number.text
+            if not before.strip():
+                return after
+        return text or None
 
     def __str__(self) -> str:
         """Return what the start prints."""

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from environments.config import ConfigError, Settings, parse_settings
-from environments.data_config import RewardConfig, TableError, read_reward
+from environments.data_config import DataConfig, RewardConfig, TableError, read_reward
 from environments.dataset.env import DatasetConfig
 from environments.dataset.rewards import Asked, Reward, RewardError, RewardLoader, TrainerState, weighted_sum
 from environments.maths.judge import MathJudge
 from environments.threads import Threads
 from environments.tokenizers import after_thinking
+from grpo_trainer.cli import app
+from grpo_trainer.config.run import RunConfig
 
 # ---------------------------------------------------------------- how they are written
 
@@ -80,6 +83,54 @@ def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("pattern", [r"\d+\\", "\"x\" 'y'", "é→𝕏", "a=5", "[a,b]{1,2}", '{"a": 1}', "null", " x "])
+def test_a_pattern_means_the_same_in_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    needed = ["--data", "rows.jsonl", f"--reward=regex=0.5:{pattern}"]
+    (reward,) = settings(*needed).rewards
+    assert (reward.function, reward.weight) == (f"regex:{pattern}", 0.5)
+    assert settings("--reward", f"regex=0.5:{pattern}").rewards == (reward,)
+    runs: list[RunConfig] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: runs.append(config))
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, ["run", "--model", "m", *needed], catch_exceptions=False)
+    assert tuple(map(RewardConfig.model_validate, runs[0].environments[0].rewards)) == (reward,)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (r"{q}\nAnswer:\n\nso", "{q}\nAnswer:\n\nso"),
+        (r"{q} \times \text{{x}} \\", r"{q} \times \text{{x}} \\"),
+        (r"{q}: \neq, \nabla f, \nu", r"{q}: \neq, \nabla f, \nu"),
+        (r"{q} \\next", r"{q} \\next"),
+        (r"{q}\nnew\tab", "{q}\nnew\\tab"),
+    ],
+)
+def test_only_a_new_line_is_an_escape_in_a_template(template: str, text: str) -> None:
+    found = settings("--data", "d", "--data.prompt_template", template).data
+    assert found.prompt_template == text
+    assert DataConfig(path="d", prompt_template=text) == found  # a second reading changes nothing
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        ("{a.b}", "{a.b}"),
+        ("{a[0]}", "{a[0]}"),
+        ("{}", "{}"),
+        ("x {0}", "{0}"),
+        ("{a!r}", "{a!r}"),
+        ("{a:x>3}", "{a:x>3}"),
+    ],
+)
+def test_a_template_names_columns_and_nothing_else(template: str, got: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings("--data", "d", "--data.prompt_template", template)
+    assert (caught.value.field, caught.value.got) == ("--data.prompt_template", got)
+
+
 def test_flags_replace_the_files_rewards(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[[rewards]]\nfunction = "my.py:f"\n[[rewards]]\nfunction = "math"\n')
@@ -107,11 +158,6 @@ def test_two_rewards_of_one_function_have_names_of_their_own(tmp_path: Path) -> 
     file = tmp_path / "run.toml"
     file.write_text('rewards = [{function = "a.py:f"}, {function = "b.py:f", name = "other"}]\n')
     assert [each.label for each in settings("--config", str(file)).rewards] == ["f", "other"]
-
-
-def test_a_typed_template_has_new_lines() -> None:
-    typed = settings("--data", "x", "--data.prompt_template", r"{question}\nAnswer: \\n")
-    assert typed.data.prompt_template == "{question}\nAnswer: \\n"
 
 
 # ---------------------------------------------------------------- functions
