@@ -356,7 +356,7 @@ class BaseEnv(Generic[Item, Config]):
         return self._text(array("I", token_ids).tobytes())  # 4 bytes a token; a tuple takes 36
 
     def answer_of(self, completion: Completion) -> str:
-        """Return a completion's text without its thinking (`<think>…</think>`); empty if the thinking has not ended."""
+        """Return a completion's text without its thinking (`<think>…</think>`, or `<think>…` to the end)."""
         opened = THINK if opens_thinking(self.tokenizer, completion.prompt_token_ids) else ""
         return after_thinking(opened + self.decode(completion))
 

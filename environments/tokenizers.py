@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ Tools = Sequence[dict[str, Any] | Callable[..., Any]]
 THINK: Final = "<think>"
 THOUGHT: Final = "</think>"
 """Before and after the thinking of a reasoning model."""
+_THINKING: Final = re.compile(rf"{THINK}.*?(?:{THOUGHT}|\Z)", re.DOTALL)
 THINK_TOKENS: Final = 8
 """As many tokens at the end of a prompt are enough to see whether it ends in `<think>` and a line end."""
 
@@ -123,8 +125,11 @@ def opens_thinking(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) 
 
 
 def after_thinking(answer: str) -> str:
-    """Return the part of an answer that is not thinking; thinking that has not ended reaches to the answer's end."""
-    return answer.rpartition(THOUGHT)[2].partition(THINK)[0]
+    """Return the parts of an answer that are not thinking.
+
+    Thinking that has not ended reaches to the answer's end; thinking that the prompt opened begins at its beginning.
+    """
+    return _THINKING.sub("", answer).rpartition(THOUGHT)[2]
 
 
 def render(

@@ -17,8 +17,8 @@ AnswerForm = Literal["boxed", "hashes"]
 
 LONGEST: Final = 60
 """Characters of a number. Longer ones are read as none: an answer may have thousands of digits."""
-NARROW: Final = "\u00a0\u2009\u202f"
-"""Spaces that separate thousands also within other text."""
+SPACES: Final = " \u00a0\u2009\u202f"
+"""Each of them separates thousands, also within other text: `5 000 apples` are not 0."""
 SCALES: Final = frozenset(
     (
         *("hundred", "thousand", "million", "billion", "trillion", "dozen", "score", "bn", "mn", "lakh", "crore"),
@@ -32,37 +32,38 @@ SHORT_UNITS: Final = ("m", "g", "l", "L", "s", "h", "t")
 """Units of one letter; another letter may be a variable, or mean thousands."""
 
 
-def _value(spaces: str) -> str:
-    """Return the regular expression of a number without a sign; `spaces` separate thousands, as commas do."""
-    grouped = rf"[0-9]{{1,3}}(?:(?:,[0-9]{{3}})+|(?:[{spaces}][0-9]{{3}})+)(?![0-9])"
-    return (
-        r"(?:(?:(?P<whole>[0-9]+)[ ])?(?<!/)(?P<top>[0-9]+)/(?P<bottom>[0-9]+)(?![0-9/])"
-        rf"|(?P<digits>{grouped}|[0-9]+)(?P<decimals>\.[0-9]+)?|(?<![\w.])(?P<bare>\.[0-9]+))"
-    )
-
-
+GROUPED: Final = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[1-9][0-9]{{0,2}}(?:[{SPACES}][0-9]{{3}})+)(?![0-9])"
+"""A number with separators of thousands: all of them commas, or all of them spaces."""
+VALUE: Final = (
+    rf"(?:(?:(?P<whole>[0-9]+)[{SPACES}](?!0))?(?<!/)(?P<top>[0-9]+)/(?P<bottom>[0-9]+)(?![0-9/])"
+    rf"|(?P<digits>{GROUPED}|[0-9]+)(?P<decimals>\.[0-9]+)?|(?<![\w.])(?P<bare>\.[0-9]+))"
+)
+"""A number without a sign."""
 SIGN: Final = "[-+\u2212]"
 CURRENCY: Final = r"(?:(?:US|A|C|NZ)?\$|[€£¥₹₩₽¢]|USD\b|EUR\b|GBP\b|CHF\b|INR\b|JPY\b|CNY\b|Rs\b\.?)"
 PERCENT: Final = r"(?:%|per\s?cent\b)"
-WORD: Final = r"[^\W\d_]+(?:['’-][^\W\d_]+)*(?:\^\{?[23]\}?|[²³])?"
-UNIT: Final = rf"(?:°[CF]?|{WORD}(?:/{WORD})?)"
+WORD: Final = r"[^\W\d_]+(?:['’-][^\W\d_]+)*(?:\s*+\^\{?[23]\}?|[²³])?"
+UNIT: Final = rf"(?:°[CF]?|{WORD}(?:\s*+/\s*+{WORD})?)"
 ALONE: Final = re.compile(
-    rf"(?P<sign>{SIGN})?\s*(?P<before>{CURRENCY})?\s*(?P<inner>{SIGN})?{_value(' ' + NARROW)}\s*"
+    rf"(?P<sign>{SIGN})?\s*+(?P<before>{CURRENCY})?\s*+(?P<inner>{SIGN})?{VALUE}\s*+"
     rf"(?:(?P<percent>{PERCENT})|(?P<after>{CURRENCY})|(?P<unit>{UNIT}))?\.?",
     re.IGNORECASE,
 )
 # Not after a letter, nor in an exponent: "m^2" and "cm2" end without a number.
 WITHIN: Final = re.compile(
-    rf"(?P<sign>{SIGN})?(?:\$|[€£¥])?(?<![A-Za-z0-9_^])(?<!\^\{{){_value(NARROW)}(?:\s?(?P<percent>{PERCENT}))?",
+    rf"(?P<sign>{SIGN})?(?:\$|[€£¥])?(?<![A-Za-z0-9_^])(?<!\^\{{){VALUE}(?:\s?(?P<percent>{PERCENT}))?",
     re.IGNORECASE,
 )
+TEXT: Final = r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)"
 LATEX: Final = (
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2 "),
-    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2 "),
-    (re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\!"), ""),
-    (re.compile(r"\\[,;: ]|~"), " "),
+    (re.compile(r"\\[,;: ]|~"), "\u202f"),
+    (re.compile(rf"(?:{TEXT})?\{{,\}}"), ","),
+    # 2\frac12 is 2 1/2, and -\frac12 is one number.
+    (re.compile(rf"(?<![-+\u2212\s])(?=\\[dt]?frac|{TEXT})"), " "),
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2 "),
+    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r"\1/\2 "),
+    (re.compile(rf"{TEXT}\s*\{{([^{{}}]*)\}}"), r"\1 "),
     (re.compile(r"\\([%$])"), r"\1"),
     (re.compile(r"\^\s*\{?\\circ\}?|\\degree\b"), "°"),
 )
@@ -127,7 +128,7 @@ def last_number(text: str) -> Number | None:
         return None
     found = numbers[-1]
     before = text[: found.start()]
-    subtracted = before[-1:].isalpha() or before.rstrip(" ")[-1:] in tuple("0123456789)]}%")
+    subtracted = before[-1:].isalpha() or before.rstrip(SPACES)[-1:] in tuple("0123456789)]}%")
     return _number(found, "" if subtracted else found["sign"] or "")
 
 

@@ -315,6 +315,10 @@ def test_every_error_of_a_template_is_an_error_of_the_prompt(template: str) -> N
         ("<think>17</think>18<think>19", "18"),
         ("<think>17", ""),
         ("<think>17<think>18</think>19", "19"),
+        ("18. <think>17</think>", "18. "),
+        ("1<think>2</think>3<think>4</think>5", "135"),
+        ("18 <think>17", "18 "),
+        ("16</think>17<think>18</think>19</think>20", "20"),
     ],
 )
 def test_thinking_is_not_part_of_the_answer(text: str, answer: str) -> None:
