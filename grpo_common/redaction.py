@@ -72,6 +72,11 @@ _JSON_AFTER = re.compile(r"-{0,2}[\w.-]++=(?=[{\[\"])")
 _TO_THE_END = re.compile(r"""[^\r\n"'\\]*""")
 _PARAMETER = re.compile(r"""(?<=[?&])([\w.-]++)=[^&#\s"'<>]*&?""")
 _IN_A_QUERY = re.compile(r"""[^&#\s"'<>]*""")
+_SECRET_FLAG = re.compile(r"(?<!\S)(?:--?[\w.-]+=)?(?P<name>--[\w.-]++)[= ]\s*[^\s-]")
+_WHOLE = re.compile(
+    r"(?P<name>-{1,2}[\w.-]+|[A-Z][A-Z0-9_]*)=.+|(?P<header>(?i:[\w-]*(?:authorization|cookie))):.+", re.DOTALL
+)
+"""Text that is a flag or a variable with its value, or a header."""
 SHORTEST = 6
 """Characters of a known secret that is looked for in other text."""
 
@@ -124,7 +129,8 @@ def redact(value: Any, *, drop: bool = False, known: Iterable[str] = ()) -> Reda
     Args:
         value: mappings, sequences, texts and numbers; anything else stays as it is.
         drop: leave out keys, flags with their values, and parts of URLs instead of writing `HIDDEN` in their place.
-            Text that holds a secret in another form is left out as a whole; `password: x` amid prose is none.
+            Text is left out as a whole if it is a header or a variable with a secret, or has a known secret or a
+            secret flag. Forms amid prose, such as `token=<number>`, count for nothing: a prompt may ask for them.
         known: secrets that are hidden wherever they stand, if they are long enough.
     """
     walk = _Walk(drop, [each for each in known if len(each) >= SHORTEST])
@@ -228,11 +234,9 @@ class _Walk:
             return clean if clean is _GONE else assigned[0] + clean
         clean = self._json(text, where) if text.lstrip()[:1] in ("{", "[", '"') else text
         if clean == text:
-            clean = self._pieces(text)
+            clean = self._without_parts(text) if self._drop else self._pieces(text)
             if clean != text:
                 self.names.append(where)
-                if self._drop:
-                    clean = self._without_parts(text)
         return clean
 
     def _json(self, text: str, where: str) -> str:
@@ -244,13 +248,20 @@ class _Walk:
         return text if clean == parsed else json.dumps(clean, ensure_ascii=False)
 
     def _without_parts(self, text: str) -> Any:
-        """Return a URL without its user part and secret parameters; nothing if more was to be hidden."""
+        """Return text without the user parts and secret parameters of URLs; nothing if it is a secret otherwise."""
 
         def kept(found: re.Match[str]) -> str:
             return "" if _is_parameter(found[1]) else found[0]
 
-        clean = _PARAMETER.sub(kept, _URL_USER.sub("", text)).rstrip("?&") if "://" in text else text
-        return clean if self._pieces(clean) == clean else _GONE
+        names = [found["name"] for found in _SECRET_FLAG.finditer(text)]
+        if whole := _WHOLE.fullmatch(text):
+            names.append(whole["name"] or whole["header"])
+        if any(map(is_secret, names)) or any(known in text for known in self._known):
+            return _GONE
+        if "://" not in text:
+            return text
+        clean = _PARAMETER.sub(kept, _URL_USER.sub("", text))
+        return clean.rstrip("?&") if clean != text else text
 
     def _pieces(self, text: str) -> str:
         """Hide secrets in text by their forms."""
@@ -271,13 +282,14 @@ class _Walk:
             assigned = between.strip("\"' \\\t\r\n")[:1] in ("=", ":") and bool(between.strip())
             in_query = "=" in between and found.start() and text[found.start() - 1] in "?&"
             secret = _is_parameter(name) if in_query else is_secret(name)
-            if between.lstrip()[:1] == ":" and self._drop and not re.fullmatch(r"\S+:\s*\S+", text):
-                secret = secret and re.search(r"(?i)authorization|cookie", name) is not None  # else it may be prose
             if not secret or not (assigned or name.startswith("-")):
                 at = found.end("name") if not assigned else at
                 continue
             value = self._value_at(text, at, name, query=bool(in_query))
-            if (body := text[at:value].strip("\"'\\ ")) and body != HIDDEN:
+            body = text[at:value].strip("\"'\\ ")
+            if name.lower() == "token" and re.fullmatch(r"\d{1,7}[.,;)]?", body):
+                continue  # one of the vocabulary
+            if body and body != HIDDEN:
                 quote = re.match(r"\\*[\"']", text[at:value])
                 edge = quote[0] if quote and text[at:value].endswith(quote[0]) and value - at > len(quote[0]) else ""
                 parts += [text[done:at], edge, HIDDEN, edge]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from pydantic import field_validator
 
 from environments.running import settings_check
 from grpo_common.errors import Problem, collected
+from grpo_common.redaction import is_secret
 from grpo_common.roster import FOLDER
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
@@ -47,7 +49,7 @@ from grpo_trainer.config.learning_rate import ADAPTER_MODES
 from grpo_trainer.config.options import Section, build, dump, given_keys, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
-from grpo_trainer.config.stored import LEFT_OUT, RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
+from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.config.values import Arguments, at_home
 from grpo_trainer.errors import ConfigError
@@ -149,7 +151,7 @@ class RunConfig(Section):
 
     Attributes:
         unset: options that nobody gave, and that the start chooses by the model and the machine: `run_dir`, `lr`,
-            `seq_len` and `microbatch`.
+            `seq_len`, `batch_size` and `microbatch` (`--max-tokens-per-microbatch`).
     """
 
     options: RunOptions
@@ -227,6 +229,9 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     for layer in layers:
         _move_to_server(layer, problems)
     _say_one_batch(layers)
+    keeps_prompts = "prompts_per_step" in kept["options"] and not any(
+        "prompts_per_step" in each["options"] for each in (given, typed)
+    )
     merged = {}
     for table, section in SECTIONS.items():
         merged[table] = override(section, override(section, kept[table], given[table]), typed[table])
@@ -235,7 +240,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         flag, instead = f"--{key.replace('_', '-')}", SET_BY_THE_RUN[key.replace("-", "_")]
         problems.append(Problem(flag, fix=f"use {instead}", summary="set by the run itself"))
         del trainer[key]
-    said = given_keys(TrainConfig, trainer)
+    said = given_keys(TrainConfig, trainer) - _still_chosen(((stored, kept), (file, given), ({}, typed)))
     if "weight_bridge_mode" not in said and file:
         mode = DEFAULTS["weight_bridge_mode"]
         log.warning(
@@ -254,16 +259,24 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         own = {key: file[key] for key in OF_THE_ENVIRONMENT if key in file}
         tables, rewards = file.get("environments") or stored.get("environments", []), flags.get("reward") or ()
         built["environments"] = _environments(tables, flags.get("env"), options, rewards, own)
+        again = {**options, "rewards": rewards, "name": flags.get("env")}
+        keys = {name: given_keys(each, typed[name]) for name, each in SECTIONS.items()}
+        problems += _not_given_again(_names(file, LEFT_OUT), keys, again, None)
+        keys = {name: keys[name] | given_keys(each, given[name]) for name, each in SECTIONS.items()}
+        again = None if file.get("environments") else {**own, **again, "rewards": rewards or own.get("rewards")}
+        problems += _not_given_again(_names(stored, LEFT_OUT), keys, again, stored_in)
         problems += problems_of_tables(built["environments"])
     if problems:
         raise ConfigError.of(problems)
     sizes = [settings_check.group_size(each.name, each.env) or GROUP for each in built["environments"]]
     if "seq_len" not in said:
         built["trainer"] = _with_room_for_answers(built["trainer"], built["environments"])
-    built["trainer"], built["options"] = _with_batch(built["trainer"], built["options"], max(sizes), said)
+    built["trainer"], built["options"] = _with_batch(
+        built["trainer"], built["options"], max(sizes), said, keeps_prompts=keeps_prompts
+    )
     unset = {"lr", "seq_len"} - said | ({"run_dir"} if built["options"].run_dir is None else set())
-    if built["options"].prompts_per_step and not said & {"batch_size", "max_tokens_per_microbatch"}:
-        unset.add("microbatch")
+    if built["options"].prompts_per_step and "batch_size" not in said:
+        unset |= {"batch_size"} | ({"microbatch"} if "max_tokens_per_microbatch" not in said else set())
     config = RunConfig.model_validate({**built, "unset": frozenset(unset)})
     if differs := list(_differences(kept["trainer"], config.trainer, stored_in)):
         raise ConfigError.of(differs)
@@ -291,8 +304,7 @@ def _continued(
     folder = at_home(Path(run_dir)) if run_dir else None
     if resume == "auto":
         folder = folder or newest_run()
-        stored = {} if folder is None else read_stored(folder)
-        stored = {key: value for key, value in stored.items() if key in CONTINUED}
+        stored = {} if folder is None else _what_is_trained(read_stored(folder))
         typed["options"] |= {} if folder is None else {"run_dir": str(folder)}
         return stored, folder if stored else None
     path = at_home(Path(resume))
@@ -310,13 +322,21 @@ def _continued(
         problems.append(Problem("--resume", str(path), wanted, summary="no such folder"))
     elif folder is None and holds_run(own):
         typed["options"]["run_dir"] = str(own)
-    stored = {key: value for key, value in read_stored(own).items() if key in CONTINUED}
-    if branches and isinstance(trainer := stored.get("trainer"), dict):
-        stored["trainer"] = {key: value for key, value in trainer.items() if key not in PLACES}
+    stored = _what_is_trained(read_stored(own), places=not branches)
     return stored, own if stored else None
 
 
-CONTINUED = frozenset({"trainer", "environments", "prompts_per_step"})
+def _what_is_trained(stored: Mapping[str, Any], *, places: bool = True) -> dict[str, Any]:
+    """Return the tables and options of a stored run that say what is trained, with or without `PLACES`."""
+    kept = {key: value for key, value in stored.items() if key in CONTINUED}
+    left_out = [name for name in _names(kept, LEFT_OUT) if name.partition(".")[0] in CONTINUED]
+    if not places and isinstance(trainer := kept.get("trainer"), dict):
+        kept["trainer"] = {key: value for key, value in trainer.items() if key not in PLACES}
+        left_out = [name for name in left_out if name not in {f"trainer.{key}" for key in PLACES}]
+    return kept | ({LEFT_OUT: left_out} if kept else {})
+
+
+CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, CHOSEN})
 """Tables and options of a stored run that say what is trained."""
 PLACES = frozenset({"checkpoint_url", "wandb_group"})
 """Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
@@ -327,12 +347,77 @@ def _say_one_batch(layers: Sequence[dict[str, dict[str, Any]]]) -> None:
     """Drop from each layer the size of a step that a later layer says by another name."""
     for number, said in enumerate(layers):
         later = layers[number + 1 :]
-        if any("prompts_per_step" in each["options"] for each in later):
+        named = {key.replace("-", "_") for each in later for key in each["trainer"]} & {*BATCH}
+        keeps = not number and len(named) == 1 and "prompts_per_step" in said["options"]  # a stored run's sequences
+        if keeps or any("prompts_per_step" in each["options"] for each in later):
             said["trainer"] = {
                 key: value for key, value in said["trainer"].items() if key.replace("-", "_") not in BATCH
             }
-        if any(key.replace("-", "_") == BATCH[1] for each in later for key in each["trainer"]):
+        if BATCH[1] in named and not keeps:
             said["options"].pop("prompts_per_step", None)
+
+
+def _still_chosen(layers: Sequence[tuple[Mapping[str, Any], dict[str, dict[str, Any]]]]) -> set[str]:
+    """Return the options that an earlier start chose and may choose again: nobody gave them, neither then nor now.
+
+    A stored learning rate stays, and a stored sequence length is the least.
+
+    Args:
+        layers: the tables of a file, and what they say by section.
+    """
+    found: set[str] = set()
+    for tables, said in layers:
+        found -= given_keys(TrainConfig, said["trainer"])
+        found |= {"seq_len"} & {*_names(tables, CHOSEN)}
+    return found
+
+
+def _names(tables: Mapping[str, Any], key: str) -> list[str]:
+    """Return the names in a note of `run.toml`."""
+    names = tables.get(key)
+    return [*map(str, names)] if isinstance(names, list) else []
+
+
+def _is_key(name: str) -> bool:
+    """Return whether what `run.toml` left out is a key, such as `trainer.vllm_api_key`."""
+    return is_secret(re.split(r"[ .]", name)[-1])
+
+
+def _not_given_again(
+    names: Sequence[str], said: Mapping[str, set[str]], environments: Mapping[str, Any] | None, folder: Path | None
+) -> Iterator[Problem]:
+    """Yield the options that a stored run had and its file has not, unless they are keys or were given again.
+
+    A key may come from an environment variable; `_tables_of` warns of it.
+
+    Args:
+        names: those that the file left out.
+        said: what the command gives, by section.
+        environments: the same by an environment's table; None: all of the environments.
+    """
+    for name in names:
+        table, _, rest = name.partition(".")
+        if _is_key(name) or (table == "environments" and environments is None):
+            continue
+        if table == "environments":
+            group, _, rest = rest.partition(".")[2].partition(".")
+            key = re.split(r"[ .]", rest)[0]
+            given = environments or {}
+            if group == "rewards":
+                flag, is_given = "--reward", bool(given.get("rewards"))
+            elif group == "name":
+                flag, is_given = "--env", bool(given.get("name"))
+            else:
+                flag, is_given = f"--{group}.{key}", key in given.get(group, {})
+        else:
+            section = table if table in SECTIONS else "options"
+            key = re.split(r"[ .]", rest or name)[0]
+            prefix = f"{table}." if table in ("server", "api") else ""
+            flag, is_given = f"--{prefix}{key.replace('_', '-')}", key in said[section]
+        if not is_given:
+            where = f"{folder / RUN_FILE}" if folder else "the file"
+            why = f"{where} has not all of it, because it held a secret"
+            yield Problem(flag, "nothing", "its value", "give it again", why)
 
 
 def _with_room_for_answers(trainer: TrainConfig, environments: Sequence[EnvironmentProcess]) -> TrainConfig:
@@ -346,13 +431,14 @@ def _with_room_for_answers(trainer: TrainConfig, environments: Sequence[Environm
 
 
 def _with_batch(
-    trainer: TrainConfig, options: RunOptions, answers: int, said: set[str]
+    trainer: TrainConfig, options: RunOptions, answers: int, said: set[str], *, keeps_prompts: bool
 ) -> tuple[TrainConfig, RunOptions]:
     """Return the options with the sequences of a step and of a microbatch, from prompts and answers a step.
 
     Args:
         answers: to a prompt.
         said: options of the trainer that were given; the older names of a step's size stay what they were.
+        keeps_prompts: the prompts are those of a stored run, whose step stays as large.
 
     Raises:
         ConfigError: both were given, and don't go together.
@@ -362,6 +448,12 @@ def _with_batch(
         return trainer, options
     prompts = prompts or PROMPTS
     sequences = prompts * answers
+    if keeps_prompts and "gradient_accumulation_steps" in said:
+        size, rest = divmod(sequences, trainer.gradient_accumulation_steps)
+        if rest:
+            got, wanted = trainer.gradient_accumulation_steps, f"a divisor of the run's {sequences} sequences a step"
+            raise ConfigError(field="--gradient-accumulation-steps", got=got, wanted=wanted, fix="leave it out")
+        return trainer.model_copy(update={"batch_size": size}), options
     if "gradient_accumulation_steps" in said:
         got = f"{prompts} and --gradient-accumulation-steps {trainer.gradient_accumulation_steps}"
         raise ConfigError("it is computed", field="--prompts-per-step", got=got, wanted="one of them")
@@ -396,14 +488,15 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     """What a file says, by section."""
     run_keys = [leaf.key for leaf in leaves(RunOptions)]
     tables = ("trainer", "server", "api", "environments", *OF_THE_ENVIRONMENT)
-    if missing := file.get(LEFT_OUT):
-        log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(missing))
-    strange = [key for key in file if key not in (*tables, LEFT_OUT) and key.replace("-", "_") not in run_keys]
+    if keys := [name for name in _names(file, LEFT_OUT) if _is_key(name)]:
+        log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(keys))
+    notes = (LEFT_OUT, CHOSEN)
+    strange = [key for key in file if key not in (*tables, *notes) and key.replace("-", "_") not in run_keys]
     problems += [unknown_key(key, [*tables, *run_keys]) for key in strange]
     given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
     for table in [table for table, value in given.items() if not isinstance(value, dict)]:
         problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
-    options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, LEFT_OUT, *strange)}
+    options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, *notes, *strange)}
     said = {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
     for key in [key for key in said["trainer"] if key.replace("-", "_") == "prompts_per_step"]:
         options.setdefault("prompts_per_step", said["trainer"].pop(key))  # it is looked for among the trainer's

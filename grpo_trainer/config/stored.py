@@ -35,7 +35,9 @@ LATEST = "latest"
 """In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
 RUN_FILE = "run.toml"
 LEFT_OUT = "left_out"
-"""In `run.toml`: the names of options with keys, which are not stored."""
+"""In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
+CHOSEN = "chosen"
+"""In `run.toml`: the names of options that nobody gave (`RunConfig.unset`)."""
 OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
 
@@ -97,16 +99,25 @@ def run_file(config: RunConfig) -> bytes:
             server.pop(key, None)  # chosen by the machine's GPUs
     trainer.pop("resume", None)
     if "prompts_per_step" in options:  # the batch is computed from it
-        for key in ("batch_size", "gradient_accumulation_steps"):
-            trainer.pop(key, None)
+        trainer.pop("gradient_accumulation_steps", None)
+    for name in config.unset & COMPUTED.keys():
+        trainer.pop(COMPUTED[name], None)
     environments = [
         {key: value for key, value in each.model_dump(mode="json").items() if value} for each in config.environments
     ]
     tables = {**options, "trainer": trainer, "server": server, "api": dump(config.api), "environments": environments}
-    clean = redact(tables, drop=True, known=[text for name, text in os.environ.items() if is_secret(name)])
+    clean = redact(tables, drop=True, known=_secrets_of_variables())
     head = f"# The options of this run. To continue it: grpo run --resume {config.run_dir}\n"
-    missing = {LEFT_OUT: list(dict.fromkeys(clean.names))} if clean.names else {}
-    return (head + "\n" + tomli_w.dumps(missing | clean.value)).encode()
+    notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
+    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
+
+
+def _secrets_of_variables() -> list[str]:
+    return [text for name, text in os.environ.items() if is_secret(name) and name != "PWD"]  # a shell's folder
+
+
+COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
+"""Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 
 
 def read_stored(folder: Path) -> dict[str, Any]:

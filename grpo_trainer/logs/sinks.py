@@ -47,7 +47,7 @@ class MetricLog:
         self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
     ) -> None:
         self._sinks = sinks
-        self._first = baseline(earlier)
+        self._first = [*earlier[:WINDOW]]
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
@@ -72,9 +72,10 @@ class MetricLog:
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
-        self._first = {**baseline([numbers]), **self._first}
+        if len(self._first) < WINDOW:
+            self._first.append(numbers)
         self._recent.append(numbers)
-        found = signs([*self._recent], self._first)
+        found = signs([*self._recent], baseline(self._first))
         numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)

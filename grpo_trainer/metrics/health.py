@@ -18,6 +18,9 @@ WINDOW = 3
 """Steps of which the median is taken: one step alone, a spike, says little."""
 REWARD = "reward/mean"
 ENTROPY = "grpo/entropy"
+GRAD_NORM = "train/grad_norm"
+USUAL_GROWTH = 10.0
+"""Times its median in the first steps, a run's gradient norm may be: what is usual differs by model and loss."""
 SAME_ANSWERS, SAME_IN_GROUP = "batch/same_answers", "batch/same_answers_in_group"
 FEWEST_STEPS = 10
 """With fewer, the rewards of beginning and end are too few to compare."""
@@ -94,7 +97,7 @@ CHECKS = (
     Check(
         name="grad_norm",
         title="gradient norm",
-        key="train/grad_norm",
+        key=GRAD_NORM,
         high=10.0,
         says="the updates' directions are erratic",
         fix="a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
@@ -140,8 +143,13 @@ class Sign:
 
 
 def baseline(rows: Sequence[Row]) -> Row:
-    """Return the figures of a run's first step by which later ones are judged; a collapse may begin with the second."""
-    return {key: found[0] for key in (ENTROPY, SAME_ANSWERS) if (found := _finite(rows, key))}
+    """Return the figures of a run's beginning by which later ones are judged.
+
+    Those of its first step, as a collapse may begin with the second, and the median of its first gradient norms.
+    """
+    first = {key: found[0] for key in (ENTROPY, SAME_ANSWERS) if (found := _finite(rows, key))}
+    norms = _finite(rows, GRAD_NORM)[:WINDOW]
+    return first | ({GRAD_NORM: median(norms)} if norms else {})
 
 
 def signs(recent: Sequence[Row], first: Row) -> list[Sign]:
@@ -163,6 +171,7 @@ def signs(recent: Sequence[Row], first: Row) -> list[Sign]:
 def _high(check: Check, recent: Sequence[Row], first: Row) -> float:
     """Return the upper end of a figure's range in a run.
 
+    A gradient norm is erratic only with more than `USUAL_GROWTH` times that of the first steps.
     A policy is random only with more than twice the entropy of the first step. It has collapsed if answers to different
     prompts are equal about as often as answers to one prompt, and twice as often as in the first step, with less than
     half the entropy: where few answers are right, as with yes and no, those to one prompt are alike more often.
@@ -170,6 +179,8 @@ def _high(check: Check, recent: Sequence[Row], first: Row) -> float:
     entropy = first.get(ENTROPY) or 0.0
     if check.name == "entropy_high":
         return max(check.high, 2 * entropy)
+    if check.name == "grad_norm":
+        return max(check.high, USUAL_GROWTH * (first.get(GRAD_NORM) or 0.0))
     if check.name != "collapse":
         return check.high
     now, in_group = _finite(recent, ENTROPY), _finite(recent, SAME_IN_GROUP)
@@ -227,7 +238,7 @@ class Outcome:
 
     Attributes:
         steps: in each tenth, five at least.
-        harm: what was out of its usual range in the last third of the run, so that its reward says little.
+        harm: what is out of its usual range at the end of the run, so that its reward says little.
     """
 
     first: float
@@ -265,7 +276,7 @@ def outcome(rows: Sequence[Row]) -> Outcome | None:
         return None
     steps = max(LEAST, len(rewards) // 10)
     first, last = rewards[:steps], rewards[-steps:]
-    late = [own[-1].sign for own in episodes(rows).values() if own[-1].last >= len(rows) * 2 // 3]
+    late = [own[-1].sign for own in episodes(rows).values() if own[-1].last == len(rows) - 1]
     harm = next((sign for sign in late if sign.check.harms), None)
     return Outcome(fmean(first), stdev(first), fmean(last), stdev(last), steps, len(rewards), harm)
 

@@ -66,6 +66,9 @@ def test_the_median_of_three_steps_counts() -> None:
     def row(norm: float) -> Row:
         return {"train/grad_norm": norm}
 
+    assert baseline([row(2.0), row(14.0), row(13.0), row(99.0)]) == {"train/grad_norm": 13.0}
+    assert [each.check.name for each in signs([row(131.0)] * 3, {"train/grad_norm": 13.0})] == ["grad_norm"]
+    assert signs([row(129.0)] * 3, {"train/grad_norm": 13.0}) == []  # at most 10 * 13
     assert names([row(20.0), row(20.0)]) == [], "too few steps"
     assert names([row(99.0), row(99.0), row(1.0), row(2.0), row(99.0)]) == []  # 2 of 1, 2, 99: one spike
     assert names([row(1.0), row(11.0), row(28.0)]) == ["grad_norm"]  # 11 of 1, 11, 28
@@ -142,7 +145,11 @@ def test_whether_a_run_learnt(rewards: list[float], verdict: str) -> None:
     ("key", "value", "steps", "verdict"),
     [
         ("alignment/kl_rollout", 2e3, range(6, 12), "not healthy"),
-        ("alignment/kl_rollout", 2e3, range(6), "it learnt"),  # it came back, before the last third
+        ("alignment/kl_rollout", 2e3, range(6), "it learnt"),  # it came back
+        ("alignment/kl_rollout", 2e3, range(4, 10), "it learnt"),  # the median of the last three is usual
+        ("alignment/kl_rollout", 2e3, range(4, 11), "not healthy"),
+        ("train/grad_norm", 12.0, range(7, 10), "it learnt"),
+        ("train/grad_norm", 12.0, range(7, 12), "not healthy"),
         ("batch/zero_variance_share", 0.9, range(6, 12), "it learnt"),  # as where nearly all is solved
     ],
 )
@@ -152,6 +159,11 @@ def test_a_rise_in_a_run_that_is_not_healthy_is_no_learning(key: str, value: flo
     assert found is not None and found.verdict == verdict
     sign = next(check for check in CHECKS if check.key == key)
     assert sign.title in last_line(rows) and sign.fix in last_line(rows)
+
+
+def test_a_gradient_norm_that_was_high_from_the_start_is_usual() -> None:
+    found = outcome([{**HEALTHY, REWARD: step / 12, "train/grad_norm": 14.0} for step in range(12)])
+    assert found is not None and found.verdict == "it learnt"
 
 
 def test_the_tenths_grow_with_the_run_and_few_steps_say_nothing() -> None:
@@ -166,13 +178,13 @@ def test_the_log_flags_them_and_says_each_once(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         log = MetricLog([JsonlSink(path), RunConsole(Console(file=file, width=300), 5)], say=said.append)
         for step in range(1, 6):
-            log.log(step, {"train/grad_norm": Mean(16.6), "reward/mean": Mean(0.35)})
+            log.log(step, {"train/grad_norm": Mean(1.0 if step <= 2 else 16.6), "reward/mean": Mean(0.35)})
         log.close()
-    assert [row["health/grad_norm"] for row in read_rows(path)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert [row["health/grad_norm"] for row in read_rows(path)] == [0.0, 0.0, 0.0, 1.0, 1.0]
     assert set(flags([])) <= set(read_rows(path)[0]) and len(flags([])) == len(CHECKS)
     assert len(said) == 1 and "16.6" in said[0]
     lines = (tmp_path / "out").read_text().splitlines()
-    assert ["gradient norm" in line for line in lines] == [False, False, True, True, True]
+    assert ["gradient norm" in line for line in lines] == [False, False, False, True, True]
     resumed = MetricLog([], read_rows(path), said.append)
     resumed.log(6, {"train/grad_norm": Mean(16.6)})
     assert len(said) == 1, "it was said before the run was resumed"

@@ -93,6 +93,8 @@ def test_redacted_arguments(words: tuple[str, ...], shown: tuple[str, ...]) -> N
         ("refused Bearer abcdef123", "refused Bearer …"),
         ("a hf_ABCDEFGHIJKLMNOPQRST here", "a … here"),
         ("eos_token: 2, max_tokens: 512, tokens: 3", "eos_token: 2, max_tokens: 512, tokens: 3"),
+        ("got token: 151999, wanted below 151,936", "got token: 151999, wanted below 151,936"),
+        ("token: 15199912345678", "token: …"),
         ("a bearer token is wanted", "a bearer token is wanted"),
         ('{"api_key": "abc", "api_key": ""}', '{"api_key": "…", "api_key": ""}'),
     ],

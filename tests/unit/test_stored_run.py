@@ -26,7 +26,6 @@ from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
 
-
 TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=4096)
 
 
@@ -105,7 +104,8 @@ def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str,
     words = ("--env.group_size", "4", "--env.level=2", "--openai.timeout", "9")
     config = stored(folder, *words, env="word_problems", **flags)
     again = continued(folder)
-    assert again.run_dir == folder and again.trainer.checkpoints.resume == "auto" and again.unset <= {"microbatch"}
+    assert again.run_dir == folder and again.trainer.checkpoints.resume == "auto"
+    assert again.unset <= {"batch_size", "microbatch", "seq_len"}
     checkpoints = again.trainer.checkpoints.model_copy(update={"resume": "never"})
     trainer = again.trainer.model_copy(update={"checkpoints": checkpoints})
     assert (trainer, again.server, again.api) == (config.trainer, config.server, config.api)
@@ -127,6 +127,59 @@ def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.M
     for again in (continued(tmp_path / "r"), continued("auto", run_dir=str(tmp_path / "r"), model_name="m")):
         assert isinstance(again.trainer.bridge, LoraOnly) and again.trainer.training_steps == 100
         assert again.trainer.sequences_per_step == config.trainer.sequences_per_step
+
+
+def started(folder: Path, *words: str, memory: int = 24, **flags: Any) -> RunConfig:
+    """A run whose options were stored after the start chose some of them."""
+    config = chosen(stored(folder, *words, **flags), Machine(python="3.12", memory=memory * 10**9), TINY)
+    (folder / RUN_FILE).write_bytes(run_file(config))
+    return config
+
+
+def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    config = started(folder)
+    assert (config.trainer.model.seq_len, config.trainer.optimizer.lr) == (2048, 5e-4)
+    assert tomllib.loads((folder / RUN_FILE).read_text())["chosen"] == ["batch_size", "lr", "microbatch", "seq_len"]
+    again = continued(folder)
+    assert (again.trainer.optimizer.lr, again.trainer.model.seq_len) == (5e-4, 2048)
+    assert again.trainer.compute.max_tokens_per_microbatch is None and "microbatch" in again.unset
+    assert "lr" not in again.unset, "it stays"
+    longer = continued(folder, "--env.max_tokens", "20000").trainer
+    assert (longer.model.seq_len, longer.sequences_per_step) == (20_000 + 1024, 256)
+    assert continued(folder, "--env.max_tokens", "100").trainer.model.seq_len == 2048
+    given = continued(folder, "--env.max_tokens", "100", seq_len=32_768)
+    assert given.trainer.model.seq_len == 32_768 and "seq_len" not in given.unset
+    assert run_file(chosen(continued(folder), Machine(python="3.12", memory=24 * 10**9), TINY)).count(b"seq_len") == 2
+
+
+def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    started(folder, seq_len=512, max_tokens_per_microbatch=1024, prompts_per_step=8, batch_size=4)
+    again = continued(folder, "--env.max_tokens", "20000")
+    assert (again.trainer.model.seq_len, again.trainer.batch_size) == (512, 4)
+    assert again.trainer.compute.max_tokens_per_microbatch == 1024 and not again.unset & {"microbatch", "batch_size"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "steps"),
+    [
+        ({"gradient_accumulation_steps": 4}, 64, 4),
+        ({"batch_size": 16}, 16, 16),
+        ({"batch_size": 4, "gradient_accumulation_steps": 2}, 4, 2),
+    ],
+)
+def test_resume_with_one_size_of_the_batch_keeps_the_other(
+    tmp_path: Path, flags: dict[str, Any], batch: int, steps: int
+) -> None:
+    started(tmp_path / "r")
+    again = continued(tmp_path / "r", **flags)
+    assert (again.trainer.batch_size, again.trainer.gradient_accumulation_steps) == (batch, steps)
+    with pytest.raises(ConfigError) as error:
+        continued(tmp_path / "r", gradient_accumulation_steps=3)
+    assert error.value.field == "--gradient-accumulation-steps"
+    started(tmp_path / "old", batch_size=4, gradient_accumulation_steps=8)
+    assert continued(tmp_path / "old", batch_size=2).trainer.sequences_per_step == 16
 
 
 def test_flags_win_over_what_is_stored(tmp_path: Path) -> None:
@@ -316,11 +369,36 @@ def test_a_stored_run_has_no_key_and_names_what_it_left_out(
     tables = tomllib.loads(text)
     assert "s3cret" not in text and tables["environments"][0]["env"] == {"teacher_url": "http://t/v1"}
     assert {"trainer.rollout_api_key", "environments.0.env.system_prompt"} <= set(tables["left_out"])
+    for resume in (tmp_path / "r", "auto"):
+        with pytest.raises(ConfigError) as error:
+            continued(resume, vllm_api_key="s3cret-3", **({"run_dir": str(tmp_path / "r")} if resume == "auto" else {}))
+        assert [each.field for each in error.value.problems] == ["--env.teacher_url", "--env.system_prompt"]
+    with pytest.raises(ConfigError) as error:
+        build_run(tables, {"run_dir": str(tmp_path / "repeated")}, ["--env.teacher_url=http://t"])
+    assert [each.field for each in error.value.problems] == ["--env.system_prompt"]
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        again = continued(tmp_path / "r", vllm_api_key="s3cret-3")
+        again = continued(
+            tmp_path / "r", "--env.teacher_url", "http://u:x@t", "--env.system_prompt=Add.", vllm_api_key="s3cret-3"
+        )
+    assert again.environments[0].env == {"teacher_url": "http://u:x@t", "system_prompt": "Add."}
     assert again.trainer.vllm.api_key == "s3cret-3" and again.server.extra_args == ()
     (warning,) = caplog.records
     assert "trainer.rollout_api_key" in str(warning.args)
+
+
+def test_a_stored_run_keeps_values_in_which_a_secret_is_only_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PWD", str(tmp_path))
+    prompt = "End your answer with token=<number>. password: none. Bearer examples --ask nothing"
+    words = ("--env.system_prompt", prompt)
+    flags: dict[str, Any] = {"reward": [r"regex:token=(\d+)"], "data": str(tmp_path / "rows.jsonl")}
+    config = stored(tmp_path / "r", *words, model_name="models/sk-learn-and-more-of-it-0123456789", **flags)
+    assert "left_out" not in tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
+    again = continued(tmp_path / "r")
+    assert again.environments == config.environments and again.environments[0].env["system_prompt"] == prompt
+    assert again.trainer.model.name == config.trainer.model.name
 
 
 # what a run can be repeated from ----------------------------------------------------------------------------
