@@ -101,6 +101,7 @@ class BaseEnv(Generic[Item, Config]):
         data, rewards: The tables ``[data]`` and ``[[rewards]]``, for an environment that `takes_data`.
         items: Where items come from, if `setup` sets it, such as `Shuffled(rows, self.config.seed)`.
         curr_step: The trainer's last known step; 0 without a trainer.
+        num_steps: The trainer's last step; 0 if it is not known.
         measures: Figures to report with each step: `self.measures.add("strict", 1.0)`.
         threads: Calls slow functions: `await self.threads.call(function, argument)`.
         scoring: Gives up a group that takes too long to score: `await self.scoring.within(item, coroutine)`.
@@ -127,6 +128,7 @@ class BaseEnv(Generic[Item, Config]):
         self.server = server
         self.tokenizer = tokenizer
         self.curr_step = 0
+        self.num_steps = 0
         self._said_no_evaluation = False
         self.measures = Measures()
         self.threads = Threads(config.max_threads)

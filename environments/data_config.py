@@ -136,6 +136,9 @@ class RewardConfig(BaseModel):
     name: str | None = Field(
         default=None, pattern=r"^[\w.-]+$", description="name of its metric, reward_NAME; unset: the function's name"
     )
+    main_thread: bool = Field(
+        default=False, description="call it in the main thread, for signals; it blocks the environment meanwhile"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -49,7 +49,7 @@ class DatasetConfig(BaseEnvConfig):
 
     eval_samples: int = Field(default=1, ge=1, description="samples per held-out row")
     eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
-    judge_workers: int = Field(default=2, ge=1, description="processes of the built-in reward math")
+    judge_workers: int = Field(default=2, ge=1, description="processes of the built-in rewards math and regex")
 
 
 class DatasetEnv(BaseEnv[int, DatasetConfig]):
@@ -265,7 +265,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             else texts,
             "prompts": [prompt] * count,
             "completion_ids": [list(completion.token_ids) for completion in completions],
-            "trainer_state": TrainerState(self.curr_step),
+            "trainer_state": TrainerState(self.curr_step, self.num_steps),
             "log_extra": log_extra,
             "log_metric": log_metric,
         }

@@ -5,17 +5,19 @@ A function is called once for each group, with keywords:
     completions      the answers: texts, or [{"role": "assistant", "content": …}] where the prompts are messages
     prompts          the prompt, repeated for each answer
     completion_ids   the answers' token ids
-    trainer_state    .global_step
+    trainer_state    .global_step, .max_steps
     log_extra        log_extra(column, values): text for the pages that show samples
     log_metric       log_metric(name, value): a metric of the environment
     COLUMN           each column of the data set, repeated for each answer, except a column named prompt
 
-and returns a score for each answer, or None where it does not apply. Source: TRL's GRPOTrainer, `_calculate_rewards`.
+and returns a score for each answer, or None or NaN where it does not apply. Source: TRL's GRPOTrainer,
+`_calculate_rewards`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -38,7 +40,7 @@ from environments.dataset.columns import boxed_or_all
 from environments.dataset.data import listed
 from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
-from environments.threads import Threads
+from environments.threads import Threads, settled
 from grpo_common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ OURS: Final = ("completions", "prompts", "completion_ids", "trainer_state", "log
 NOT_PASSED: Final = ("prompt", "completion", "completion_ids")
 """Columns that functions with `**kwargs` don't get, as in TRL."""
 NEED_ANSWERS: Final = ("exact_match", "math")
-THREADS_HINT: Final = "signal only works in main thread"
+OF_THREADS: Final = ("signal only works in main thread", "doesn't support threaded environment")
+"""Parts of the messages of functions that need the main thread: Python's and math-verify's."""
 
 
 class RewardError(UserError, ValueError):
@@ -62,9 +65,11 @@ class TrainerState:
 
     Attributes:
         global_step: The trainer's last known step.
+        max_steps: The run's last step; 0 if it is not known.
     """
 
     global_step: int
+    max_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,14 +119,16 @@ class Reward:
         if value is None:
             return None
         try:
-            score = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError):
-            score = math.nan
-        if not math.isfinite(score):
+            score = math.inf if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            score = math.inf
+        if math.isnan(score):  # TRL turns None into NaN, so functions return both
+            return None
+        if math.isinf(score):
             raise RewardError(
                 field=f"{field}, answer {number}",
                 got=_shown(value),
-                wanted="a finite number, or None where the reward does not apply",
+                wanted="a finite number, or None or NaN where the reward does not apply",
             )
         return score
 
@@ -169,7 +176,7 @@ class RewardLoader:
                     name,
                     pattern.pattern,
                 )
-            return Reward(config, partial(self._regex, pattern))
+            return Reward(config, partial(_regex, self._judge(), f"--reward {name}", pattern.pattern))
         if name in NEED_ANSWERS:
             if self._answer_column is None:
                 raise ConfigError(
@@ -187,7 +194,7 @@ class RewardLoader:
         module = self._file(field, where) if where.endswith(".py") else _module(field, where)
         function = _function(field, module, function_name)
         self._check_signature(field, function)
-        return Reward(config, partial(self._call, field, function))
+        return Reward(config, partial(self._call, config, function))
 
     def _file(self, field: str, where: str) -> ModuleType:
         path = Path(where).expanduser()
@@ -230,16 +237,33 @@ class RewardLoader:
                     fix=f"did you mean {near[0]}?" if near else "give it a default, or rename the column",
                 )
 
-    async def _call(self, field: str, function: Callable[..., Any], asked: Asked) -> Any:
+    async def _call(self, config: RewardConfig, function: Callable[..., Any], asked: Asked) -> Any:
+        keywords = {name: _own(value) for name, value in _accepted(function, asked.keywords).items()}
         try:
-            return await self._threads.call(partial(function, **_accepted(function, asked.keywords)))
+            if config.main_thread:
+                return await settled(function(**keywords))
+            return await self._threads.call(partial(function, **keywords))
         except Exception as error:
-            if THREADS_HINT in str(error):
-                error.add_note(f"{field} runs in a thread: without signals, such as math_verify's parsing_timeout=None")
+            if any(part in str(error) for part in OF_THREADS):
+                error.add_note(
+                    f"--reward {config.function} runs in a thread, where signals don't work: pass math_verify "
+                    "parsing_timeout=None and timeout_seconds=None, or set main_thread = true in its [[rewards]]"
+                )
             raise
 
-    async def _regex(self, pattern: re.Pattern[str], asked: Asked) -> list[Score]:
-        return await self._threads.call(lambda: [float(pattern.search(text) is not None) for text in asked.texts])
+
+async def _regex(judge: MathJudge, field: str, pattern: str, asked: Asked) -> list[Score]:
+    """Search in a process that can be ended: a search that goes back and forth blocks all threads of its process."""
+    try:
+        return [float(found) for found in await judge.search(pattern, asked.texts)]
+    except TimeoutError as error:
+        raise RewardError(
+            "the search for the pattern is given up",
+            field=field,
+            got=error,
+            wanted="a pattern that matches in one way",
+            fix="repeat nothing that itself repeats, as (a+)+ does",
+        ) from None
 
 
 async def _exact_match(asked: Asked) -> list[Score]:
@@ -261,6 +285,14 @@ async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
         return [float(number.accepts(final_number(text))) for text in asked.finals]
     verdicts = await asyncio.gather(*(judge.judge(gold, text, "boxed") for text in asked.finals))
     return [float(verdict.lenient) for verdict in verdicts]
+
+
+def _own(value: Any) -> Any:
+    """Return a function's argument as its own: what a function changes must change neither the data set nor what other
+    functions, or other answers, get."""
+    if not isinstance(value, list):
+        return value
+    return [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in value]
 
 
 def _accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

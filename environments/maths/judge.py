@@ -1,4 +1,4 @@
-"""Judge mathematical answers in separate processes, so that no answer can hang the environment."""
+"""Judge mathematical answers, and search answers for patterns, in separate processes, which can be ended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
@@ -40,7 +42,8 @@ UNJUDGED = Verdict(strict=False, lenient=False, judged=False)
 
 
 class MathJudge:
-    """A few worker processes (`environments.maths.judge_worker`); each judges one answer at a time.
+    """A few worker processes (`environments.maths.judge_worker`); each judges one answer, or searches a
+    group's answers, at a time.
 
     Attributes:
         limit_s: seconds after which a worker is killed and its answer stays unjudged.
@@ -65,16 +68,29 @@ class MathJudge:
 
     async def judge(self, gold: str, answer: str, form: AnswerForm) -> Verdict:
         """Return the verdict on one answer. Wait for a free worker, but at most `limit_s` for its verdict."""
+        reply = await self._reply({"gold": gold, "answer": answer[-LONGEST_ANSWER:], "form": form})
+        return Verdict(**json.loads(reply)) if reply else UNJUDGED
+
+    async def search(self, pattern: str, texts: Sequence[str]) -> list[bool]:
+        """Return for each text whether a regular expression is found in it.
+
+        Raises:
+            TimeoutError: The worker did not finish within `limit_s`.
+        """
+        reply = await self._reply({"pattern": pattern, "texts": list(texts)})
+        if not reply:
+            raise TimeoutError(f"no result within {self.limit_s:g} s")
+        return json.loads(reply)["found"]
+
+    async def _reply(self, request: dict[str, Any]) -> bytes:
+        """Return a worker's answer line; nothing if it took too long, or ended."""
         clock = CLOCK.get() or Clock()
         with clock.count(calls=1):
             with clock.count(waiting=1):
                 worker = await self._idle.get()
-            return await self._judge(worker, gold, answer, form)
+            return await self._reply_of(worker, request)
 
-    async def _judge(
-        self, worker: asyncio.subprocess.Process | None, gold: str, answer: str, form: AnswerForm
-    ) -> Verdict:
-        request = {"gold": gold, "answer": answer[-LONGEST_ANSWER:], "form": form}
+    async def _reply_of(self, worker: asyncio.subprocess.Process | None, request: dict[str, Any]) -> bytes:
         reply = b""
         try:
             worker = worker or await self._start()
@@ -84,14 +100,14 @@ class MathJudge:
         finally:
             # An interrupted worker would answer the next request with this request's verdict.
             self._idle.put_nowait(worker if reply else await self._end(worker))
-        return Verdict(**json.loads(reply)) if reply else UNJUDGED
+        return reply
 
     async def close(self) -> None:
         """Stop the workers."""
         for worker in list(self.running):
             await self._end(worker)
 
-    async def _ask(self, worker: asyncio.subprocess.Process, request: dict[str, str]) -> bytes:
+    async def _ask(self, worker: asyncio.subprocess.Process, request: dict[str, Any]) -> bytes:
         """Return the worker's answer line, or nothing if the worker has ended."""
         assert worker.stdin is not None and worker.stdout is not None, "started with pipes"
         worker.stdin.write(json.dumps(request).encode() + b"\n")

@@ -6,11 +6,17 @@ starts another.
 
 In:  {"gold": "18", "answer": "… \\boxed{18}", "form": "boxed"}
 Out: {"strict": true, "lenient": true}
+
+It also searches texts for a regular expression, which may take any time, too:
+
+In:  {"pattern": "a+", "texts": ["baa", "b"]}
+Out: {"found": [true, false]}
 """
 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from typing import Any, Final
@@ -47,12 +53,18 @@ def judge(gold: str, answer: str, form: AnswerForm) -> dict[str, bool]:
     return {"strict": strict, "lenient": lenient}
 
 
+def search(pattern: str, texts: list[str]) -> dict[str, list[bool]]:
+    """Return for each text whether the pattern is found in it."""
+    return {"found": [re.search(pattern, text) is not None for text in texts]}
+
+
 def main() -> None:
     """Judge until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print("{}", flush=True)  # the sign that the worker is ready: its imports take most of a second
     for line in sys.stdin:
-        print(json.dumps(judge(**json.loads(line))), flush=True)
+        request = json.loads(line)
+        print(json.dumps((search if "pattern" in request else judge)(**request)), flush=True)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,7 @@ class Runner:
                 wanted=f"at most the trainer's batch of {info.batch_size} sequences",
                 fix="lower it, or raise the trainer's batch",
             )
+        self.env.num_steps = max(0, answer.num_steps or 0)
         limits = [limit for limit in (self.config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
         registration = Registration(
             env_id=answer.env_id,

@@ -379,18 +379,18 @@ def test_what_functions_log_reaches_metrics_and_messages(tmp_path: Path, tokeniz
     (tmp_path / "logs.py").write_text(
         "def logs(completions, log_extra, log_metric, trainer_state, completion_ids, **kwargs):\n"
         "    log_extra('seen', [c.upper() for c in completions])\n"
-        "    log_metric('step', trainer_state.global_step)\n"
+        "    log_metric('step', trainer_state.global_step / trainer_state.max_steps)\n"
         "    return [len(ids) for ids in completion_ids]\n"
     )
     env = environment(
         tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/logs.py:logs"], ["a" + END, "bc" + END]
     )
-    env.curr_step = 7
+    env.curr_step, env.num_steps = 7, 10
     group = asyncio.run(first_group(env))
     assert group.scores == [2.0, 3.0]  # with the end token
     assert group.messages is not None
     assert [talk[-1]["extra"] for talk in group.messages] == [{"seen": "A"}, {"seen": "BC"}]
-    assert env.measures.take() == {"reward_logs": 2.5, "step": 7.0}
+    assert env.measures.take() == {"reward_logs": 2.5, "step": 0.7}
 
 
 # ---------------------------------------------------------------- a resumed run

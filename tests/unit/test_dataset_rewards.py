@@ -185,7 +185,7 @@ def asked(completions: list[Any], answer: str | None = "4", **columns: Any) -> A
         "completions": completions,
         "prompts": ["2+2="] * count,
         "completion_ids": [[1, 2]] * count,
-        "trainer_state": TrainerState(3),
+        "trainer_state": TrainerState(3, 9),
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
         **columns,
@@ -219,11 +219,31 @@ def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
     code = (
         "def f(prompts, completions, completion_ids, trainer_state, level, **kwargs):\n"
         "    assert prompts == ['2+2='] * 2 and level == [1, 1] and completion_ids == [[1, 2]] * 2\n"
-        "    assert trainer_state.global_step == 3\n"
+        "    assert (trainer_state.global_step, trainer_state.max_steps) == (3, 9)\n"
         "    assert sorted(kwargs) == ['log_extra', 'log_metric', 'solution']\n"  # not `prompt`, as in TRL
         "    return [1.0, None]\n"
     )
     assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
+
+
+def test_nan_means_that_a_reward_does_not_apply(tmp_path: Path) -> None:
+    code = "import numpy\ndef f(completions):\n    return numpy.array([1.0, None], dtype=float)\n"
+    assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
+
+
+def test_a_function_changes_only_its_own_arguments(tmp_path: Path) -> None:
+    row, talk = [["x", "y"]], [{"role": "assistant", "content": "a"}]
+    code = (
+        "def f(completions, tests, prompts):\n"
+        "    lengths = [len(each[0]) for each in tests]\n"
+        "    tests[0][0].pop()\n    tests.pop()\n    completions[0][0].clear()\n    prompts.clear()\n"
+        "    return [length + len(tests[0][0]) for length in lengths]\n"
+    )
+    reward = loaded(code, tmp_path, columns=(*COLUMNS, "tests"))
+    shared = asked([talk, talk], tests=[row] * 2)
+    assert [asyncio.run(reward.scores(shared)) for _ in "12"] == [[3.0, 3.0]] * 2
+    assert row == [["x", "y"]] and talk == [{"role": "assistant", "content": "a"}]
+    assert shared.keywords["tests"] == [row] * 2 and len(shared.keywords["prompts"]) == 2
 
 
 def test_a_file_may_import_its_neighbours_and_holds_several_functions(tmp_path: Path) -> None:
@@ -248,7 +268,7 @@ def test_a_file_may_import_its_neighbours_and_holds_several_functions(tmp_path: 
         ("None", "", "None (NoneType)"),
         ("[1.0, 'x']", ", answer 2", "'x' (str)"),
         ("[1.0, '2']", ", answer 2", "'2' (str)"),
-        ("[float('nan'), 1.0]", ", answer 1", "nan (float)"),
+        ("[float('-inf'), 1.0]", ", answer 1", "-inf (float)"),
         ("[1.0, float('inf')]", ", answer 2", "inf (float)"),
         ("[[1.0], 2.0]", ", answer 1", "[1.0] (list)"),
     ],
@@ -321,6 +341,23 @@ def test_built_in_rewards(function: str, answer: str | None, texts: list[str], e
             await judge.close()
 
     assert asyncio.run(scene()) == expected
+
+
+def test_a_search_that_does_not_end_is_given_up_and_the_next_one_works() -> None:
+    async def scene() -> list[float | None]:
+        judge = MathJudge(1, limit_s=0.5)
+        rewards = RewardLoader(COLUMNS, None, Threads(4), lambda: judge)
+        endless, plain = (rewards.load(RewardConfig(function=f)) for f in (r"regex:^(\w+\s?)+\.$", "regex:é$"))
+        try:
+            with pytest.raises(RewardError) as caught:
+                await endless.scores(asked(["a" * 40]))
+            assert "no result within" in str(caught.value.got)
+            judge.limit_s = 30.0
+            return await plain.scores(asked(["caf\u00e9", "x"]))
+        finally:
+            await judge.close()
+
+    assert asyncio.run(asyncio.wait_for(scene(), 60)) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("function", ["exact_match", "math"])
@@ -420,6 +457,17 @@ def test_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="main thread") as caught:
         scores(loaded(code, tmp_path), ["a"])
     assert any("thread" in note for note in caught.value.__notes__)
+    reward = RewardConfig(function=f"{tmp_path}/rewards_of_a_test.py:f", main_thread=True)
+    assert scores(loader().load(reward), ["a"]) == [1.0]
+
+
+def test_math_verify_in_a_thread_is_told_apart(tmp_path: Path) -> None:
+    code = "import math_verify\ndef f(completions):\n    return [len(math_verify.parse(c)) for c in completions]\n"
+    with pytest.raises(ValueError, match="threaded environment") as caught:
+        scores(loaded(code, tmp_path), [r"\boxed{4}"])
+    assert any("main_thread" in note for note in caught.value.__notes__)
+    reward = RewardConfig(function=f"{tmp_path}/rewards_of_a_test.py:f", main_thread=True)
+    assert scores(loader().load(reward), [r"\boxed{4}"]) == [2.0]
 
 
 def test_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
