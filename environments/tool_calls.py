@@ -121,14 +121,20 @@ class Parser(ABC):
 
     def skip(self, *marks: str) -> bool:
         """Move `place` behind white space, and behind the first of the marks that stands there."""
-        at = len(self.text) - len(self.text[self.place :].lstrip())
+        at = self._after_space()
         mark = next((mark for mark in marks if self.text.startswith(mark, at)), None)
         self.place = at + len(mark or "")
         return mark is not None
 
     def at_end(self) -> bool:
         """Return whether only white space is left."""
-        return not self.text[self.place :].strip()
+        return self._after_space() == len(self.text)
+
+    def _after_space(self) -> int:
+        at = self.place
+        while self.text[at : at + 1].isspace():
+            at += 1
+        return at
 
 
 def _call(value: Any) -> ToolCall:
@@ -181,6 +187,7 @@ class Qwen3Coder(Parser):
     PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
     # A value may have </parameter> inside: it ends where the next parameter or the end of the call follows.
     VALUE_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
+    has_ends = True
 
     def read(self, start: int) -> None:
         head = self.HEAD.match(self.text, start)
@@ -189,7 +196,9 @@ class Qwen3Coder(Parser):
         name, arguments, self.place = head[1].strip(), {}, head.end()
         types = self._types(name)
         while parameter := self.PARAMETER.match(self.text, self.place):
-            end = self.VALUE_ENDS.search(self.text, parameter.end())
+            # Once there is no end, later values have none: the text is not searched for each of them.
+            end = self.VALUE_ENDS.search(self.text, parameter.end()) if self.has_ends else None
+            self.has_ends = end is not None
             key = parameter[1].strip()
             if end is None:
                 raise BrokenCall(f"no </parameter> after the value of {key}")

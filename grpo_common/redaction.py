@@ -53,7 +53,7 @@ _URL_USER = re.compile(
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?!(?:key|token|auth)\w*\b)([\w.~+/=-]{6,})")
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{8,1024}+\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
 )
 """Keys of known services."""
 _NAME = re.compile(

@@ -45,7 +45,8 @@ TURN_GROUPS = 128
 """Groups of a list that are read between two turns of other requests, some 4 ms of work if they are small."""
 
 _COMPLAINT = re.compile(r"(.*) - at `\$\.?(.*)`")
-_NON_FINITE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:NaN|Infinity)\b')
+# A string without an end reaches to the end: otherwise each quote in it would be tried as a beginning.
+_NON_FINITE = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?|-?\b(?:NaN|Infinity)\b', re.DOTALL)
 _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 

@@ -296,3 +296,13 @@ def test_scored_data_list_of_too_many_groups_is_refused_before_it_is_there() -> 
     poster = Poster(pieces)
     asyncio.run(poster.post(Service(Settings())))
     assert poster.status == 413 and poster.sent < 10
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", [b'\\"', b'\\\n"', b'"', b"{", b"[", b"-NaN,"])
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_hostile_body_with_nan_is_refused_in_time_that_grows_with_its_length(part: bytes, end: bytes) -> None:
+    body = b'{"tokens":NaN,"x":"' + part * (1_000_000 // len(part)) + end
+    for read in (intake.read_one, lambda body, kind: intake.PostedList(body, kind, None)):
+        with pytest.raises(ApiError):
+            read(body, wire.JSON)

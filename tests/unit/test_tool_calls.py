@@ -231,3 +231,14 @@ def test_tools_are_called_in_the_form_of_the_template_or_the_setting(
     assert all(message["role"] == "tool" for message in messages)
     pairs = zip(messages, heard, strict=True)
     assert all(message["content"].startswith(beginning) for message, beginning in pairs)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", PARSERS)
+def test_broken_calls_are_read_in_time_that_grows_with_the_turn(form: ToolFormat) -> None:
+    begun = "<function=a><parameter=x>"
+    found = tool_calls(begun * 20_000, form)
+    assert len(found) == (20_000 if form == "qwen3_coder" else 0)
+    assert all(isinstance(each, str) for each in found)
+    for part in ("<tool_call>", "<tool_call>{", "<tool_call> ", "<|python_tag|>", "<think>", "</think>", " "):
+        tool_calls(part * (100_000 // len(part)), form)
