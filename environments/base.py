@@ -72,11 +72,30 @@ class Measures:
 
     values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _refused: set[str] = field(default_factory=set)
 
     def add(self, name: str, value: float) -> None:
-        """Add a value; True counts as 1."""
-        with self._lock:
-            self.values[name].append(float(value))
+        """Add a value; True counts as 1. One that is not finite is left out, as it would hide all others."""
+        if self.accepts(name, float(value)):
+            with self._lock:
+                self.values[name].append(float(value))
+
+    def accepts(self, name: str, value: float, taken: tuple[str, ...] = ()) -> bool:
+        """Return whether a value is finite, and its name free; otherwise log an error, once for each name.
+
+        Args:
+            taken: beginnings of names that are not free.
+        """
+        free = not name.startswith(taken)
+        if free and math.isfinite(value):
+            return True
+        if name not in self._refused:
+            self._refused.add(name)
+            got, wanted = ("its name", f"one that does not begin with {' or '.join(taken)}") if not free else (
+                value, "a finite number"
+            )  # fmt: skip
+            log.error("the metric %s is left out: got %s, wanted %s (logged once)", name, got, wanted)
+        return False
 
     def take(self) -> dict[str, float]:
         """Return each name's mean since the last call."""
@@ -159,9 +178,13 @@ class BaseEnv(Generic[Item, Config]):
         return {"position": items.position} if isinstance(items, Shuffled | Stream) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state` in a resumed run; called after `setup`."""
+        """Continue from a saved `state` in a resumed run; called after `setup`. If it raises an error, an older one
+        follows."""
         if isinstance(items := getattr(self, "items", None), Shuffled | Stream):
-            items.position = state["position"]
+            position = state["position"]
+            if type(position) is not int or position < 0:
+                raise ValueError(f"position: got {position!r}, wanted a whole number from 0")
+            items.position = position
 
     async def close(self) -> None:
         """Release what `setup` took; called once, after everything else, also if `setup` failed."""

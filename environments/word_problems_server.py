@@ -72,8 +72,8 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the problems that were generated."""
-        self.position = state["position"]
-        self.ladder = Ladder(self.levels, {int(level): mean for level, mean in state["means"].items()})
+        ladder = Ladder(self.levels, {int(level): float(mean) for level, mean in state["means"].items()})
+        self.position, self.ladder = int(state["position"]), ladder
 
     def prompt(self, item: WordProblem) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""

@@ -36,6 +36,7 @@ COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz")
 KINDS: Final = "a .jsonl, .json, .csv, .tsv or .parquet file"
 BOM: Final = b"\xef\xbb\xbf"
 UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+TOO_DEEP: Final = "nested too deeply"
 CHUNK: Final = 1 << 20
 """Bytes that are read at once to count lines."""
 HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -65,12 +66,14 @@ class Data:
         name: As messages call it.
         whole: It is small enough to check every row before the start.
         fingerprint: Changes if the content does.
+        split: Its split, also if the settings name none; None: it has no splits.
     """
 
     name: str
     rows: Rows
     whole: bool
     fingerprint: str
+    split: str | None = None
 
     def checked(self) -> Iterator[int]:
         """Return the numbers of the rows to check before the start."""
@@ -89,8 +92,18 @@ def read_data(config: DataConfig) -> tuple[Data, Data | None]:
         return data, None
     flag = "--data.held_out_split"
     if Path(other).expanduser().is_file():
-        return data, _read(other, None, None, flag)
-    return data, _read(config.path, other, config.subset, flag)
+        held_out = _read(other, None, None, flag)
+    else:
+        held_out = _read(config.path, other, config.subset, flag)
+    if held_out.fingerprint == data.fingerprint or (data.split is not None and held_out.split == data.split):
+        raise ConfigError(
+            "these rows are trained on",
+            field=f"{flag} {other}",
+            got=f"the rows of --data {config.path}{_named(None, data.split)}",
+            wanted="rows that are only evaluated",
+            fix="name another split or file, or use --data.held_out N",
+        )
+    return data, held_out
 
 
 def _read(name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
@@ -312,13 +325,21 @@ def _decode(text: bytes) -> Any:
         return msgspec.json.decode(text)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8; save the file as UTF-8") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
     except msgspec.DecodeError:
-        try:
-            return json.loads(text, strict=False)  # NaN, and raw tabs in strings, as other tools write them
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{error.msg}, (byte {error.pos})") from None
+        pass
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    try:
+        found = json.loads(text, strict=False)  # NaN, and raw tabs in strings, as other tools write them
+        json.dumps(found, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg}, (byte {error.pos})") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"half a character, {half!a}: the other half of the surrogate pair is missing") from None
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    return found
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -361,37 +382,39 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     def load(library: Any) -> Any:
         return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
 
-    table = _split_of(field, _load(field, load, path), split, split_flag)
+    table, part = _split_of(field, _load(field, load, path), split, split_flag)
     size = sum(each.stat().st_size for each in files)
     fingerprint = f"{_hash_files(files, path)}-{split or ''}"
-    return Data(f"{path}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint)
+    return Data(f"{path}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint, part)
 
 
 def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
     found = _load(field, lambda library: library.load_dataset(name, subset), None)
-    table = _split_of(field, found, split, split_flag)
+    table, part = _split_of(field, found, split, split_flag)
     sources = sorted(getattr(table.info, "download_checksums", None) or {})  # addresses with the commit that was read
     fingerprint = hashlib.sha256("\n".join(sources).encode()).hexdigest() if sources else str(table._fingerprint)
     size = table.info.dataset_size or table.data.nbytes
-    return Data(f"{name}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, f"{fingerprint}-{split or ''}")
+    fingerprint = f"{fingerprint}-{split or ''}"
+    return Data(f"{name}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint, part)
 
 
 def _named(subset: str | None, split: str | None) -> str:
     return "".join(f", {kind} {value}" for kind, value in (("subset", subset), ("split", split)) if value)
 
 
-def _split_of(field: str, found: Any, split: str | None, flag: str) -> Any:
-    """Return one split of what `datasets` has loaded."""
+def _split_of(field: str, found: Any, split: str | None, flag: str) -> tuple[Any, str | None]:
+    """Return one split of what `datasets` has loaded, and its name; None if there are no splits."""
     if not isinstance(found, Mapping):  # saved by Dataset.save_to_disk
         if split not in (None, "train"):
             raise ConfigError(
                 field=f"{flag} {split}", got="a data set without splits", wanted="no split", fix=f"omit {flag}"
             )
-        return found
+        return found, None
     names = list(found)
     if split is None:
         if "train" in names or len(names) == 1:
-            return found["train" if "train" in names else names[0]]
+            split = "train" if "train" in names else names[0]
+            return found[split], split
         raise ConfigError(
             field=flag, got="no split", wanted=f"one of {listed(names)}", fix=f"add {flag} {listed(names[:1])}"
         )
@@ -403,7 +426,7 @@ def _split_of(field: str, found: Any, split: str | None, flag: str) -> Any:
             wanted=f"one of {listed(names)}",
             fix=f"for example {listed(near)}",
         )
-    return found[split]
+    return found[split], split
 
 
 def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:

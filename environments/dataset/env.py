@@ -40,6 +40,8 @@ SPLIT_SEED = 20261128
 """A constant, not the run's seed: a row that one run trains on is not held out in another."""
 MESSAGE_BYTES = 32
 """More than the tokens that a chat template adds to each message, such as its role and its ends."""
+OUR_METRICS = ("reward", "rows")
+"""Beginnings of the names of the environment's own metrics."""
 LONGEST_EXTRA = 1000
 """Characters of a value of `log_extra` that are kept."""
 
@@ -82,6 +84,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         else:
             usable, held_out = self._split(usable, len(self._source.rows))
         self._held_out: Sequence[int] = held_out
+        await asyncio.to_thread(self._warn_of_shared, usable)
         self.items = Shuffled(usable, self.config.seed)
         self._trained_on = len(usable)
         log.info("%s", self._described())
@@ -124,11 +127,38 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                     fix="use an instruction-tuned model, or prompts that are text",
                 )
             return not self.columns.as_messages
-        if self.data.chat == "off" or not template:
+        if not template:
             return False
+        in_chat = self.data.chat == "auto" and not self._prompts_have_marks()
+        if not in_chat and self.config.system_prompt:
+            got = "--data.chat off" if self.data.chat == "off" else "prompts that have the template's special tokens"
+            raise ConfigError(
+                "it is a message of the chat template",
+                field="--env.system_prompt",
+                got=f"{got}, so that prompts are sent as plain text",
+                wanted="one of the two",
+                fix="put its text into the prompts, such as by --data.prompt_template, or use --data.chat on",
+            )
+        return in_chat
+
+    def _prompts_have_marks(self) -> bool:
+        """Return whether most of the first prompts contain special tokens of the model, as rendered prompts do."""
         marks = [str(token) for token in self.tokenizer.all_special_tokens if len(str(token)) > 1]
-        texts = (self._prompt_text(number) for number, _ in zip(self._source.checked(), range(100), strict=False))
-        return not any(mark in text for text in texts for mark in marks)
+        numbers = [number for number, _ in zip(self._source.checked(), range(100), strict=False)]
+        found = [
+            (number, next((mark for mark in marks if mark in self._prompt_text(number)), "")) for number in numbers
+        ]
+        marked = [(number, mark) for number, mark in found if mark]
+        if 2 * len(marked) > len(numbers):
+            return True
+        if marked:
+            number, mark = marked[0]
+            log.warning(
+                "--data %s, %s: the prompt contains %s, a special token of the model, as do %d of the first %d; "
+                "they are sent as user messages all the same (--data.chat off: as plain text)",
+                self._source.name, self._source.rows.place(number), mark, len(marked), len(numbers),
+            )  # fmt: skip
+        return False
 
     def _prompt_text(self, number: int) -> str:
         try:
@@ -199,6 +229,18 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             )
         return train, held_out
 
+    def _warn_of_shared(self, usable: Sequence[int]) -> None:
+        """Warn if prompts of held-out rows are trained on, too; large data are not compared."""
+        if not self._held_out or not (self._source.whole and self._evaluated.whole):
+            return
+        trained = {hash(repr(self._prompt(self._source, number)[1])) for number in usable}
+        held_out = (hash(repr(self._prompt(self._evaluated, number)[1])) for number in self._held_out)
+        if shared := sum(each in trained for each in held_out):
+            log.warning(
+                "%d of %d held-out rows have a prompt that is trained on, too: their scores say little about others",
+                shared, len(self._held_out),
+            )  # fmt: skip
+
     def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
         """Return a row, and its prompt as it is in the data set.
 
@@ -252,7 +294,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         extras: dict[str, list[str]] = {}
 
         def log_metric(name: str, value: float) -> None:
-            metrics.append((str(name), float(value)))
+            if self.measures.accepts(name := str(name), value := float(value), OUR_METRICS):
+                metrics.append((name, value))
 
         def log_extra(column: str, values: Sequence[object]) -> None:
             if len(values) == count:

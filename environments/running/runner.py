@@ -248,8 +248,8 @@ class Runner:
     def _restore(self) -> None:
         """Restore the state of a resumed run."""
         files, step = self._state_files(), self.registration.first_step
-        if files and step and (state := files.newest(step)) is not None:
-            self.env.restore(state)
+        if files and step:
+            files.newest(step, self.env.restore)
 
     def _save_state(self, step: int) -> None:
         files = self._state_files()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,20 @@ class StateFiles:
             # The trainer's folder may be on another machine. A run without saved state is better than a failed run.
             log.warning("state at step %d not saved to %s (%s); --env.state_dir names a folder", step, path, error)
 
-    def newest(self, step: int) -> dict[str, Any] | None:
-        """Return the newest readable state that is not later than a step; None if there is none."""
+    def newest(
+        self, step: int, restore: Callable[[dict[str, Any]], None] = lambda state: None
+    ) -> dict[str, Any] | None:
+        """Return the newest state that is not later than a step, and that `restore` takes; None if there is none."""
         saved = self._saved()
         for at in sorted((at for at in saved if at <= step), reverse=True):
             try:
                 state = json.loads(saved[at].read_bytes())
                 if not isinstance(state, dict):
                     raise ValueError("no JSON object")
-            except (OSError, ValueError, RecursionError) as error:
-                log.warning("the state in %s can't be read, an older one is looked for: %s", saved[at], error)
+                if restore is not None:
+                    restore(state)
+            except Exception as error:  # an environment's code may fail in any way on a damaged state
+                log.warning("the state in %s can't be read, an older one is looked for: %r", saved[at], error)
                 continue
             log.info("state of step %d read from %s", at, saved[at])
             return state

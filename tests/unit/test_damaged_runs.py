@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, parse_settings, settings_class
 from environments.config import ConfigError as EnvironmentConfigError
+from environments.demo_model.model import build_tokenizer
+from environments.items import Shuffled
 from environments.running.data_record import DataSet, keep, refuse_changed
 from environments.running.state import FOLDER as STATES
 from environments.running.state import StateFiles
@@ -43,6 +46,7 @@ from grpo_trainer.saving.finding import newest_whole
 from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
+from tests.stand_ins import Scripted
 from tests.unit.test_report import html_of, row, write_run
 
 TORN = b'{"step": 3, "reward/me'
@@ -176,6 +180,16 @@ def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: 
     for name, text in (("step-4", b"[1]"), ("step-5", b"\xff"), ("step-x", b"{}")):
         (tmp_path / "sums" / f"{name}.json").write_bytes(text)
     assert states.newest(9) == {"position": 1} and states.newest(2) is None
+
+
+@pytest.mark.parametrize("damage", [b"{}", b'{"position": "3"}', b'{"position": -1}', b'{"position": true}'])
+def test_an_environment_takes_an_older_state_if_it_cannot_restore_the_newest(tmp_path: Path, damage: bytes) -> None:
+    states = StateFiles(tmp_path, "sums")
+    states.save(3, {"position": 2})
+    (tmp_path / "sums" / "step-4.json").write_bytes(damage)
+    env = BaseEnv[str](BaseEnvConfig(tokenizer_name="demo"), Scripted(None, lambda _: []), build_tokenizer())
+    env.items = Shuffled(["a", "b", "c"], seed=0)
+    assert states.newest(9, env.restore) == {"position": 2} and env.state() == {"position": 2}
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"[3]", b"\xff", b"[" * 9000, b'{"data": [{"x": 1}]}', b'{"data": 3}'])

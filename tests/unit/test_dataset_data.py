@@ -198,6 +198,38 @@ def test_a_file_that_is_replaced_while_it_is_read_keeps_its_rows(tmp_path: Path)
     assert rows_of(data) == ROWS
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize("value", ['"1+\\ud83d"', "[" * 100_000 + "]" * 100_000], ids=["half a character", "deep"])
+def test_rows_that_cannot_be_written_or_are_too_deep_are_named_with_the_line(
+    tmp_path: Path, value: str, ending: str
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {value}}}\n')
+    with pytest.raises(ConfigError) as caught:
+        opened(path)
+    assert caught.value.field == f"--data {path}, line 2"
+
+
+@pytest.mark.parametrize("same", ["train", "itself", "copy"])
+def test_rows_that_are_trained_on_are_not_held_out(tmp_path: Path, same: str) -> None:
+    path, copy = tmp_path / "rows.jsonl", tmp_path / "copy.jsonl"
+    path.write_text(LINES)
+    copy.write_text(LINES)
+    split = {"train": "train", "itself": str(path), "copy": str(copy)}[same]
+    with pytest.raises(ConfigError) as caught:
+        opened(path, held_out_split=split)
+    assert caught.value.field == f"--data.held_out_split {split}"
+
+
+def test_a_split_that_is_trained_on_by_default_is_not_held_out(tmp_path: Path) -> None:
+    table(tmp_path / "folder" / "train.parquet")
+    table(tmp_path / "folder" / "test.parquet", ROWS[:1])
+    with pytest.raises(ConfigError) as caught:
+        opened(tmp_path / "folder", held_out_split="train")
+    assert caught.value.field == "--data.held_out_split train"
+    assert len(opened(tmp_path / "folder", held_out_split="test").rows) == 2
+
+
 def test_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
     monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)

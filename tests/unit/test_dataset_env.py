@@ -13,6 +13,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
+from environments.base import Measures
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig, RewardConfig
 from environments.dataset import data as reading
@@ -331,6 +332,62 @@ def test_prompts_with_special_tokens_are_not_put_into_the_template_again(
     assert asked(environment(tokenizer, data, [f"{rewards}:right"])) == f"{END}1+1="
 
 
+def test_one_prompt_with_a_special_token_does_not_send_the_others_as_plain_text(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.chat_template = CHAT
+    data = written(tmp_path / "rows.jsonl", [*ROWS[:3], {"prompt": f"What is {END}?", "answer": "2"}])
+    assert asked(environment(tokenizer, data, [f"{rewards}:right"])) == [{"role": "user", "content": "0+1="}]
+    assert f"{data}, line 4" in caplog.text and END in caplog.text
+
+
+@pytest.mark.parametrize(("chat", "mark"), [("off", ""), ("auto", END)])
+def test_a_system_prompt_is_refused_where_prompts_are_sent_as_plain_text(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, chat: str, mark: str
+) -> None:
+    tokenizer.chat_template = CHAT
+    data = written(tmp_path / "rows.jsonl", [{"prompt": f"{mark}1+1=", "answer": "2"}])
+    env = environment(tokenizer, data, [f"{rewards}:right"], options={"chat": chat}, system_prompt="Be brief.")
+    with pytest.raises(ConfigError) as caught:
+        asked(env)
+    assert caught.value.field == "--env.system_prompt"
+
+
+def test_prompts_that_are_both_trained_on_and_held_out_are_counted(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = [{"prompt": "5+5=", "answer": "10"}]
+    data, other = written(tmp_path / "rows.jsonl", ROWS), written(tmp_path / "test.jsonl", [*ROWS[:3], *new])
+    asked(environment(tokenizer, data, [f"{rewards}:right"], options={"held_out": 4}))
+    assert "trained on, too" not in caplog.text
+    asked(environment(tokenizer, data, [f"{rewards}:right"], options={"held_out_split": str(other)}))
+    assert "3 of 4 held-out rows" in caplog.text
+
+
+def test_metrics_that_are_not_finite_or_have_names_of_the_environments_own_are_left_out_and_said_once(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs.py").write_text(
+        "def logs(completions, log_metric, **kwargs):\n"
+        "    for name in ('reward_logs', 'rows', 'fine'):\n"
+        "        log_metric(name, 7)\n"
+        "    log_metric('bad', float('inf'))\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    env = environment(tokenizer, written(tmp_path / "rows.jsonl", ROWS), [f"{tmp_path}/logs.py:logs"])
+
+    async def scene() -> tuple[dict[str, float], dict[str, float]]:
+        await env.setup()
+        await env.collect_trajectories(0)
+        return env.measures.take(), await env.evaluate()
+
+    trained, evaluated = asyncio.run(scene())
+    assert trained == {"reward_logs": 1.0, "fine": 7.0}
+    assert evaluated["reward"] == 1.0 and evaluated["rows"] == 20 and evaluated["fine"] == 7.0
+    assert not evaluated.keys() & {"bad", "reward_logs"} and evaluated["rows_failed"] == 0
+    assert caplog.text.count("metric bad") == caplog.text.count("metric rows") == 1
+
+
 def test_messages_are_prompts_and_completions_are_messages(tmp_path: Path, tokenizer: Qwen2Tokenizer) -> None:
     tokenizer.chat_template = CHAT
     (tmp_path / "roles.py").write_text(
@@ -343,6 +400,13 @@ def test_messages_are_prompts_and_completions_are_messages(tmp_path: Path, token
     env = environment(tokenizer, data, [f"{tmp_path}/roles.py:roles"])
     assert asyncio.run(first_group(env)).scores == [1.0, 0.0]
     assert asked(env) == [{"role": "user", "content": "hi"}]
+
+
+def test_measures_leave_out_values_that_are_not_finite() -> None:
+    measures = Measures()
+    for value in (1.0, float("nan"), 3.0):
+        measures.add("x", value)
+    assert measures.take() == {"x": 2.0}
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
