@@ -27,7 +27,7 @@ from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.stored import claim_folder
+from grpo_trainer.config.stored import claim_folder, link_latest
 from grpo_trainer.doctor.defaults import chosen, described
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
@@ -131,6 +131,8 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
         with held_folder(config.run_dir, "--run-dir") as folder:
             empty_old_queue(config)
             write_configs(plan)
+            if "run_dir" in config.unset:
+                link_latest(config.run_dir)
             write_record(config, [gpu.name for gpu in machine.gpus])
             watch = StartWatch(config.run_dir / REPORT_FILE, kept)
             replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
@@ -267,13 +269,10 @@ def supervise(
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
-        again = f"continue by: grpo run --resume {shlex.quote(str(config.run_dir))}"
-        goes_on = again if _saved(config) else "nothing was saved"
-        stopped.add(summary="; all processes have ended", fix=goes_on)
+        stopped.add(summary="; all processes have ended", fix=_goes_on(config))
         raise
     except (FolderGoneError, ProcessFailedError) as failed:
-        goes_on = "--resume auto continues it" if _saved(config) else "nothing was saved"
-        failed.add(summary=f"; the run is over, {goes_on}")
+        failed.add(summary=f"; the run is over, {_goes_on(config)}")
         raise
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
     view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {shlex.quote(str(config.run_dir))}` shows it")
@@ -285,6 +284,12 @@ def _addresses(config: RunConfig, plan: RunPlan) -> str:
     where = {process.name: process.place.address for process in plan.processes}
     spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
     return ", ".join(f"{name} http://{where.get(name, LOOPBACK)}:{port}" for name, port in spoken_to.items())
+
+
+def _goes_on(config: RunConfig) -> str:
+    """Return how a run that has ended can be continued."""
+    again = f"continue by: grpo run --resume {shlex.quote(str(config.run_dir))}"
+    return again if _saved(config) else "nothing was saved"
 
 
 def _saved(config: RunConfig) -> bool:

@@ -51,7 +51,7 @@ def next_folder(parent: Path = RUNS) -> Path:
 
 
 def claim_folder(parent: Path = RUNS) -> Path:
-    """Make the folder of the next numbered run, which no other process gets, and point `runs/latest` to it."""
+    """Make the folder of the next numbered run, which no other process gets."""
     parent.mkdir(parents=True, exist_ok=True)
     while True:
         folder = next_folder(parent)
@@ -59,12 +59,16 @@ def claim_folder(parent: Path = RUNS) -> Path:
             folder.mkdir()
         except FileExistsError:
             continue  # another process was faster
-        link, new = parent / LATEST, parent / f".{LATEST}.{os.getpid()}"
-        if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
-            with suppress(OSError):  # a file system without links
-                new.symlink_to(folder.name)
-                new.replace(link)
         return folder
+
+
+def link_latest(folder: Path) -> None:
+    """Point `runs/latest` to a numbered run's folder, which holds something by now: an empty one may be removed."""
+    link, new = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
+    if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
+        with suppress(OSError):  # a file system without links
+            new.symlink_to(folder.name)
+            new.replace(link)
 
 
 def newest_run(parent: Path = RUNS) -> Path | None:

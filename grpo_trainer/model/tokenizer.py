@@ -22,8 +22,8 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # as of a tokenizer.json of {}
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise NoTokenizerError("no tokenizer", field=name, got=reason) from None
 
 

@@ -15,6 +15,7 @@ from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.load import load_all_weights, load_model, pick_device, pick_dtype
 from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from tests.unit.tiny_lora import save_tiny, tiny_qwen
 
 
@@ -110,3 +111,13 @@ def test_modules_that_the_model_lacks_are_named_with_those_it_has() -> None:
         add_adapter(tiny_qwen(), LoraOnly(target_modules=("q", "w")), seed=0)
     assert (refused.value.field, refused.value.got) == ("--lora-target-modules", "q,w")
     assert refused.value.wanted.startswith("down_proj, ")
+
+
+def test_read_tokenizer_names_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for text in ("{}", "[]", "{"):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(NoTokenizerError) as error:
+            read_tokenizer(str(tmp_path))
+        assert error.value.field == str(tmp_path) and error.value.got

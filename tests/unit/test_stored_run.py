@@ -17,7 +17,7 @@ from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
 from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.config.stored import RUN_FILE, claim_folder, newest_run, next_folder, run_file
+from grpo_trainer.config.stored import RUN_FILE, claim_folder, link_latest, newest_run, next_folder, run_file
 from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.model import ModelShape
@@ -59,7 +59,10 @@ def test_runs_that_start_at_once_have_different_folders(tmp_path: Path) -> None:
         made = list(pool.map(lambda _: claim_folder(parent), range(16)))
     assert sorted(path.name for path in made) == [f"{number:03d}" for number in range(1, 17)]
     newest = newest_run(parent)
-    assert newest is not None and newest.name == "016" and (parent / "latest").is_symlink()
+    assert newest is not None and newest.name == "016" and not (parent / "latest").is_symlink()
+    for folder in ("002", "016"):
+        link_latest(parent / folder)
+    assert (parent / "latest").resolve() == (parent / "016").resolve()
     (parent / "1000").mkdir()
     assert next_folder(parent).name == "1001"
 
@@ -69,6 +72,7 @@ def test_the_run_of_an_earlier_version_stays_where_it_was(tmp_path: Path) -> Non
     old.mkdir(parents=True)
     assert newest_run(tmp_path / "runs") == old
     assert claim_folder(tmp_path / "runs").name == "001"
+    link_latest(tmp_path / "runs" / "001")
     assert old.is_dir() and not old.is_symlink()
 
 
@@ -77,7 +81,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError), own_folder(build_run({}, {"model_name": "m"})) as config:
         assert config.run_dir == Path("runs/001") and config.run_dir.is_dir()
         raise ConfigError("no room")
-    assert not (tmp_path / "runs" / "001").exists()
+    assert not (tmp_path / "runs" / "001").exists() and not (tmp_path / "runs" / "latest").is_symlink()
     with own_folder(build_run({}, {"model_name": "m"})) as config:
         (config.run_dir / "log").touch()
     assert (tmp_path / "runs" / "001" / "log").exists()
