@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from environments import stacks
 from environments.threads import CLOCK, Clock, run
 from grpo_common.errors import UserError
+from grpo_common.text import Lines
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class Scoring:
     def _say(self, form: str, *values: object, stack: str) -> None:
         """Log a warning that ends with a stack, or with a note that the stack is the same as in the last warning."""
         known, self._last_stack = stack == self._last_stack, stack
-        log.warning(f"{form}\n%s", *values, "  (the same stack as before)" if known else stack)
+        log.warning(f"{form}\n%s", *values, Lines("  (the same stack as before)" if known else stack))
 
 
 def allow_interrupts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 LONGEST = 500
 """Characters of a line that a person reads."""
@@ -28,8 +29,28 @@ def printable(text: str, limit: int | None = LONGEST) -> str:
     return text if rest <= 0 else f"{text}… ({rest:,} more characters)"
 
 
+class Lines(str):
+    """The last argument of a log record if its line feeds are meant, such as a stack."""
+
+    __slots__ = ()
+
+
 class PrintableFormatter(logging.Formatter):
-    """Formats each record as one printable line: names from requests may hold anything. Tracebacks keep their lines."""
+    """Formats each record as one printable line: names from requests may hold anything.
+
+    Tracebacks and a last argument of `Lines` keep their lines, each of them printable.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record), None)
+        message = super().formatMessage(record)
+        last = record.args[-1] if isinstance(record.args, tuple) and record.args else None
+        if isinstance(last, Lines) and message.endswith(last):
+            return f"{printable(message.removesuffix(last).rstrip(), None)}\n{_each_line(last)}"
+        return printable(message, None)
+
+    def formatException(self, ei: Any) -> str:
+        return _each_line(super().formatException(ei))
+
+
+def _each_line(text: str) -> str:
+    return "\n".join(printable(line, None) for line in text.split("\n"))

@@ -374,10 +374,10 @@ class _Table:
 
 
 def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
-    files = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
+    files = sorted(each for each in path.rglob("*") if each.is_file() and not _beside_data(each, path, bool(saved)))
     if not files:
         raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
-    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
 
     def load(library: Any) -> Any:
         return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
@@ -386,6 +386,12 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     size = sum(each.stat().st_size for each in files)
     fingerprint = f"{_hash_files(files, path)}-{split or ''}"
     return Data(f"{path}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint, part)
+
+
+def _beside_data(file: Path, folder: Path, saved: bool) -> bool:
+    """Return whether a file is hidden, or is a cache that `datasets` keeps beside what it saved."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return hidden or (saved and file.name.startswith("cache-"))
 
 
 def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:

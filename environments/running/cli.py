@@ -31,6 +31,7 @@ from environments.scoring import allow_interrupts
 from environments.threads import settled
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
+from grpo_common.text import PrintableFormatter
 
 if TYPE_CHECKING:
     from environments.base import BaseEnv
@@ -95,7 +96,9 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
     if not env_cls.takes_data:
         refuse_data(env_cls.name, settings.data.path is not None, bool(settings.rewards))
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
     report().doing("loading the tokenizer")

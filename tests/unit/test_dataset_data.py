@@ -230,6 +230,17 @@ def test_a_split_that_is_trained_on_by_default_is_not_held_out(tmp_path: Path) -
     assert len(opened(tmp_path / "folder", held_out_split="test").rows) == 2
 
 
+def test_the_fingerprint_of_a_folder_leaves_out_hidden_files_and_caches(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    before = opened(tmp_path / "saved").fingerprint
+    (tmp_path / "saved" / "cache-1a2b.arrow").write_bytes(b"x")
+    (tmp_path / "saved" / ".git").mkdir()
+    (tmp_path / "saved" / ".git" / "HEAD").write_bytes(b"x")
+    assert opened(tmp_path / "saved").fingerprint == before
+
+
 def test_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
     monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_common.text import PrintableFormatter, printable
+from grpo_common.text import Lines, PrintableFormatter, printable
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,16 @@ def test_a_record_of_a_log_is_one_line_and_its_traceback_has_several() -> None:
         record = logging.LogRecord("a", logging.INFO, "f", 1, "named %s", ("\x1b[0m\nb",), sys.exc_info())
     first, *rest = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
     assert first == "INFO named \\x1b[0m\\nb" and rest[-1] == "ValueError: x"
+
+
+def test_lines_of_a_log_record_and_of_a_traceback_are_printable() -> None:
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        args = ("\x1b", Lines("one\ntwo\x1b"))
+        record = logging.LogRecord("a", logging.INFO, "f", 1, "stack of %s\n%s", args, sys.exc_info())
+    lines = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    assert lines[:3] == ["INFO stack of \\x1b", "one", "two\\x1b"] and lines[-1] == "ValueError: \\x1b[2J"
 
 
 @given(st.text(), st.integers(1, 50))
