@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -75,9 +75,9 @@ class Data:
     fingerprint: str
     split: str | None = None
 
-    def checked(self) -> Iterator[int]:
+    def checked(self) -> range:
         """Return the numbers of the rows to check before the start."""
-        return iter(range(len(self.rows) if self.whole else min(len(self.rows), SAMPLED_ROWS)))
+        return range(len(self.rows) if self.whole else min(len(self.rows), SAMPLED_ROWS))
 
 
 def read_data(config: DataConfig) -> tuple[Data, Data | None]:

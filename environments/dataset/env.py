@@ -211,7 +211,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 wanted="room for an answer to one prompt or more",
                 fix="raise it (in grpo run: --seq-len), or shorten the prompts",
             )
-        return fitting if data.whole else array("Q", range(len(data.rows)))
+        fitting.extend(range(len(data.checked()), len(data.rows)))
+        return fitting
 
     def _split(self, usable: Sequence[int], rows: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the usable rows to train on and the held-out ones, always the same of the same data."""

@@ -550,6 +550,17 @@ def test_a_bad_row_of_larger_data_loses_its_group(
     assert caught.value.field == f"--data {data}, line 6"
 
 
+def test_a_prompt_of_larger_data_that_is_known_to_be_too_long_is_not_drawn(
+    tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)
+    data = written(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "1" * 70, "answer": "1"}, *ROWS[2:5]])
+    env = environment(tokenizer, data, [f"{rewards}:right"], max_token_length=64)
+    asked(env)
+    assert sorted(next(env.items) for _ in range(4)) == [0, 2, 3, 4]
+
+
 def test_a_trial_says_which_rows_columns_and_rewards_are_used(
     tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
 ) -> None:
