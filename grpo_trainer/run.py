@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
         soft_wrap=True,
     )
     machine, shape = look(), shape_of(config.trainer.model.name)
+    machine = replace(machine, gpu_hidden=on_gpu and not machine.on_gpu)
     gpus = machine if on_gpu else None
     config = _fitted(config, machine, shape, console)
     places, execute = NO_PLACES, Child

@@ -63,8 +63,8 @@ def defaults() -> str:
         "steps": f"{trainer.training_steps} (`--training-steps`)",
         "sequence length": f"{trainer.model.seq_len} tokens, or {PROMPT_ROOM} more than `--env.max_tokens` if that is "
         "longer; at most the model's limit (`--seq-len`)",
-        "microbatch": f"{PASS_TOKENS} tokens; on a GPU half as many, and so on down to {SMALLEST_PASS}, until the "
-        "memory plan fits (`--max-tokens-per-microbatch`)",
+        "microbatch": f"{PASS_TOKENS} tokens, half as many, and so on down to {SMALLEST_PASS}, until the "
+        f"memory plan fits; {SMALLEST_PASS} without a plan, as on a cluster (`--max-tokens-per-microbatch`)",
         "loss, KL": f"`{trainer.loss.loss}`, {trainer.loss.kl_beta:g} (`--loss`, `--kl-beta`)",
         "server's share of a GPU": f"{config.server.gpu_memory_utilization:g}, or less if the trainer needs the room",
     }

@@ -40,16 +40,26 @@ def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Run
 
 
 def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> RunConfig:
-    """Return the run with the largest forward passes, up to `PASS_TOKENS`, with which the memory plan fits."""
+    """Return the run with the largest forward passes, up to `PASS_TOKENS`, with which the memory plan fits.
+
+    Without a plan the passes are small: what does not fit would end the run in its first step.
+    """
     longest = config.trainer.model.seq_len
-    tokens = max(PASS_TOKENS, longest)
+    tokens = max(PASS_TOKENS if _has_plan(config, machine) else SMALLEST_PASS, longest)
     while True:
         compute = config.trainer.compute.model_copy(update={"max_tokens_per_microbatch": tokens})
         tried = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compute": compute})})
         smaller = max(tokens // 2, longest, SMALLEST_PASS)
-        if smaller == tokens or not is_planned(config, machine) or planned_memory(tried, shape, machine).fits:
+        if smaller == tokens or not _has_plan(config, machine) or planned_memory(tried, shape, machine).fits:
             return tried
         tokens = smaller
+
+
+def _has_plan(config: RunConfig, machine: Machine) -> bool:
+    """Return whether the memory plan knows what the run computes on: this machine's GPUs, or its CPU without any."""
+    if machine.on_gpu:
+        return is_planned(config, machine)
+    return not (config.options.cluster or machine.gpu_hidden)
 
 
 def _environment(environment: EnvironmentProcess) -> str:
@@ -78,7 +88,7 @@ def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
         f"{trainer.model.seq_len} tokens with its prompt; learning rate {trainer.optimizer.lr:g}, {loss}; "
         f"environment {names}"
     )
-    if shape is None or config.options.cluster or (machine.on_gpu and not is_planned(config, machine)):
+    if shape is None or not _has_plan(config, machine):
         return text
     plan = planned_memory(config, shape, machine).plan()
     rows = [row for row in plan.rows if row.device == plan.fullest]

@@ -34,6 +34,7 @@ class Machine:
 
     Attributes:
         driver: NVIDIA's version; None: no GPU was found.
+        gpu_hidden: trainer and server run on a GPU that nvidia-smi does not list, such as a part of one (MIG).
         gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
         version: of an installed distribution by its name; None: it is not installed.
         requires: what a distribution says it needs.
@@ -43,6 +44,7 @@ class Machine:
     memory: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
+    gpu_hidden: bool = False
     gpu_problem: str = ""
     shm: Path = SHM
     environment: Mapping[str, str] = field(default_factory=dict)

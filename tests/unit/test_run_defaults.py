@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.defaults import chosen, described
 from grpo_trainer.doctor.machine import Gpu, Machine
 from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.doctor.run_checks import planned_memory
 from grpo_trainer.errors import ConfigError
 
 GB = 10**9
@@ -176,7 +178,22 @@ def test_microbatches_are_as_large_as_memory_allows() -> None:
     assert smaller is not None and 2048 <= smaller < 16_384
     assert tokens(10) == 2048, "nothing fits"
     assert tokens(80, batch_size=4) is None and tokens(80, max_tokens_per_microbatch=4096) == 4096
-    assert chosen(made(), CPU, SMALL).trainer.compute.max_tokens_per_microbatch == 16_384
+
+
+def test_microbatches_are_chosen_by_the_plan_that_the_start_shows() -> None:
+    def tokens(machine: Machine, **flags: Any) -> int:
+        config = chosen(made(flags), machine, SMALL)
+        limit = config.trainer.compute.max_tokens_per_microbatch
+        text = described(config, machine, SMALL)
+        assert limit is not None and ("memory planned" in text) == (machine in (roomy, tight) and not flags)
+        return limit
+
+    roomy, tight = replace(CPU, memory=200 * GB), replace(CPU, memory=8 * GB)
+    assert tokens(roomy) == 16_384 and 2048 <= tokens(tight) < 16_384
+    assert planned_memory(chosen(made(), CPU, SMALL), SMALL, CPU).fits
+    assert tokens(roomy, cluster="auto") == 2048 and tokens(roomy, cluster="auto", seq_len=4096) == 4096
+    assert tokens(replace(roomy, gpu_hidden=True)) == 2048, "nothing is known of a part of a GPU"
+    assert tokens(gpu(80), **{"server.gpus": "GPU-1"}) == 2048
 
 
 def test_the_start_says_what_is_trained() -> None:
