@@ -7,7 +7,6 @@ The module needs no line that runs it: its one class of `BaseEnv` is found. `NAM
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -19,6 +18,7 @@ from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.running.cli import CALLED_AS
 from environments.running.trial import fail_and_exit, report, user_code_failed
+from environments.user_modules import import_file
 
 SUFFIX = ".py"
 
@@ -31,17 +31,10 @@ def load(name: str) -> ModuleType:
     """
     if not name.endswith(SUFFIX):
         return importlib.import_module(name)
-    path = Path(name).resolve()
+    path = Path(name)
     if not path.is_file():
         raise ConfigError("no such file", field="--env", got=name, wanted="a Python file", fix="correct the path")
-    sys.path.insert(0, str(path.parent))
-    known = path.stem if path.stem not in sys.modules else f"environment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(known, path)
-    assert spec is not None and spec.loader is not None, "a Python file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[known] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path)
 
 
 def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any, Any]]:

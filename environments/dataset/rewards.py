@@ -19,19 +19,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import difflib
-import importlib
-import importlib.util
 import inspect
 import logging
 import math
 import re
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from environments.config import ConfigError
@@ -41,6 +35,7 @@ from environments.dataset.data import listed
 from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
 from environments.threads import Threads, settled
+from environments.user_modules import function_of, module_named, module_of_file
 from grpo_common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -158,7 +153,6 @@ class RewardLoader:
         self, columns: Sequence[str], answer_column: str | None, threads: Threads, judge: Callable[[], MathJudge]
     ) -> None:
         self._columns, self._answer_column, self._threads, self._judge = columns, answer_column, threads, judge
-        self._files: dict[Path, ModuleType] = {}
 
     def load(self, config: RewardConfig) -> Reward:
         """Return a reward.
@@ -191,29 +185,10 @@ class RewardLoader:
             return Reward(config, partial(_math, self._judge()))
         where, _, function_name = name.rpartition(":")
         field = f"--reward {name}"
-        module = self._file(field, where) if where.endswith(".py") else _module(field, where)
-        function = _function(field, module, function_name)
+        module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
+        function = function_of(field, module, function_name)
         self._check_signature(field, function)
         return Reward(config, partial(self._call, config, function))
-
-    def _file(self, field: str, where: str) -> ModuleType:
-        path = Path(where).expanduser()
-        if not path.is_file():
-            folder = path.parent if path.parent.is_dir() else Path()
-            near = difflib.get_close_matches(path.name, (each.name for each in folder.glob("*.py")), n=1)
-            fix = f"did you mean {folder / near[0]}?" if near else f"correct the path; it is relative to {Path.cwd()}"
-            raise ConfigError("no such file", field=field, got=where, wanted="a Python file", fix=fix)
-        path = path.resolve()
-        if path not in self._files:
-            if str(path.parent) not in sys.path:
-                sys.path.append(str(path.parent))  # the file may import its neighbours
-            spec = importlib.util.spec_from_file_location(f"reward_file_{len(self._files)}_{path.stem}", path)
-            assert spec is not None and spec.loader is not None, "it ends in .py"
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            _imported(field, partial(spec.loader.exec_module, module))
-            self._files[path] = module
-        return self._files[path]
 
     def _check_signature(self, field: str, function: Callable[..., Any]) -> None:
         """Refuse a function that needs an argument which is no column."""
@@ -305,52 +280,6 @@ def _accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return {name: value for name, value in keywords.items() if name not in NOT_PASSED or name in OURS} | named
     return named
-
-
-def _module(field: str, where: str) -> ModuleType:
-    try:
-        found = importlib.util.find_spec(where)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        file = Path(*where.split(".")).with_suffix(".py")
-        fix = f"did you mean {file}:{field.rpartition(':')[2]}?" if file.is_file() else "correct it, or name a FILE.py"
-        raise ConfigError("no such module", field=field, got=where, wanted="a module", fix=fix)
-    return _imported(field, partial(importlib.import_module, where))
-
-
-def _imported(field: str, load: Callable[[], Any]) -> Any:
-    """Run an import.
-
-    Raises:
-        ConfigError: The user's code raised an error; the message has its file and line.
-    """
-    try:
-        return load()
-    except Exception as error:  # any error of the user's module, at import, is for the user to mend
-        if isinstance(error, SyntaxError):
-            place = f"{error.filename}, line {error.lineno}"
-        else:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-            place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "its import"
-        raise ConfigError(
-            "can't be imported", field=field, got=f"{type(error).__name__}: {error}", fix=f"correct {place}"
-        ) from error
-
-
-def _function(field: str, module: ModuleType, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
-    there = [each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")]
-    near = difflib.get_close_matches(name, there, n=1)
-    raise ConfigError(
-        "no such function" if found is None else "not a function",
-        field=field,
-        got=name,
-        wanted=f"one of {', '.join(there)}" if there else "a function",
-        fix=f"did you mean {near[0]}?" if near else "",
-    )
 
 
 def _shown(value: object) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +227,60 @@ def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
         "    return [1.0, None]\n"
     )
     assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
+
+
+def test_a_function_may_use_a_pool_of_new_processes(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing as mp\n"
+        "def size(text):\n    return len(text)\n"
+        "def f(completions):\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n        return pool.map_async(size, completions).get(60)\n"
+    )
+    (tmp_path / "pooled_rewards.py").write_text(code)
+    main = tmp_path / "main.py"  # a process of its own: the new process imports the main module, too
+    main.write_text(
+        "import asyncio\n"
+        "from environments.data_config import RewardConfig\n"
+        "from environments.dataset.rewards import Asked, RewardLoader\n"
+        "from environments.threads import Threads\n"
+        "async def scene():\n"
+        f"    config = RewardConfig(function={str(tmp_path / 'pooled_rewards.py')!r} + ':f')\n"
+        "    reward = RewardLoader((), None, Threads(1), None).load(config)\n"
+        "    texts = ['a', 'bcd']\n"
+        "    print(await reward.scores(Asked({'completions': texts}, texts, texts, None)))\n"
+        "if __name__ == '__main__':\n    asyncio.run(scene())\n"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, main],
+        env=os.environ | {"PYTHONPATH": root},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.stdout == "[1.0, 3.0]\n", done.stderr
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    both = loader()
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        (tmp_path / str(value) / "named_alike.py").write_text(f"def f(completions):\n    return [{value}]\n")
+    rewards = [both.load(RewardConfig(function=f"{tmp_path}/{value}/named_alike.py:f")) for value in (1, 2, 1)]
+    assert [scores(each, ["a"]) for each in rewards] == [[1.0], [2.0], [1.0]]
+
+
+def test_a_package_that_lacks_a_library_is_not_a_missing_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking_package").mkdir()
+    (tmp_path / "lacking_package" / "__init__.py").write_text("import no_such_library\n")
+    (tmp_path / "lacking_package" / "rewards.py").write_text("def f(completions): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        loader().load(RewardConfig(function="lacking_package.rewards:f"))
+    assert "no_such_library" in caught.value.got and "lacking_package/__init__.py, line 1" in caught.value.fix
 
 
 def test_nan_means_that_a_reward_does_not_apply(tmp_path: Path) -> None:

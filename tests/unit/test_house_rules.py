@@ -112,7 +112,7 @@ ROOMS = {
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("data_config", "config", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
+        *("data_config", "config", "user_modules", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
         *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
         *("base", "multi_turn", "maths", "word_problems"),
         *("dataset", "from_verifiers", "released_model", "demo_model"),
