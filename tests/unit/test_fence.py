@@ -172,7 +172,7 @@ async def test_one_update_at_a_time_of_this_server_only() -> None:
     await fence.end(UpdateEndRequest(token=begun.token, version=1))
     with pytest.raises(ServeError) as refused:
         await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    assert (refused.value.status, refused.value.field, refused.value.got) == (409, "token", begun.token)
+    assert (refused.value.status, refused.value.field) == (409, "token") and begun.token not in str(refused.value)
     assert "torn" not in refused.value.fix
     fence.check_idle()
 
