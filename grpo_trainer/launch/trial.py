@@ -34,6 +34,8 @@ LIMIT_S = 20.0
 """Seconds after which a trial is given up with a warning."""
 SLOW_S = 5.0
 """Seconds after which a trial says what it waits for."""
+END_S = 3.0
+"""Seconds that a trial has to end by itself."""
 POLL_S = 0.05
 REPORT_VARIABLE = "GRPO_TRIAL_REPORT"
 
@@ -197,7 +199,11 @@ class _Trial:
             return {}
 
     def end(self) -> None:
-        """End its process and all that it started."""
+        """End its process, which may tidy up first, and all that it started."""
         self._child.note_family()
+        self._child.terminate()
+        until = time.monotonic() + END_S
+        while self._child.exit_code is None and time.monotonic() < until:
+            time.sleep(POLL_S)
         self._child.kill()
         self._child.close()

@@ -164,6 +164,21 @@ def test_a_step_that_does_not_end_is_named_and_its_processes_end(model: Path, mo
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_trial_that_is_given_up_may_tidy_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tidies = """        import signal, sys, time; from pathlib import Path
+        def tidy(*_):
+            Path("tidied").touch(); sys.exit(0)
+        signal.signal(signal.SIGTERM, tidy); Path("ready").touch(); time.sleep(600)
+"""
+    code = CAPITALS.replace("        self.items", tidies + "        self.items")
+    with trying(run_of(write(code), model)):
+        deadline = time.monotonic() + 60
+        while not Path("ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert Path("tidied").exists()
+
+
 SLEEPS = """        import subprocess, time; from pathlib import Path
         Path("child").write_text(str(subprocess.Popen(["sleep", "600"]).pid)); time.sleep(600)
 """
