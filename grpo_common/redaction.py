@@ -211,8 +211,9 @@ class _Walk:
     def _list(self, words: Sequence[Any], where: str) -> list[Any]:
         """Take a list, which may be a command line: all words up to the next flag belong to a secret flag."""
         kept: list[Any] = []
-        pair = len(words) == 2 and isinstance(words[0], str) and is_secret(words[0]) and words[0][:1] != "-"
-        flag = words[0] if pair else ""
+        first = words[0] if len(words) == 2 and isinstance(words[0], str) else ""
+        pair = re.fullmatch(r"\w[\w .:-]*", first) is not None and is_secret(first)  # a name and its value
+        flag = first if pair else ""
         for at, word in enumerate(words):
             ends = isinstance(word, str) and word.startswith("--")
             if flag and at and not ends:
@@ -239,13 +240,13 @@ class _Walk:
                 self.names.append(where)
         return clean
 
-    def _json(self, text: str, where: str) -> str:
+    def _json(self, text: str, where: str) -> Any:
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
             return text
         clean = self.value(parsed, where)
-        return text if clean == parsed else json.dumps(clean, ensure_ascii=False)
+        return text if clean == parsed else clean if clean is _GONE else json.dumps(clean, ensure_ascii=False)
 
     def _without_parts(self, text: str) -> Any:
         """Return text without the user parts and secret parameters of URLs; nothing if it is a secret otherwise."""

@@ -188,6 +188,16 @@ def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
     assert SECRET not in tomli_w.dumps(redact(value, drop=True).value)
 
 
+def test_a_json_string_that_is_left_out_takes_its_text_with_it() -> None:
+    found = redact({"a": [json.dumps("--hf-token " + SECRET), 0]}, drop=True)
+    assert SECRET not in json.dumps(found.value) and found.value["a"][-1] == 0
+
+
+def test_json_text_is_no_name_of_the_value_after_it() -> None:
+    clean = redacted(['{"a": [{"token": "' + SECRET + '"}]}', 0])
+    assert redacted(clean) == clean == ['{"a": [{"token": "…"}]}', 0]
+
+
 @given(st.dictionaries(st.sampled_from(["x", "env"]), tables(PLAIN | st.sampled_from([*CARRIERS.values()]))))
 def test_planted_secrets_are_on_no_page_and_in_no_dry_run_tracker_or_stored_run(value: dict[str, Any]) -> None:
     words = [f"--{name}={json.dumps(each)}" for name, each in value.items()]
