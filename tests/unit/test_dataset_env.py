@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -359,9 +360,10 @@ def test_prompts_that_are_both_trained_on_and_held_out_are_counted(
     new = [{"prompt": "5+5=", "answer": "10"}]
     data, other = written(tmp_path / "rows.jsonl", ROWS), written(tmp_path / "test.jsonl", [*ROWS[:3], *new])
     asked(environment(tokenizer, data, [f"{rewards}:right"], options={"held_out": 4}))
-    assert "trained on, too" not in caplog.text
+    assert not [record for record in caplog.records if "held-out" in record.getMessage()]
     asked(environment(tokenizer, data, [f"{rewards}:right"], options={"held_out_split": str(other)}))
-    assert "3 of 4 held-out rows" in caplog.text
+    (warning,) = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
+    assert re.findall(r"\d+", warning)[:2] == ["3", "4"]
 
 
 def test_metrics_that_are_not_finite_or_have_names_of_the_environments_own_are_left_out_and_said_once(
