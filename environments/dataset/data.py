@@ -258,7 +258,7 @@ class _Lines:
         start, after = self._starts[number], number + 1
         line = self._read(start, self._starts[after] if after < len(self._starts) else self._opened[0])
         try:
-            row = _decode(line)
+            row = _decode(line.rstrip(b"\r\n"))
         except ValueError as error:
             raise self._wrong(number, f"{_short(line)} ({_first_line(error)})", "one JSON object") from None
         if not isinstance(row, dict):
