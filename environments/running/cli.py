@@ -25,7 +25,16 @@ from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
-from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, Failures, serve, unfit, until
+from environments.running.runner import (
+    LOSSES,
+    UNSCORED_IN_A_ROW,
+    EnvironmentFailed,
+    Failures,
+    Losses,
+    serve,
+    unfit,
+    until,
+)
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import allow_interrupts
 from environments.threads import settled
@@ -47,6 +56,9 @@ COMMANDS = {
 
 PROCESSED_AT_ONCE = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
+
+NOTHING = "came to nothing"
+"""Why there is no group, if the environment returned none."""
 
 BLOCKED_S = 1.0
 """Seconds after which a signal interrupts code that blocks the event loop."""
@@ -169,25 +181,34 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await settled(env.setup())
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
-    written, dropped, in_a_row, failures = list[wire.ScoredData](), Counter[str](), 0, Failures()
+    written, dropped, losses, failures = list[wire.ScoredData](), Counter[str](), Losses(env.name), Failures()
+    unused = 0
     try:
         while len(written) < groups:
+            before = len(written)
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
             items = [item for _ in range(at_once) if (item := await settled(env.get_next_item())) is not None]
             if not items:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
                 )
-            for outcome in await asyncio.gather(*(_collect(env, item, failures) for item in items)):
-                if isinstance(outcome, str):
-                    dropped[outcome] += 1
-                    in_a_row += 1
-                else:
+            for outcome, said in await asyncio.gather(*(_collect(env, item, failures) for item in items)):
+                if outcome is None:
+                    dropped[said] += 1
+                    if said != NOTHING:
+                        losses.lose(dict(dropped))
+                    continue
+                if reason := unfit(outcome, env.config, max_token_len=-1):
+                    dropped[reason] += 1
+                if losses.judged(reason):
+                    losses.lose(dict(dropped))
+                elif reason is None:
                     file.write(msgspec.json.encode(outcome))
                     written.append(outcome)
-                    in_a_row = 0
-            if in_a_row >= LOST_IN_A_ROW:
-                raise EnvironmentFailed(f"{in_a_row} groups in a row were lost", field=env.name, got=dict(dropped))
+                    losses.used()
+            unused = unused + len(items) if len(written) == before else 0
+            if unused >= UNSCORED_IN_A_ROW:  # a trainer would wait for better ones; here nobody sees it
+                raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))
     finally:
         file.close()
         page = path.with_suffix(".html")
@@ -197,21 +218,18 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     log.info("%s and %s: %d groups written%s%s", path, page, len(written), measured, skipped)
 
 
-async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> wire.ScoredData | str:
+async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> tuple[wire.ScoredData | None, str]:
     """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
     try:
-        group = await env.scored(item)
+        return await env.scored(item), NOTHING
     except tuple(LOSSES) as error:
         log.warning("%s", error)
-        return next(said for kind, said in LOSSES.items() if isinstance(error, kind))
+        return None, next(said for kind, said in LOSSES.items() if isinstance(error, kind))
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # an error in the environment's code for one item must not lose the rest
         failures.log(env.name, item, error)
-        return f"failed: {error!r}"
-    if group is None:
-        return "came to nothing"
-    return unfit(group, env.config, max_token_len=-1) or group
+        return None, f"failed: {error!r}"
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:

@@ -87,6 +87,52 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     return None
 
 
+class Losses:
+    """Groups in a row that were lost, or to which no reward applies. Many of them end an environment.
+
+    Lost are groups that the environment, or what it asks, could not make. Dropped ones (all scores equal) are not lost:
+    the task may be too easy or too hard, but the environment works.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lost = self._unscored = 0
+
+    def judged(self, reason: str | None) -> bool:
+        """Count a scored group, and return whether it is lost.
+
+        Args:
+            reason: why it must not be sent, see `unfit`.
+
+        Raises:
+            EnvironmentFailed: No reward applied to one group after another.
+        """
+        self._unscored = self._unscored + 1 if reason == ALL_UNSCORED else 0
+        if self._unscored >= UNSCORED_IN_A_ROW:
+            raise EnvironmentFailed(
+                f"no reward applies to any answer of {self._unscored} groups in a row",
+                field=self._name,
+                got="None for every score",
+                wanted="numbers",
+                fix="look for a score that returns nothing, and for columns that it misses",
+            )
+        return reason not in (None, ALL_EQUAL, ALL_UNSCORED)
+
+    def lose(self, trouble: object) -> None:
+        """Count a lost group.
+
+        Raises:
+            EnvironmentFailed: One group after another was lost.
+        """
+        self._lost += 1
+        if self._lost >= LOST_IN_A_ROW:
+            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self._name, got=trouble)
+
+    def used(self) -> None:
+        """Begin to count again: a group was used."""
+        self._lost = 0
+
+
 class Failures:
     """Logs each distinct error of an environment's code once, with its traceback; the same line raises the same error.
 
@@ -155,9 +201,8 @@ class Runner:
         self._evaluation: asyncio.Task[None] | None = None
         path = self.config.data_path_to_save_groups
         self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
-        self._lost = 0
+        self._losses = Losses(env.name)
         self._failures = Failures()
-        self._unscored = 0
         self._started = 0
         self._failure: Exception | None = None
         self._items_left = True
@@ -397,19 +442,10 @@ class Runner:
             return
         self._running.add([trained_tokens(mask) for mask in group.masks])
         reason = unfit(group, self.config, self.registration.max_token_len)
-        self._unscored = self._unscored + 1 if reason == ALL_UNSCORED else 0
-        if self._unscored >= UNSCORED_IN_A_ROW:
-            raise EnvironmentFailed(
-                f"no reward applies to any answer of {self._unscored} groups in a row",
-                field=self.env.name,
-                got="None for every score",
-                wanted="numbers",
-                fix="look for a score that returns nothing, and for columns that it misses",
-            )
-        if reason in (ALL_EQUAL, ALL_UNSCORED):
-            self._drop(reason)  # the task may be too easy or too hard, but the environment works
+        if self._losses.judged(reason):
+            self._lose(str(reason), f"a group of {self.env.name} is not sent: {reason}")
         elif reason is not None:
-            self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
+            self._drop(reason)
         else:
             if self._file:
                 self._file.write(msgspec.json.encode(group))
@@ -429,7 +465,7 @@ class Runner:
                     continue
                 self._lose("refused by the rollout API", refusal)
                 return
-            self._lost = 0
+            self._losses.used()
             self.reporter.tally.add(group)
             self._woken.set()  # one group fewer is in flight, so another may start
             return
@@ -438,9 +474,7 @@ class Runner:
         if not said and not self.reporter.tally.dropped[reason]:  # one line for each reason and step is enough
             log.warning("%s", trouble)
         self._drop(reason)
-        self._lost += 1
-        if self._lost >= LOST_IN_A_ROW:
-            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self.env.name, got=trouble)
+        self._losses.lose(trouble)
 
     def _drop(self, reason: str) -> None:
         """Count a group that is not sent; another may start in its place."""

@@ -262,3 +262,26 @@ def test_process_ends_when_nothing_comes_of_group_after_group(tmp_path: Path) ->
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(cli.process(env, 5))
     assert error.value.field == env.name and repr(trouble) in error.value.got and "16 " in error.value.summary
+
+
+def test_process_drops_groups_without_a_reward_as_serve_does(tmp_path: Path) -> None:
+    class Rarely(Numbers):
+        made = 0
+
+        async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
+            self.made += 1
+            number = self.made
+            made = await super().collect_trajectories(item)
+            assert made is not None
+            if number in (41, 61):
+                return made
+            masks = [[wire.IGNORED] * len(mask) for mask in made.masks]
+            return msgspec.structs.replace(made, masks=masks, overrides=[{"unscored": True}] * len(masks))
+
+    env = Rarely(7, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=4)
+    asyncio.run(cli.process(env, 2))
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 2
+    again = Rarely(7, data_path_to_save_groups=tmp_path / "again.jsonl", max_concurrent_groups=4)
+    with pytest.raises(EnvironmentFailed) as error:
+        asyncio.run(cli.process(again, 3))
+    assert "256 " in error.value.summary and again.made <= 61 + 256 + 4
