@@ -59,7 +59,7 @@ def known_tokens(name: str) -> int | None:
 def with_system_prompt(
     tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None
 ) -> str | list[Message]:
-    """Return a prompt with a system prompt in place of its own.
+    """Return a prompt whose system message, if it has one, is replaced by a system prompt.
 
     Text becomes a user's message if there is a system prompt and the model has a chat template. Without a chat
     template the system prompt stands before the text.

@@ -25,6 +25,7 @@ from grpo_trainer.config.loss import LOSSES
 from grpo_trainer.config.options import key_of, leaves, shown
 from grpo_trainer.config.server import DEGREES, SHORT, ServerProcess, VllmConfig, arguments
 from grpo_trainer.config.train import TrainConfig, settings_of
+from grpo_trainer.config.values import LARGEST_PORT
 from grpo_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,8 +96,6 @@ class Case:
         """The flag of a server's option: a run has it in another table than the trainer."""
         return (ServerProcess if self.run else VllmConfig).flags()[name]
 
-
-LARGEST_PORT = 65_535
 
 Rule = Callable[[Case], Iterator[Problem]]
 C = TypeVar("C", TrainConfig, "RunConfig")

@@ -51,7 +51,7 @@ from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.config.values import Arguments, at_home
+from grpo_trainer.config.values import LARGEST_PORT, Arguments, at_home
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, nearest, unknown_key, unknown_word
 
@@ -77,7 +77,7 @@ DEFAULTS = {"weight_bridge_mode": LoraOnly().mode, "training_steps": 100}
 class ApiProcess(Section):
     """Rollout API."""
 
-    port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=65535)
+    port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
     store: Path | None = option(
         None,
         help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "

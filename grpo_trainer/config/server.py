@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import field_validator
 
 from grpo_trainer.config.options import Section, key_of, leaves, option
-from grpo_trainer.config.values import COMMA_SEPARATED, Arguments, from_variable
+from grpo_trainer.config.values import COMMA_SEPARATED, LARGEST_PORT, Arguments, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 
@@ -69,7 +69,9 @@ class VllmConfig(ServedOptions):
     """Inference server."""
 
     host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
-    port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
+    port: int = option(
+        DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=LARGEST_PORT
+    )
     also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option(
         (),
         help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
@@ -140,7 +142,7 @@ class VllmConfig(ServedOptions):
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
             host, _, port = address.rpartition(":")
-            if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= LARGEST_PORT:
                 raise ConfigError(got=address, wanted="HOST:PORT, for example 10.0.0.2:9001")
         return value
 
@@ -181,7 +183,7 @@ class ServerProcess(ServedOptions):
 
     prefix: ClassVar[str] = "server."
 
-    port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=65535)
+    port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
     replicas: int = option(
         1, help="Servers of the same policy, on consecutive ports; environments spread requests over them.", ge=1
     )

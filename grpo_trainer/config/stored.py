@@ -1,7 +1,7 @@
 """A run's folder: which one a new run gets, and `run.toml` in it, the options from which the run can be repeated.
 
 `run.toml` has every option with its value, so a later version with other defaults continues the run as it was. It has
-no keys: `grpo run --resume RUN` takes them from the environment variables or flags of its own start. Folders of version
+no keys: `grpo run --resume RUN` takes them from the environment variables or flags of the new start. Folders of version
 0.1 have no such file; their options are read from the configuration files of their processes.
 """
 

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BeforeValidator
 
 from grpo_trainer.errors import ConfigError
 
+LARGEST_PORT = 65_535
+
 
 def at_home(path: Path) -> Path:
     """Replace a leading `~` as a shell does. In a file no shell does it, and in `--run-dir=~/runs` none either."""

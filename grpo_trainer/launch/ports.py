@@ -11,6 +11,7 @@ from collections.abc import Container
 
 from grpo_common.errors import Problem
 from grpo_common.ports import port_holder, try_to_bind
+from grpo_trainer.config.values import LARGEST_PORT
 from grpo_trainer.errors import PortBusyError
 
 FREE_PORTS = range(20_000, 30_000)
@@ -79,7 +80,7 @@ def _free_ports() -> range:
         return FREE_PORTS
     ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", given)
     ports = range(int(ends[1]), int(ends[2]) + 1) if ends else range(0)
-    if not ports or ports[0] < 1024 or ports[-1] > 65535:
+    if not ports or ports[0] < 1024 or ports[-1] > LARGEST_PORT:
         raise PortBusyError(
             field=VARIABLE, got=given, wanted="two ports from 1024 to 65535, such as 20000-20999", fix="correct it"
         )

@@ -1,4 +1,4 @@
-"""Reading data sets: kinds of files, columns, and what each broken one is told by."""
+"""Reading data sets: kinds of files, columns, and the error of each broken file."""
 
 from __future__ import annotations
 

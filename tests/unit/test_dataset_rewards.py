@@ -237,7 +237,7 @@ def test_a_function_may_use_a_pool_of_new_processes(tmp_path: Path) -> None:
         "    with mp.get_context('spawn').Pool(1) as pool:\n        return pool.map_async(size, completions).get(60)\n"
     )
     (tmp_path / "pooled_rewards.py").write_text(code)
-    main = tmp_path / "main.py"  # a process of its own: the new process imports the main module, too
+    main = tmp_path / "main.py"  # a separate process, since the pool's processes import the main module, too
     main.write_text(
         "import asyncio\n"
         "from environments.data_config import RewardConfig\n"

@@ -70,7 +70,7 @@ def write_numbered_2(path: Path) -> None:
 def refused(folder: Path, field: str, kind: type[UserError] = FormatError) -> Iterator[None]:
     """That the block is refused with the file and both numbers named, and that every file of the folder is as before.
 
-    SQLite's index of a journal (`-shm`) has no content of its own: each process that opens the file makes it.
+    SQLite's index of a journal (`-shm`) holds no data: each process that opens the file makes it.
     """
 
     def contents() -> dict[Path, bytes]:
