@@ -68,7 +68,7 @@ def test_without_its_queue_or_its_folder_a_run_ends_saved(
         assert finished(process, log, 60) == 1, tail(log)
     message = the_message(log)
     assert re.search(names.format(re.escape(str(run_dir))), message), message
-    assert "--resume auto" in message
+    assert f"grpo run --resume {run_dir}" in message
     left_nothing(members, run_dir)
     step = int(newest(run_dir).name.rpartition("_")[2])
     assert step >= 3
@@ -121,7 +121,7 @@ def test_an_environment_that_goes_wrong_ends_the_run_saved_and_by_name(
         assert finished(process, log, 120) == 1, tail(log)
     message = the_message(log)
     assert message.startswith("env-odd_environment: ") and re.search(names, message), message
-    assert "--resume auto" in message
+    assert f"grpo run --resume {run_dir}" in message
     warned = re.findall(r"^env-odd_environment: .* WARNING ", log.read_text(), re.MULTILINE)
     assert len(warned) <= 40, "16 groups by name, the code that blocks at most once for each, and a line a step"
     left_nothing(members, run_dir)
