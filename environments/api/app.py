@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, get_type_hints
 
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
@@ -20,12 +21,11 @@ from starlette.types import ASGIApp, Scope
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
-from environments.api.endpoints import Endpoint, by_path, endpoint, openapi
 from environments.api.history import Overview
 from environments.api.http import BodyReader, respond, respond_bytes, stream
 from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
-from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
+from environments.api.page import PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
 from environments.api.queue import RolloutQueue
 from environments.api.records import ApiError, NotRegistered, Run, UnknownEnvironment
@@ -38,9 +38,9 @@ from grpo_common.gate import Gate, Refusal, from_browser
 log = logging.getLogger("rollout-api")
 
 P = ParamSpec("P")
+Call = TypeVar("Call", bound=Callable[..., Awaitable[object]])
 Read = TypeVar("Read")
 T = TypeVar("T")
-_PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
 _CHANGING = ("/batch", "/reset_data")
 """Where a GET changes state: HEAD, which shows no answer, is refused there."""
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
@@ -52,8 +52,37 @@ _EMPTY_EXAMPLE: dict[str, list[object]] = {
 }
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """One method of one path, and the messages that its function takes."""
+
+    call: Callable[..., Awaitable[object]]
+    query: Any
+    body: Any
+    body_optional: bool
+
+
+ENDPOINTS: Final[dict[str, dict[str, Endpoint]]] = {}
+"""By path and HTTP method."""
+
+
+def endpoint(method: str, path: str, *, body_optional: bool = False) -> Callable[[Call], Call]:
+    """Enter a method of `Api` into `ENDPOINTS`, with the messages that the annotations of `query` and `body` name.
+
+    Args:
+        body_optional: an empty body is that of the message without its fields.
+    """
+
+    def enter(call: Call) -> Call:
+        hints = get_type_hints(call)
+        ENDPOINTS.setdefault(path, {})[method] = Endpoint(call, hints.get("query"), hints.get("body"), body_optional)
+        return call
+
+    return enter
+
+
 class Api:
-    """The endpoints of one service. Their docstrings are the reference's."""
+    """The endpoints of one service."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -63,7 +92,7 @@ class Api:
         """Bodies, and parts of lists, are parsed one at a time with a turn for all others between two: however many
         clients post at once, nobody waits for more than one of them."""
 
-    @endpoint("GET", "/", answer=wire.Message)
+    @endpoint("GET", "/")
     async def root(self, request: Request) -> object:
         """A greeting; to a browser the status page."""
         if "text/html" in request.headers.get("accept", ""):
@@ -111,7 +140,7 @@ class Api:
         """The queue, and why a batch comes or does not."""
         return self.service.status()
 
-    @endpoint("GET", "/status-env", 404, 400, 408, 413, 415)
+    @endpoint("GET", "/status-env")
     async def status_env(self, request: Request, query: wire.StatusEnvQuery) -> wire.StatusEnv:
         """What an environment paces itself by; with `wait` once there is news. Also takes the id as a JSON body."""
         env_id, seen, waits = query.env_id, query.seen, query.wait is not UNSET
@@ -124,7 +153,7 @@ class Api:
             status = self.service.status_env(env_id, waits=waits)
         return status
 
-    @endpoint("POST", "/scored_data", 429, groups=wire.ScoredData)
+    @endpoint("POST", "/scored_data")
     async def scored_data(self, request: Request) -> wire.ScoredDataResponse:
         """Post a group."""
         content_type, key = request.headers.get("content-type"), _post_key(request)
@@ -137,12 +166,7 @@ class Api:
         await self.service.written()
         return answer
 
-    @endpoint(
-        *("POST", "/scored_data_list", 429),
-        groups=list[wire.ScoredData],
-        answer=wire.ScoredDataListResponse,
-        partial=wire.ScoredDataListResponse,
-    )
+    @endpoint("POST", "/scored_data_list")
     async def scored_data_list(self, request: Request) -> Response:
         """Post groups; those that are wrong are named, the others are received."""
         content_type, key = request.headers.get("content-type"), _post_key(request)
@@ -166,7 +190,7 @@ class Api:
             self.service.refuse("POST /scored_data_list", 422, f"{more} more groups of this list", more)
         return respond(request, answer, 422 if answer.rejected else 200)
 
-    @endpoint("GET", "/batch", 409, answer=wire.Batch)
+    @endpoint("GET", "/batch")
     async def batch(self, request: Request, query: wire.BatchQuery) -> object:
         """The next batch; with `wait` as soon as there is one."""
         try:
@@ -179,22 +203,22 @@ class Api:
             return stream(request, packed_batch(*_parts(served)), wire.MSGPACK, compress=False)
         return stream(request, json_batch(*_parts(served)), wire.JSON, compress=True)
 
-    @endpoint("POST", "/batch/{batch_id}/ack", 404, 409, body_optional=True)
+    @endpoint("POST", "/batch/{batch_id}/ack", body_optional=True)
     async def ack(self, request: Request, body: wire.Ack) -> wire.LeaseResponse:
         """The batch is trained."""
         return await self.service.acknowledge(request.path_params["batch_id"], body.step)
 
-    @endpoint("POST", "/batch/{batch_id}/extend", 404, 409)
+    @endpoint("POST", "/batch/{batch_id}/extend")
     async def extend(self, request: Request, query: wire.ExtendQuery) -> wire.LeaseResponse:
         """Hold the batch for longer."""
         return await self.service.extend(request.path_params["batch_id"], query.lease, _given(query.step))
 
-    @endpoint("POST", "/batch/{batch_id}/release", 404, 409)
+    @endpoint("POST", "/batch/{batch_id}/release")
     async def release(self, request: Request) -> wire.LeaseResponse:
         """Put the batch back."""
         return await self.service.release(request.path_params["batch_id"])
 
-    @endpoint("POST", "/evaluation", 404)
+    @endpoint("POST", "/evaluation")
     async def evaluation(self, request: Request, body: wire.Evaluation) -> wire.EvaluationResponse:
         """Post figures on held-out prompts."""
         return self.service.take_evaluation(body)
@@ -204,21 +228,21 @@ class Api:
         """The newest evaluations."""
         return self.service.evaluations_after(query.after)
 
-    @endpoint("GET", "/latest_example", answer=dict[str, Any])
+    @endpoint("GET", "/latest_example")
     async def latest_example(self, request: Request) -> object:
         """The newest group, or empty lists."""
         if self.service.latest is None:
             return _EMPTY_EXAMPLE
         return stream(request, json_group(self.service.latest), wire.JSON, compress=True)
 
-    @endpoint("POST", "/reset_data", answer=str)
+    @endpoint("POST", "/reset_data")
     async def reset_data(self, request: Request) -> Response:
         """Forget everything."""
         log.warning("reset by %s", request.client.host if request.client else "an unknown client")
         await self.service.reset()
         return PlainTextResponse("Reset successful")
 
-    @endpoint("GET", "/reset_data", answer=str)
+    @endpoint("GET", "/reset_data")
     async def reset_data_by_get(self, request: Request) -> Response:
         """Forget everything; not for browsers."""
         if from_browser(request.scope["headers"]):
@@ -238,20 +262,10 @@ class Api:
             raise ApiError(404, Problem("GET /report", "none yet", "a report", "grpo report RUN_DIR --watch"))
         return HTMLResponse(await asyncio.to_thread(path.read_bytes), headers=PAGE_HEADERS)
 
-    @endpoint("GET", "/metrics", answer=str)
+    @endpoint("GET", "/metrics")
     async def metrics_text(self, request: Request) -> Response:
         """For Prometheus."""
         return respond_bytes(request, self.metrics.text(), self.metrics.content_type)
-
-    @endpoint("GET", "/openapi.json")
-    async def openapi_json(self, request: Request) -> Response:
-        """This reference as data."""
-        return respond_bytes(request, openapi(), wire.JSON)
-
-    @endpoint("GET", "/docs")
-    async def docs(self, request: Request) -> Response:
-        """This reference as a page."""
-        return HTMLResponse(DOCS_HTML, headers=PAGE_HEADERS)
 
     async def answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
         """Read what an endpoint takes, and send what it returns."""
@@ -261,7 +275,7 @@ class Api:
         given: dict[str, object] = {}
         if asked.query is not None:
             given["query"] = intake.decode_query(request.query_params, asked.query)
-        if asked.body is not None and not asked.reads_groups:
+        if asked.body is not None:
             given["body"] = await self._message(request, asked.body, optional=asked.body_optional)
         answer = await asked.call(self, request, **given)
         return answer if isinstance(answer, Response) else respond(request, answer)
@@ -298,12 +312,12 @@ async def _read(size: int, read: Callable[P, Read], *args: P.args, **kwargs: P.k
 
 
 def _refuse(scope: Scope, refusal: Refusal) -> Response:
-    """The answer of the gate: where a browser opens a page without the key, the page itself, which asks for it."""
+    """The answer of the gate: where a browser opens the page without the key, the page itself, which asks for it."""
     request = Request(scope)
     error = ApiError(refusal.status, refusal.problem)
-    page = _PAGES.get(scope["path"]) if refusal.status == 401 and scope["method"] == "GET" else None
-    if page is not None and "text/html" in request.headers.get("accept", ""):
-        response: Response = HTMLResponse(page, refusal.status, PAGE_HEADERS)
+    opens_page = refusal.status == 401 and (scope["method"], scope["path"]) == ("GET", "/")
+    if opens_page and "text/html" in request.headers.get("accept", ""):
+        response: Response = HTMLResponse(STATUS_HTML, refusal.status, PAGE_HEADERS)
     else:
         response = respond(request, error.response(), refusal.status)
     if refusal.status == 401:
@@ -325,7 +339,7 @@ def build_app(service: Service) -> ASGIApp:
 
     cors = service.settings.cors_origins
     app = Starlette(
-        routes=[Route(path, partial(api.answer, methods), methods=[*methods]) for path, methods in by_path().items()],
+        routes=[Route(path, partial(api.answer, methods), methods=[*methods]) for path, methods in ENDPOINTS.items()],
         middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
         if cors
         else [],

@@ -393,15 +393,12 @@ def test_pages_of_other_sites_may_not_call(api: httpx.Client, server: ServerProc
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_metrics_and_reference(api: httpx.Client):
+def test_metrics(api: httpx.Client):
     start_run(api)
     api.post("/scored_data", json=group())
     text = api.get("/metrics").text
     assert "rollout_api_queued_groups 1.0" in text
     assert 'rollout_api_requests_total{route="/scored_data",status="200"}' in text
-    described = api.get("/openapi.json").json()
-    assert set(described["components"]["schemas"]["ScoredData"]["required"]) == {"tokens", "masks", "scores"}
-    assert "text/html" in api.get("/docs").headers["content-type"]
 
 
 def test_an_api_key_is_asked_for():

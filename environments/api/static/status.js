@@ -1,6 +1,17 @@
 "use strict";
 // The status page: asks for the overview every two seconds and shows it.
 
+const key = sessionStorage.getItem("key");
+const ask = path => fetch(path, {headers: key ? {Authorization: "Bearer " + key} : {}});
+
+function add(parent, tag, text, cls) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (cls) node.className = cls;
+  parent.append(node);
+  return node;
+}
+
 const $ = id => document.getElementById(id);
 const WINDOW = 12; // newest points, of which the mean is shown
 
