@@ -62,12 +62,16 @@ def parse(arguments: list[str] | None = None) -> Settings:
         default=[],
         help="web origin whose pages may call the API",
     )
-    add("--ssl-certfile", type=Path, help="serve over TLS (https://) with this certificate (PEM)")
-    add("--ssl-keyfile", type=Path, help="private key of --ssl-certfile (default: it is in that file)")
+    # Removed options: kept only for the error that says what to do instead.
+    add("--ssl-certfile", "--ssl-keyfile", type=_no_tls, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     try:
         return Settings(**vars(parser.parse_args(arguments)))
     except SettingsError as error:
         parser.error(str(error))
+
+
+def _no_tls(_: str) -> None:
+    raise argparse.ArgumentTypeError("grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)")
 
 
 def main(arguments: list[str] | None = None) -> int:

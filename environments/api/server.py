@@ -6,7 +6,6 @@ import errno
 import logging
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Iterator
 
@@ -27,7 +26,6 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code: 0, 1 (the store failed), 2 (it could not start)."""
     connections = Connections(raise_descriptor_limit(), log)
     try:
-        _check_certificate(settings)
         listener = _listen(settings.host, settings.port, connections.backlog)
         service = Service(settings)
     except (SettingsError, StoreError, FormatError) as error:
@@ -43,12 +41,9 @@ def serve(settings: Settings) -> int:
         timeout_keep_alive=SERVER_IDLE_S,
         http=connections.protocol(),
         backlog=connections.backlog,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
     )
     host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    log.info("serving %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+    log.info("serving http://%s:%d", f"[{host}]" if ":" in host else host, port)
     if service.store is None:
         log.info("no --store: groups are kept in memory and end with this process")
     try:
@@ -56,16 +51,6 @@ def serve(settings: Settings) -> int:
             return runner.run(_run(Server(config, service), service, listener))
     finally:
         service.close()
-
-
-def _check_certificate(settings: Settings) -> None:
-    """Raise a SettingsError if the certificate or its key can't be used."""
-    if settings.ssl_certfile:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-        except OSError as error:  # an ssl.SSLError is one
-            wanted = "a certificate and its private key (PEM)"
-            raise SettingsError(field="--ssl-certfile, --ssl-keyfile", got=error, wanted=wanted) from None
 
 
 async def _run(server: "Server", service: Service, listener: socket.socket) -> int:

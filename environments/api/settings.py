@@ -27,8 +27,6 @@ class Settings:
     memory_mb: int = 1024
     max_queued_mb: int = 4096
     cors_origins: Sequence[str] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
 
     @property
     def report(self) -> Path | None:
@@ -36,8 +34,6 @@ class Settings:
         return self.run_dir / "report.html" if self.run_dir else None
 
     def __post_init__(self) -> None:
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise SettingsError(field="--ssl-keyfile", got="no --ssl-certfile", wanted="the key's certificate, too")
         if not self.api_key and not is_loopback(self.host):
             raise SettingsError(
                 "anyone who reaches it could post groups or reset the run",

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from environments.api import intake, wire
+from environments.api.__main__ import parse as parse_api
 from environments.api.records import ApiError
 from environments.config import ConfigError
 from environments.data_config import DataConfig
@@ -137,6 +138,13 @@ def test_a_body_that_is_cut_short() -> None:
     with pytest.raises(ApiError) as error:
         intake.read_one(b"{", wire.JSON)
     assert error.value.response().detail == "body: Input data was truncated; wanted JSON"
+
+
+@pytest.mark.parametrize("flag", ["--ssl-certfile", "--ssl-keyfile"])
+def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_api([flag, "api.pem"])
+    assert "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)" in capsys.readouterr().err
 
 
 # the inference server ----------------------------------------------------------------------------------------
