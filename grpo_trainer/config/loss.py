@@ -119,6 +119,11 @@ class LossConfig(Section):
         False,
         help="Multiply the KL estimate by the ratio (with gradient), which makes the gradients of k1 and k3 unbiased.",
     )
+    kl_reference: Literal["start", "base"] = option(
+        "start",
+        help="Reference of the KL in a run with --lora-adapter. start: the base model with that adapter, so the KL "
+        "begins at 0. base: the base model without an adapter.",
+    )
     log_kl: bool = option(False, help="Measure the KL from the reference even if --kl-beta is 0.")
     ref_offload: bool = option(
         False, help="Keep the reference model in main memory and copy each layer to the GPU when it is needed."

@@ -223,9 +223,14 @@ def loss(case: Case) -> Iterator[Problem]:
     if asked.ref_offload and not asked.needs_reference:
         yield Problem("--ref-offload", "True", "a reference to move", "leave it out, or add --kl-beta or --log-kl")
     if asked.ref_offload and isinstance(bridge, LoraOptions):
-        why = "with LoRA the reference is the model without its adapter, no copy"
+        why = "with LoRA the reference uses the base model in memory, no copy"
         got, wanted = f"--weight-bridge-mode {bridge.mode}", "a mode that trains all weights"
         yield Problem("--ref-offload", got, wanted, "leave it out", why)
+    if asked.kl_reference == "base" and not asked.needs_reference:
+        yield Problem("--kl-reference", "base", "a reference", "leave it out, or add --kl-beta or --log-kl")
+    elif asked.kl_reference == "base" and not (isinstance(bridge, LoraOptions) and bridge.adapter):
+        why = "without --lora-adapter, training starts from the base model, so both references are the same"
+        yield Problem("--kl-reference", "base", "a run with --lora-adapter", "leave it out", why)
     if asked.updates_per_batch > 1 and isinstance(bridge, SharedVllm):
         why = f"with {case.sharing} the server generates with every update, but a policy version belongs to one batch"
         yield Problem("--updates-per-batch", str(asked.updates_per_batch), "1", summary=why)

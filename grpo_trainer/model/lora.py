@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
 from torch import nn
 from transformers import PreTrainedModel
@@ -104,11 +104,15 @@ def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraO
     )
 
 
-def _start_from(model: PeftModel, file: AdapterFile) -> None:
-    """Load the weights of an existing adapter, which must have exactly the names and shapes of this model's."""
+def adapter_weights(model: PeftModel, file: AdapterFile) -> dict[str, torch.Tensor]:
+    """Return the weights of an existing adapter by the names of this model's parameters, on its device.
+
+    Raises:
+        ModelError: its names or shapes are not those of this model's adapter.
+    """
     weights = load_file(file.path / WEIGHTS_FILE)
-    own = adapter_state(model)
-    differing = _differences(own, weights)
+    parameters = {name.replace(".default.", "."): name for name, p in model.named_parameters() if ".lora_" in name}
+    differing = _differences(adapter_state(model), weights)
     if differing:
         raise ModelError(
             "is another model's",
@@ -116,7 +120,15 @@ def _start_from(model: PeftModel, file: AdapterFile) -> None:
             got=differing,
             fix=f"name an adapter of this model; it was trained on {file.base_model}",
         )
-    set_peft_model_state_dict(model, weights)
+    return {parameters[name]: tensor.to(model.device, torch.float32) for name, tensor in weights.items()}
+
+
+def _start_from(model: PeftModel, file: AdapterFile) -> None:
+    """Copy the weights of an existing adapter into this model's."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in adapter_weights(model, file).items():
+            parameters[name].copy_(tensor)
     name = getattr(model.config, "name_or_path", None)
     if file.base_model and name and file.base_model not in (name, from_anywhere(name)):
         log.warning("--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)

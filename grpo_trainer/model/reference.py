@@ -1,15 +1,17 @@
 """The reference model of the KL divergence: the model that training began with, whose weights never change.
 
-With an adapter, the reference is the model without it. If all weights are trained, it is a frozen copy that is read
-from `--model-name`, so it is the same after a resume, whatever the server's memory holds. The reference computes by the
-policy's own modules, which use the frozen weights during a forward pass. So the two differ only in their weights.
+With a new adapter, the reference is the model without it. With `--lora-adapter`, it is the model with the adapter in
+that folder (TRL does the same), or the model without one if `--kl-reference base` says so. If all weights are trained,
+it is a frozen copy that is read from `--model-name`. Both copies come from files, so they are the same after a resume,
+whatever the server's memory holds. The reference computes by the policy's own modules, which use the frozen weights
+during a forward pass. So the two differ only in their weights.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +19,11 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_trainer.config.adapter_file import read_adapter
+from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.model.lora import decoder_layers
+from grpo_trainer.model.lora import adapter_weights, decoder_layers
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +49,18 @@ class AdapterOff:
 
 
 class FrozenWeights:
-    """A copy of the weights, in its own dtype, on the device or in main memory.
+    """A copy of the weights, or of an adapter's alone, in its own dtype, on the device or in main memory.
 
     Each decoder layer switches to its frozen weights before its forward pass and back after it. So if weights must be
     moved or cast, the device holds only one layer of them at a time, and those outside the layers (embeddings, head).
 
     Args:
-        weights: the copy, by the names of the model's parameters.
+        weights: the copy, by the names of the model's parameters; a parameter that has none keeps its own.
         layers: modules that switch their weights one after the other.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], layers: Sequence[nn.Module] = ()) -> None:
-        by_parameter = {parameter: weights[name] for name, parameter in model.named_parameters()}
+        by_parameter = {p: weights[name] for name, p in model.named_parameters() if name in weights}
         self._layers = [(layer, {p: by_parameter.pop(p) for p in layer.parameters()}) for layer in layers]
         self._outside = by_parameter
 
@@ -65,7 +69,8 @@ class FrozenWeights:
         hooks = [hook for layer, weights in self._layers for hook in _while_it_runs(layer, weights)]
         own = _exchange(self._outside)
         try:
-            with torch.compiler.set_stance("force_eager"):  # hooks would make torch compile layers again
+            # Hooks would make torch compile layers again.
+            with torch.compiler.set_stance("force_eager") if hooks else nullcontext():
                 yield
         finally:
             _exchange(own)
@@ -97,12 +102,15 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
 
     Raises:
         ConfigError: the device has no room for a copy of the weights.
-        ModelError: the files at `--model-name` hold other parameters.
+        ModelError: the files at `--model-name` hold other parameters, or `--lora-adapter` is another model's.
     """
     if not config.loss.needs_reference:
         return None
     if isinstance(model, PeftModel):
-        return AdapterOff(model)
+        start = config.bridge.adapter if isinstance(config.bridge, LoraOptions) else None
+        if start is None or config.loss.kl_reference == "base":
+            return AdapterOff(model)
+        return FrozenWeights(model, adapter_weights(model, read_adapter(start)))
     assert isinstance(model, PreTrainedModel)
     found = AutoModelForCausalLM.from_pretrained(config.model.name, dtype="auto")
     weights = {name: parameter.detach() for name, parameter in found.named_parameters()}

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import load_all_weights
+from grpo_trainer.model.lora import add_adapter, save_adapter
 from grpo_trainer.model.reference import AdapterOff, FrozenWeights, build_reference, check_room
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
@@ -102,6 +105,28 @@ def test_where_all_weights_are_trained_it_is_the_model_that_the_run_began_with(
     nudge(resumed)
     again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
     assert again > 1e-4  # not from where this process began
+
+
+@pytest.mark.parametrize(("reference", "first"), [("start", 0.0), ("base", None)])
+def test_kl_reference_of_a_started_adapter(tmp_path: Path, reference: str, first: float | None) -> None:
+    base, adapter = save_tiny(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    trained = tiny_lora()
+    fill_b(trained)
+    save_adapter(trained, adapter)
+    given = {"model_name": str(base), "device": "cpu", "weight_bridge_mode": "lora_only", "lora_adapter": str(adapter)}
+    settings = build(TrainConfig, given | {"kl_beta": 0.1, "kl_reference": reference, "lr": 1e-2})
+    assert isinstance(settings.bridge, LoraOnly)
+    trainer = Trainer(add_adapter(tiny_qwen(), settings.bridge, seed=5), settings)
+    kls = [reduce(trainer.step(ROLLOUTS, 0).metrics)["alignment/kl_reference"] for _ in range(3)]
+    if first is None:
+        assert kls[0] > 1e-4
+    else:
+        assert kls[0] == first < kls[1] < kls[2]
+    resumed = add_adapter(tiny_qwen(), settings.bridge, seed=5)
+    nudge(resumed)
+    again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
+    assert again > 1e-4, "a resumed run keeps the reference of its start"
 
 
 def test_there_is_none_unless_it_is_asked_for(tmp_path: Path) -> None:

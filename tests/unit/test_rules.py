@@ -121,6 +121,12 @@ ROWS = [
         *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
     ),
     in_train(
+        rules.loss,
+        {**LORA, "kl_beta": 0.1, "kl_reference": "base"},
+        *("--kl-reference", "base", "--lora-adapter"),
+    ),
+    in_train(rules.loss, {**LORA, "kl_reference": "base"}, "--kl-reference", "base", "--kl-beta or --log-kl"),
+    in_train(
         rules.routing,
         {"routing_replay": "own", "compile": "on"},
         *("--compile", "on, and --routing-replay own", "auto or off"),
