@@ -15,12 +15,11 @@ from vllm_server.http import error_response, guarded
 from vllm_server.routes import bridge, generate, lora
 from vllm_server.routes.openai import RouteToNewest
 from vllm_server.server import PolicyServer
-from vllm_server.shares import ShareOfRequest
 from vllm_server.start_checks import keys_of
 
 
 def extend(app: Starlette, args: Namespace) -> None:
-    """Put our routes before vLLM's, whose /health ignores publishes; put gate and shares before all routes."""
+    """Put our routes before vLLM's, whose /health ignores publishes; put the gate before all routes."""
     ours = [
         Route(protocol.HEALTH_ROUTE, guarded(bridge.health)),
         Route(protocol.HEALTH_GENERATE_ROUTE, guarded(generate.health_generate)),
@@ -53,7 +52,7 @@ def extend(app: Starlette, args: Namespace) -> None:
     # Not by `add_middleware`: vLLM may have built the stack already, and the gate must run before everything in it.
     stack = app.middleware_stack or app.build_middleware_stack()
     keys, origins = keys_of(args.api_key), args.allowed_origins
-    app.middleware_stack = Gate(ShareOfRequest(stack), host=args.host, keys=keys, origins=origins, answer=_refuse)
+    app.middleware_stack = Gate(stack, host=args.host, keys=keys, origins=origins, answer=_refuse)
 
 
 def _refuse(_: Scope, refusal: Refusal) -> Response:

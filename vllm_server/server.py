@@ -24,7 +24,6 @@ from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, Ve
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
-from vllm_server.shares import Shares
 from vllm_server.soundness import NOT_FINITE, OutputWatch
 from vllm_server.weights import WeightChannels
 from vllm_server.worker import logits_are_exact
@@ -88,10 +87,9 @@ class PolicyServer:
             routed_experts.check(engine.vllm_config, workers)
             routed_experts.collect()
         if writable:
-            shared.salt_caches(lambda: fence.salt)
+            shared.salt_caches(fence.passage, lambda: fence.salt)
         file = await sharing.export(shared, args, boot_id, workers) if args.shared_weights else None
         weights = WeightChannels(engine, fence, accepts=args.receive_weights)
-        Shares.install(engine, fence.passage)
         server = cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())
         app.state.policy_server = server
         return server

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ def assert_seams() -> None:
         FatalError: names what this vLLM does not have.
     """
     compat.assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", _CORE_SEAMS)
+    processor = {"abort_requests": ("request_ids", "internal")}
+    compat.assert_callable("vllm.v1.engine.output_processor", "OutputProcessor", processor)
     request = seams.found("vllm.v1.engine", "EngineCoreRequest")
     if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
         raise seams.moved("EngineCoreRequest.cache_salt that can be set")
@@ -81,12 +83,22 @@ class SharedEngine:
         """Resume the scheduler."""
         await self.engine.engine_core.resume_scheduler_async()
 
-    def salt_caches(self, salt: Callable[[], str]) -> None:
-        """Add `salt()` to the cache key of every request, from any route, when it is passed to the engine."""
-        core = self.engine.engine_core
+    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
+        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
+
+        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
+        fence before: with the old key it would read prefixes that the old weights had computed.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
         add = core.add_request_async
 
         async def add_salted(request: Any) -> None:
+            try:
+                await passage()
+            except BaseException:
+                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
+                processor.abort_requests([request.request_id], internal=True)
+                raise
             request.cache_salt = f"{salt()} {request.cache_salt or ''}"
             await add(request)
 
