@@ -47,13 +47,12 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from vllm_server import app, compat, preflight, sharing, soundness
+    from vllm_server import app, compat, preflight, sharing
 
     args = arguments.parse(argv)
     if args.uds is None:
         check_key(args.host, keys_of(args.api_key))
     compat.assert_seams()
-    soundness.assert_seams()
     sharing.prepare(args)
     report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)
     if not report.supported:

@@ -49,8 +49,6 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
 }
 
-_COUNT_NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"  # `soundness` needs these counts, so the user cannot turn them off
-
 
 def early_arguments(argv: list[str]) -> Namespace:
     """Return host, port, keys and model without importing vLLM; `parse` reads the rest."""
@@ -94,7 +92,6 @@ def set_environment() -> None:
     """Set vLLM's environment variables, except those that the user set. Call this before vLLM is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ[_COUNT_NANS] = "1"
     sockets.prepare()
 
 

@@ -17,10 +17,7 @@ from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, v
 
 @dataclass(eq=False)
 class Version:
-    """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path.
-
-    `unhealthy` says why no request may get it; None if no fault is known.
-    """
+    """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path."""
 
     name: str
     version: int
@@ -32,15 +29,6 @@ class Version:
     served: int = 0
     retired: bool = False
     by_name_only: bool = False  # only for requests that name it; never "the newest"
-    unhealthy: str | None = None
-
-    def check_healthy(self) -> None:
-        """Raise a ServeError, 503, if the version is unhealthy."""
-        if self.unhealthy is not None:
-            raise ServeError(
-                503, "policy_version", got=f"{self.version} ({self.name}): {self.unhealthy}",
-                wanted="a version whose logits are finite", fix="publish a good version",
-            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,19 +175,8 @@ class PolicyRegistry:
 
     def rebase(self, version: int) -> None:
         """Set the base model's version after its weights were changed in place."""
-        self.base.version, self.base.unhealthy = version, None
+        self.base.version = version
         self._highest = max(self._highest, version)
-
-    def condemn(self, name: str | None, why: str) -> bool:
-        """Mark a version (None: the base model) as unhealthy: no further request gets it.
-
-        Return False if that was known already, or if the version is unknown.
-        """
-        version = self.base if name is None else self._live.get(name)
-        if version is None or version.unhealthy is not None:
-            return False
-        version.unhealthy = why
-        return True
 
     def make_room(self) -> bool:
         """Retire idle versions, oldest first, until one more adapter fits after the `removable` ones are removed.

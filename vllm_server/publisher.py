@@ -82,11 +82,10 @@ class Publisher:
         """Yield the version that answers a request; the engine holds it while the block runs.
 
         Raises:
-            ServeError: 404 no such version, 503 a publish failed half-way, or the version is unhealthy.
+            ServeError: 404 no such version, 503 a publish failed half-way.
         """
         self.check_healthy()
         version = self.registry.resolve(model, policy_version)
-        version.check_healthy()
         self.registry.begin(version)
         try:
             yield version

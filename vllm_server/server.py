@@ -24,7 +24,6 @@ from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, Ve
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
-from vllm_server.soundness import NOT_FINITE, OutputWatch
 from vllm_server.weights import WeightChannels
 from vllm_server.worker import logits_are_exact
 
@@ -73,15 +72,8 @@ class PolicyServer:
         workers = await compat.describe_workers(engine)
         boot_id = str(uuid4())
         shared = SharedEngine(engine)
-        watch = OutputWatch(engine.output_processor, lambda name: _condemn(registry, name))
-
-        def changed(version: int) -> None:
-            registry.rebase(version)
-            watch.weights_changed()
-
         writable = args.shared_weights or args.receive_weights
-        fence = Fence(boot_id, shared, on_version=changed, writable=writable, sent=args.receive_weights)
-        watch.start()
+        fence = Fence(boot_id, shared, on_version=registry.rebase, writable=writable, sent=args.receive_weights)
         sampling_masks.collect()
         if args.return_routed_experts:
             routed_experts.check(engine.vllm_config, workers)
@@ -113,18 +105,16 @@ class PolicyServer:
         """Yield the version that answers a request; wait while a trainer writes weights.
 
         Raises:
-            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way, or the
-                version is unhealthy.
+            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way.
         """
         await self.fence.passage()
         with self.publisher.serving(model, policy_version) as version:
             yield Lease(version, version.version)
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, if weights or adapters are in an unknown state or the newest version unhealthy."""
+        """Raise a ServeError, 503, if weights or adapters are in an unknown state."""
         self.publisher.check_healthy()
         self.fence.check_healthy()
-        self.registry.newest.check_healthy()
 
     async def check_engine(self) -> None:
         """Raise a ServeError, 503, if the engine has ended or its outputs can no longer be read."""
@@ -149,8 +139,10 @@ class PolicyServer:
                 if any(part.finish_reason == "abort" for part in output.outputs):
                     self.fence.check_healthy()  # raises if torn weights ended the request
                 if any(part.finish_reason == "error" for part in output.outputs):
-                    version.check_healthy()
-                    raise _ended(by_weights=any(part.stop_reason == NOT_FINITE for part in output.outputs))
+                    raise ServeError(
+                        422, "request", got="an error of the engine", wanted="a request that it can complete",
+                        fix="omit structured outputs that no token can satisfy",
+                    )  # fmt: skip
                 yield output
 
     @property
@@ -196,7 +188,6 @@ class PolicyServer:
                     age_seconds=now - v.loaded_at,
                     active=v is newest,
                     draining=v.retired,
-                    unhealthy=v.unhealthy,
                 )
                 for v in registry.versions
             ],
@@ -244,26 +235,10 @@ class PolicyServer:
             uptime_seconds=time.monotonic() - self.started,
             paused=await self.engine.is_paused(),
             updating=self.fence.updating,
-            fault=self.fence.fault or self.publisher.fault or self.registry.newest.unhealthy,
+            fault=self.fence.fault or self.publisher.fault,
             last_stall_seconds=self.fence.last_stall_seconds,
             in_flight={v.name: v.in_flight for v in (self.registry.base, *self.registry.versions)},
         )
-
-
-def _ended(*, by_weights: bool) -> ServeError:
-    """Return the refusal of a request that the engine ended, because of its weights or because of the request."""
-    if by_weights:
-        return ServeError(503, "request", got=NOT_FINITE, wanted="a whole completion", fix="send it again")
-    return ServeError(
-        422, "request", got="an error of the engine", wanted="a request that it can complete",
-        fix="omit structured outputs that no token can satisfy",
-    )  # fmt: skip
-
-
-def _condemn(registry: PolicyRegistry, name: str | None) -> None:
-    if registry.condemn(name, NOT_FINITE):
-        said = name or f"{registry.base.version} ({registry.base.name})"
-        logger.error("Version %s is unhealthy, requests for it are refused: %s", said, NOT_FINITE)
 
 
 def _logits_dtype(model_config: Any) -> str | None:

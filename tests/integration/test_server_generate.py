@@ -372,3 +372,13 @@ def test_a_body_that_is_no_json_is_not_answered_by_the_base_model(server: Servin
     server.publish()
     body = b'{"model": "%s", "prompt": "2+2=", "max_tokens": 1, "user": %s}' % (bytes(server.model_folder), value)
     assert server.post("/v1/completions", body).status_code == 422
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_that_a_penalty_makes_nan_are_refused(server: Serving, stream: bool) -> None:
+    asked = {"prompt": "1+1=", "max_tokens": 3, "logprobs": 0, "repetition_penalty": 1e-44, "stream": stream}
+    answer = server.post("/generate", asked)
+    error = json.loads(answer.text.splitlines()[-1])["error"]
+    assert (error["code"], error["param"]) == (422, "sampling")
+    assert "null" not in answer.text and "NaN" not in answer.text
+    assert server.get("/health").status_code == 200

@@ -1,18 +1,14 @@
-"""What the server's worker refuses, marks and cleans so that nothing is served that is not finite."""
+"""The server's worker refuses adapters that are not finite."""
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
 import torch
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.worker import finite
-from vllm_server.worker.finite import NotFiniteError, check_finite, marked, scaling_of
+from vllm_server.worker.finite import NotFiniteError, check_finite, scaling_of
 from vllm_server.worker.packed import PackedAdapter, cast, layout_of
 
 NAMES = ("q.lora_A.weight", "q.lora_B.weight")
@@ -66,43 +62,3 @@ def test_the_scale_is_alpha_over_the_rank_or_its_root() -> None:
     config = {"r": 16, "lora_alpha": 8}
     assert scaling_of(config) == scaling_of(config | {"use_rslora": None}) == 0.5
     assert scaling_of(config | {"use_rslora": True}) == 2.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_logits_without_a_finite_maximum_are_marked_and_no_others(dtype: torch.dtype) -> None:
-    sound = torch.tensor([[1.0, -2.0, 3.0], [-math.inf, 0.0, -math.inf]], dtype=dtype)
-    assert torch.equal(marked(sound.clone()), sound)
-    rows = [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3, [math.nan] * 3]
-    found = marked(torch.cat([sound, torch.tensor(rows, dtype=dtype)]))
-    assert found.isnan().any(-1).tolist() == [False, False, True, True, True, True]
-    assert torch.equal(found[:2], sound)
-    assert marked(sound[:0]).shape == (0, 3)
-
-
-def test_what_sampling_makes_of_logits_is_not_counted() -> None:
-    logits = marked(torch.tensor([[1.0, 2.0], [math.inf, 2.0], [1.0, 2.0]]))
-    logits[0] = math.nan  # a penalty of 0 times -inf
-    logits[1, 0] = -math.inf  # a grammar that forbids the marked token
-    assert finite.rows_with_nan(logits).tolist() == [0, 1, 0]
-    assert finite.rows_with_nan(torch.tensor([[1.0, math.nan], [0.0, 1.0]])).tolist() == [1, 0]  # of another processor
-
-
-def test_vllms_samplers_take_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {importlib.import_module(name): counts for name, counts in finite._COUNTERS.items()}
-    counters = [(module, name) for module, name in modules.items() if hasattr(module, name)]
-    assert len(counters) >= 2, "vLLM 0.25 has none in its older model runner"
-    for module, name in counters:
-        monkeypatch.setattr(module, name, vars(module)[name])  # so that what is replaced here comes back
-    monkeypatch.setattr(LogitsProcessor, "forward", lambda self, logits: logits)
-    finite.mark_logits()
-    logits = LogitsProcessor.forward(None, torch.tensor([[1.0, 2.0], [math.inf, 2.0]]))  # pyright: ignore
-    logits[:] = 0.0  # by sampling parameters
-    assert [vars(module)[name](logits).tolist() for module, name in counters] == [[0, 1]] * len(counters)
-
-
-def test_new_blocks_are_zeroed_whatever_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda _: False))
-    assert not plain.needs_kv_cache_zeroing
-    finite.zero_new_blocks()
-    assert plain.needs_kv_cache_zeroing

@@ -214,32 +214,6 @@ def test_room_is_not_made_from_the_newest_nor_from_one_that_is_served_by_name_on
     assert held.make_room() is True
 
 
-def test_an_unhealthy_version_is_refused_and_others_are_not() -> None:
-    held = registry()
-    first, second = publish(held, 1), publish(held, 2)
-    assert held.condemn("policy-v2", "nan") and not held.condemn("policy-v2", "again")
-    assert not held.condemn("another server's", "nan")
-    first.check_healthy()
-    with pytest.raises(ServeError) as refused:
-        second.check_healthy()
-    assert (refused.value.status, refused.value.field, refused.value.got) == (
-        503,
-        "policy_version",
-        "2 (policy-v2): nan",
-    )
-    assert held.newest is second, "nobody gets another version than the newest without asking for it"
-    publish(held, 3).check_healthy()
-
-
-def test_the_base_model_is_healthy_again_once_its_weights_were_written() -> None:
-    held = registry()
-    assert held.condemn(None, "nan")
-    with pytest.raises(ServeError):
-        held.base.check_healthy()
-    held.rebase(1)
-    held.base.check_healthy()
-
-
 @pytest.mark.parametrize("keep", [0, 4])
 def test_the_window_must_leave_a_place_for_the_next_version(keep: int) -> None:
     with pytest.raises(ValueError, match=rf"keep: got {keep}\b.*\b1 to 3"):

@@ -277,25 +277,6 @@ def test_an_adapter_that_is_not_finite_is_refused_in_the_engines_words_and_chang
     assert [version.name for version in publisher.registry.versions] == ["policy-v1", "policy-v2"]
 
 
-def test_a_version_that_turned_out_unhealthy_is_refused_until_another_is_published(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-
-    async def story() -> None:
-        for number in (1, 2):
-            await load(publisher, save_adapter(tmp_path / f"{number}"))
-        publisher.registry.condemn("policy-v2", "nan")
-        with pytest.raises(ServeError) as refused, publisher.serving():
-            pass
-        assert (refused.value.status, refused.value.field) == (503, "policy_version")
-        with publisher.serving("policy-v1") as version:
-            assert version.version == 1
-        await load(publisher, save_adapter(tmp_path / "3"))
-        with publisher.serving() as version:
-            assert version.version == 3
-
-    run(story())
-
-
 def test_unload_withdraws_now_or_when_idle(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
 

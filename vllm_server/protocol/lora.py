@@ -125,10 +125,7 @@ class LoraUnloadResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One version that the engine holds. `draining`: no new request gets it, and it is removed after its last request.
-
-    `unhealthy`: why requests for it are refused; null if they are not.
-    """
+    """A version in the engine. `draining`: no new request gets it, and it is removed after its last request."""
 
     name: str
     version: int
@@ -140,7 +137,6 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float
     active: bool
     draining: bool
-    unhealthy: str | None = None
 
 
 class LoraStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -212,9 +212,9 @@ def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
 
 
 def _check_not_nan(values: Iterable[float]) -> None:
-    """Raise a ServeError, 422, for NaN: logits were finite before the request's own parameters changed them."""
+    """Raise a ServeError, 422, for NaN: JSON has none, and a trainer can't use it."""
     if any(map(math.isnan, values)):
         raise ServeError(
-            422, "sampling", got="logprobs that are not finite", wanted="penalties that keep logits finite",
-            fix="choose smaller penalties",
+            422, "sampling", got="logprobs that are not finite", wanted="weights and penalties that keep logits finite",
+            fix="choose smaller penalties; without penalties the version's weights overflow: publish another one",
         )  # fmt: skip

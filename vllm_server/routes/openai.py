@@ -52,7 +52,7 @@ class RouteToNewest:
             async with server.serving(asked) as lease:
                 name = msgspec.Raw(msgspec.json.encode(lease.version.name))
                 body = msgspec.json.encode(fields | {"model": name})
-                answer = _refusing(server, lease, scope, receive, _telling(lease, send))
+                answer = _refusing(server, scope, receive, _telling(lease, send))
                 await self.app(_with_length(scope, len(body)), _replay(body, receive), answer)
         except ServeError as error:
             await error_response(error)(scope, receive, send)
@@ -87,8 +87,8 @@ def _telling(lease: Lease, send: Send) -> Send:
     return add
 
 
-def _refusing(server: PolicyServer, lease: Lease, scope: Scope, receive: Receive, send: Send) -> Send:
-    """Return a `send` that replaces vLLM's error by our refusal if the engine has failed or the version is unhealthy.
+def _refusing(server: PolicyServer, scope: Scope, receive: Receive, send: Send) -> Send:
+    """Return a `send` that replaces vLLM's error by our refusal if the engine has failed or the weights are torn.
 
     After an output that vLLM 0.25 can't decode, it blames the request: its status is then 400.
     """
@@ -101,7 +101,7 @@ def _refusing(server: PolicyServer, lease: Lease, scope: Scope, receive: Receive
         if message["type"] == "http.response.start" and message["status"] >= _LOWEST_ERROR:
             try:
                 await server.check_engine()
-                lease.version.check_healthy()
+                server.fence.check_healthy()
             except ServeError as error:
                 refused = True
                 await error_response(error)(scope, receive, send)

@@ -20,7 +20,6 @@ from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker import (
-    finite,
     logits,
     routed_experts,
     sampled_logprobs,
@@ -42,8 +41,6 @@ if current_platform.is_cuda():
 elif current_platform.is_cpu():
     seeds.prepare_worker()
 logits.prepare_worker()
-finite.mark_logits()
-finite.zero_new_blocks()
 sampling_masks.prepare_worker()
 routed_experts.prepare_worker()
 
