@@ -202,7 +202,7 @@ class Trainer:
     def routed(self) -> RoutedShape | None:
         """What the routed experts of samples must be of; None: they are not replayed."""
         routing = self.forward.routing
-        return routing.shape if routing is not None and self.config.loss.routing_replay == "server" else None
+        return None if routing is None else routing.shape
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`. This uses no device, and may run in a thread during a step."""

@@ -99,11 +99,10 @@ class LossConfig(Section):
     is_cap: float = option(
         2.0, help="Largest weight of a token or sequence; with mask, a weight outside 1/cap to cap becomes 0.", gt=1
     )
-    routing_replay: Literal["off", "server", "own"] = option(
+    routing_replay: Literal["off", "server"] = option(
         "off",
         help="Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for "
-        "each token. own: those of an extra forward pass of the trainer, to check the replay. off: the model chooses "
-        "in each pass.",
+        "each token. off: the model chooses in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(

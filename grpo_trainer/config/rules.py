@@ -239,14 +239,13 @@ def loss(case: Case) -> Iterator[Problem]:
 @rule
 def routing(case: Case) -> Iterator[Problem]:
     """What goes with `--routing-replay`; whether the model has experts is only known once it is loaded."""
-    asked = case.trainer.loss.routing_replay
-    if asked == "off":
+    if case.trainer.loss.routing_replay == "off":
         return
     if case.trainer.compute.compile == "on":
         why = "a compiled layer can't exchange its experts"
-        yield Problem("--compile", f"on, and --routing-replay {asked}", "auto or off with it", summary=why)
+        yield Problem("--compile", "on, and --routing-replay server", "auto or off with it", summary=why)
     for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if asked == "server" and (degree := getattr(case.trainer.vllm, name)) > 1:
+        if (degree := getattr(case.trainer.vllm, name)) > 1:
             fix, why = "use --tensor-parallel-size, or more servers", "experts are recorded by one worker for all"
             yield Problem(case.of_server(name), f"{degree}, and --routing-replay server", "1", fix, why)
 

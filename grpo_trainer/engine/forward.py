@@ -113,9 +113,7 @@ class Forward:
         Raises:
             TrainingError: the teacher has tokens that the model lacks.
         """
-        if self.routing is None:
-            return self._scores(microbatch, entropy_gradient)
-        with self.routing.replaying(microbatch, lambda: self._scores(microbatch, entropy_gradient)):
+        with nullcontext() if self.routing is None else self.routing.replaying(microbatch):
             return self._scores(microbatch, entropy_gradient)
 
     def _scores(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
@@ -188,7 +186,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     if exact and isinstance(whole, PreTrainedModel):
         _keep_logits_exact(whole)
     computes = pick_dtype(config.model.dtype, device)
-    routing = None if config.loss.routing_replay == "off" else Routing(whole, config.loss.routing_replay)
+    routing = None if config.loss.routing_replay == "off" else Routing(whole)
     parts, why = _parts_of(whole, computes)
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):

@@ -7,10 +7,10 @@ are the trainer's own, with gradient (rollout routing replay, arXiv 2510.11370).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,31 +34,26 @@ FEWEST = 32
 
 
 class Routing:
-    """Replays experts in the routers of a model.
-
-    Args:
-        source: "server": a microbatch's experts. "own": those of a first pass, to validate the replay.
+    """Replays a microbatch's experts in the routers of a model.
 
     Attributes:
         shape: of the model.
     """
 
-    def __init__(self, model: nn.Module, source: Literal["server", "own"]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         routers = [module for module in model.modules() if isinstance(module, ROUTERS)]
         kinds = {(int(router.top_k), int(router.num_experts)) for router in routers}
         if len(kinds) != 1:
             kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
             raise ConfigError(
                 field="--routing-replay",
-                got=f"{source}, for {kind}" + ("" if kinds else ", in which no known router chooses experts"),
+                got=f"server, for {kind}" + ("" if kinds else ", in which no known router chooses experts"),
                 wanted="a Mixtral, Qwen2-MoE or Qwen3-MoE model with the same number of experts in each layer",
                 fix="leave it out",
             )
         (top_k, experts) = kinds.pop()
         self.shape = RoutedShape(len(routers), top_k, experts)
-        self._source = source
         self._given_PLK: Tensor | None = None
-        self._chosen: list[Tensor] | None = None  # of a pass whose choices are recorded
         self._changed: list[Tensor] | None = None  # of a forward pass: by layer, each token's share of changed experts
         self._sums_BL: Tensor | None = None  # of the last forward pass: these, of tokens that predict trained ones
         self._tokens_B: Tensor | None = None
@@ -79,13 +74,9 @@ class Routing:
             self._given_PLK = None
 
     @contextmanager
-    def replaying(self, microbatch: MicroBatch, run: Callable[[], Any]) -> Iterator[None]:
-        """Replay a microbatch's experts in the forward pass within the block, and in its backward pass after it.
-
-        Args:
-            run: makes a forward pass over the microbatch, for its own choice.
-        """
-        self._given_PLK = microbatch.experts_PLK if self._source == "server" else self._own_choice(run)
+    def replaying(self, microbatch: MicroBatch) -> Iterator[None]:
+        """Replay a microbatch's experts in the forward pass within the block, and in its backward pass after it."""
+        self._given_PLK = microbatch.experts_PLK
         self._changed = []
         try:
             yield
@@ -94,20 +85,9 @@ class Routing:
             if not torch.is_grad_enabled():
                 self._given_PLK = None
 
-    @torch.no_grad()
-    def _own_choice(self, run: Callable[[], Any]) -> Tensor:
-        self._given_PLK, self._chosen = None, []
-        try:
-            run()
-            return torch.stack(self._chosen, dim=1)
-        finally:
-            self._chosen = None
-
     def _route(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Exchange the experts that a router has chosen; called after each of its forward passes."""
         logits_PE, weights_PK, own_PK = output
-        if self._chosen is not None:
-            self._chosen.append(own_PK.to(torch.int16))
         if self._given_PLK is None:
             return None
         given_PK = self._given_PLK[:, layer].long()

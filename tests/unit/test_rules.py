@@ -128,8 +128,8 @@ ROWS = [
     in_train(rules.loss, {**LORA, "kl_reference": "base"}, "--kl-reference", "base", "--kl-beta or --log-kl"),
     in_train(
         rules.routing,
-        {"routing_replay": "own", "compile": "on"},
-        *("--compile", "on, and --routing-replay own", "auto or off"),
+        {"routing_replay": "server", "compile": "on"},
+        *("--compile", "on, and --routing-replay server", "auto or off"),
     ),
     in_train(
         rules.routing,
