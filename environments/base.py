@@ -27,7 +27,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
 
@@ -49,6 +49,8 @@ from environments.tokenizers import (
     known_tokens,
     opens_thinking,
     prompt_ids,
+    stop_tokens,
+    turn_end,
     with_system_prompt,
 )
 from environments.trajectory import Message, Trajectory, scored_group, truncated_of, without_truncated
@@ -61,6 +63,8 @@ log = logging.getLogger(__name__)
 
 MADE_UP = ("The answer is 42.", "I do not know.")
 """Answers whose scores a trial asks for."""
+
+WHY_STOP = "it ends a turn in the chat template, but is no stop token of the model"
 
 Item = TypeVar("Item")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
@@ -221,9 +225,37 @@ class BaseEnv(Generic[Item, Config]):
     def sampling(self, room: int) -> Sampling:
         """Return how to sample answers when the prompt leaves `room` tokens.
 
-        By default `--env.max_tokens` of them, or all, at `--env.temperature`.
+        By default `--env.max_tokens` of them, or all, at `--env.temperature`, up to a stop token of the model or of
+        `more_stops`.
         """
-        return Sampling(max_tokens=min(room, self.config.max_tokens or room), temperature=self.config.temperature)
+        return Sampling(
+            max_tokens=min(room, self.config.max_tokens or room),
+            temperature=self.config.temperature,
+            stop_token_ids=self.more_stops,
+        )
+
+    @cached_property
+    def more_stops(self) -> tuple[int, ...]:
+        """Tokens at which an answer ends besides the model's stop tokens: the end of a turn, unless it is one of them
+        or `--env.stop_at_turn_end` is off."""
+        missing = self._missing_stop()
+        if missing is None or not self.config.stop_at_turn_end:
+            return ()
+        log.info("answers also stop at %s: %s", self.tokenizer.decode([missing]), WHY_STOP)
+        return (missing,)
+
+    def _missing_stop(self) -> int | None:
+        """Return the token that ends a turn in the chat template, if the model does not stop at it."""
+        end = turn_end(self.tokenizer, self.config.chat_template_kwargs)
+        return None if end in stop_tokens(self.config.tokenizer_name, self.tokenizer) else end
+
+    def said_of_stops(self) -> str:
+        """Return what a trial says about a chat template whose end of a turn is no stop token; empty: it is one."""
+        missing = self._missing_stop()
+        if missing is None:
+            return ""
+        does = "answers stop there" if self.config.stop_at_turn_end else "answers do not stop there"
+        return f"; {self.tokenizer.decode([missing])}: {WHY_STOP}; {does} (--env.stop_at_turn_end)"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """Return one scored group for the item, or None if there is none (the runner counts these)."""
@@ -281,7 +313,7 @@ class BaseEnv(Generic[Item, Config]):
         self._check_known(token_ids)
         seen = f"a prompt of {len(token_ids)} tokens, room for {self.config.max_token_length - len(token_ids)}"
         if collects:
-            return seen
+            return seen + self.said_of_stops()
         doing("score_group()" if scores_groups else "score()")
         completions = [self._made_up(token_ids, text) for text in MADE_UP]
         scores = await self.scoring.within(item, self.score_group(item, completions))
@@ -294,7 +326,7 @@ class BaseEnv(Generic[Item, Config]):
                 )
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
-        return f"{seen}; two made-up answers score {' and '.join(shown)}"
+        return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops()}"
 
     def _check_known(self, token_ids: list[int]) -> None:
         vocabulary = known_tokens(self.config.tokenizer_name)

@@ -94,6 +94,11 @@ class BaseEnvConfig(BaseModel):
     max_tokens: int | None = Field(
         default=None, ge=1, description="longest answer in tokens; unset: what max_token_length leaves"
     )
+    stop_at_turn_end: bool = Field(
+        default=True,
+        description="stop an answer at the token that ends a turn in the chat template, also if the model does not "
+        "name it as a stop token (many base models do not)",
+    )
     mask_truncated: bool = Field(
         default=False,
         description="leave answers that reached their limit out of the loss; their rewards still count in the baseline",

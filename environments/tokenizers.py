@@ -47,13 +47,43 @@ def load_tokenizer(name: str) -> Any:
 
 def known_tokens(name: str) -> int | None:
     """Return how many token ids the model of a tokenizer knows, by its config.json; None: it is not here."""
-    folder = find_folder(name)
-    try:
-        config = {} if folder is None else json.loads((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
+    config = _model_file(name, CONFIG_FILE) or {}
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None
+
+
+def _model_file(name: str, file: str) -> dict[str, Any] | None:
+    """Return a JSON file of the model of a tokenizer; None: it is not here, or can't be read."""
+    folder = find_folder(name)
+    try:
+        found = None if folder is None else json.loads((folder / file).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def stop_tokens(name: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the tokens at which vLLM ends an answer: the tokenizer's EOS token, and those that the model's
+    generation_config.json names, or its config.json if it has no such file."""
+    config = _model_file(name, "generation_config.json")
+    if config is None:
+        config = _model_file(name, CONFIG_FILE) or {}
+        config = {**(config.get("text_config") or {}), **config}
+    named = config.get("eos_token_id")
+    found = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return {token for token in found if isinstance(token, int)}
+
+
+def turn_end(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any] | None = None) -> int | None:
+    """Return the special token that the chat template writes after the policy's turn; None: it writes none."""
+    marker = "x7f3q9"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
+    try:
+        _, found, after = render(tokenizer, messages, variables=variables, answered=False).rpartition(marker)
+    except PromptRefused:  # there is no template, or it wants a user's message at the end
+        return None
+    ids = cast("list[int]", tokenizer.encode(after, add_special_tokens=False)) if found else []
+    return next((token for token in ids if is_special(tokenizer, token)), None)
 
 
 def with_system_prompt(

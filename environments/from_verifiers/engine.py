@@ -95,9 +95,15 @@ class _Generate(msgspec.Struct):
 class Engine:
     """Serves `/inference/v1/generate` and `/v1/models` on a free port of this machine."""
 
-    def __init__(self, server: Inference, max_length: int) -> None:
-        """`max_length`: limit of a sequence (prompt and completion), in tokens."""
+    def __init__(self, server: Inference, max_length: int, stops: Sequence[int] = ()) -> None:
+        """Make a server that forwards to `server`.
+
+        Args:
+            max_length: limit of a sequence (prompt and completion), in tokens.
+            stops: tokens at which answers end in addition to those of a request.
+        """
         self._client = server
+        self._stops = tuple(stops)
         self._max_length = max_length
         self._rollouts: dict[str, Rollout] = {}
         routes = [
@@ -168,7 +174,7 @@ class Engine:
             top_k=-1 if params.top_k is None else params.top_k,
             min_p=params.min_p or 0.0,
             stop=tuple(params.stop or ()),
-            stop_token_ids=tuple(params.stop_token_ids or ()),
+            stop_token_ids=(*(params.stop_token_ids or ()), *self._stops),
         )
 
     async def _models(self, _: Request) -> JSONResponse:

@@ -53,7 +53,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         """Load the environment; start its servers and the engine for its requests."""
         for chatty in ("aiohttp.access", "verifiers"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        self.engine = Engine(self.server, self.config.max_token_length)
+        self.engine = Engine(self.server, self.config.max_token_length, self.more_stops)
         url = await self.engine.start()
         self.environment = load_environment(self._environment_config())
         renderer = {"renderer": {"name": self.config.renderer}} if self.config.renderer else {}

@@ -24,7 +24,7 @@ from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
 from environments.maths.gsm8k import Question
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
-from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render
+from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render, turn_end
 from environments.trajectory import Message
 from tests.stand_ins import Scripted
 
@@ -215,6 +215,19 @@ def test_a_turn_has_one_end_token_and_the_tokens_that_were_sampled(name: str, tu
         heard = tokenizer.decode(talk.tokens[after:])
         assert heard.count("y") == 1 and text not in heard
     assert [token for token, trained in zip(talk.tokens, talk.trained, strict=True) if trained] == sampled
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turn_end_is_the_templates(name: str) -> None:
+    tokenizer = build(name)
+    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(FAMILIES[name].end)
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", ALTERNATE])
+def test_turn_end_of_a_template_without_one(template: str | None) -> None:
+    tokenizer = build.__wrapped__("chatml")
+    tokenizer.chat_template = template
+    assert turn_end(tokenizer) is None
 
 
 def test_a_template_without_end_tokens_keeps_the_sampled_one_and_its_own_beginnings() -> None:

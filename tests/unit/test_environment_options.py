@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from environments.api import wire
 from environments.base import BaseEnv
@@ -51,6 +56,41 @@ def test_sampling_is_that_of_the_settings() -> None:
     env = build(temperature=0.7, max_tokens=20)
     assert env.sampling(100) == Sampling(max_tokens=20, temperature=0.7)
     assert env.sampling(5).max_tokens == 5, "the room is smaller"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "options", "stops"),
+    [
+        ({"eos_token_id": 2}, None, {}, (3,)),
+        ({"eos_token_id": 3}, None, {}, ()),
+        ({"text_config": {"eos_token_id": 3}}, None, {}, ()),
+        ({"eos_token_id": 3}, {"eos_token_id": 2}, {}, (3,)),  # vLLM reads config.json only without the other file
+        ({}, {"eos_token_id": [2, 3]}, {}, ()),
+        ({"eos_token_id": 2}, None, {"stop_at_turn_end": False}, ()),
+    ],
+)
+def test_stop_at_turn_end(
+    tmp_path: Path,
+    config: dict[str, Any],
+    generation: dict[str, Any] | None,
+    options: dict[str, Any],
+    stops: tuple[int, ...],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    vocabulary = {"<unk>": 0, "a": 1, "<eos>": 2, "<turn>": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")),
+        eos_token="<eos>",
+        additional_special_tokens=["<turn>"],
+        chat_template="{% for m in messages %}{{ m.content }}<turn>{% endfor %}",
+    )
+    settings = BaseEnvConfig(tokenizer_name=str(tmp_path), **options)
+    env = Echo(settings, Scripted(tokenizer, lambda _: []), tokenizer)
+    assert env.sampling(9).stop_token_ids == stops
+    seen = asyncio.run(env.rehearse("a", lambda _: None))
+    assert ("<turn>" in seen) == bool(stops or options), "what the model does not stop at is said"
 
 
 CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
