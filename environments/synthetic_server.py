@@ -1,14 +1,15 @@
 """The environment of `grpo bench loop`: ``python -m environments.synthetic_server serve --env.tokenizer_name MODEL``.
 
-It has no task. Prompts are random and of one length. Completions end at some of the vocabulary's token ids. A model
-with random weights samples all ids about equally often, so completion lengths are geometric. The reward is the parity
-of the length. Everything else is an environment's normal work: `BaseEnv`, tokenizer, both clients.
+It has no task. Prompts are random and of one length. Lengths of completions are geometric: each completion is a request
+whose limit of tokens is drawn for it, so lengths are the same in every run of a seed, and no policy changes them. The
+reward is the parity of the length. Everything else is an environment's normal work: `BaseEnv`, tokenizer, both clients.
 """
 
+import asyncio
+import math
 import random
 import string
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from statistics import fmean
 
@@ -16,7 +17,8 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
-from environments.peers.inference import Completion, Sampling
+from environments.peers.inference import Completion
+from environments.trajectory import Message
 
 SIGNS = string.ascii_letters + string.digits
 """Characters of prompts. Each is one token for the tokenizers of `grpo bench`; spaces are not."""
@@ -31,18 +33,14 @@ class SyntheticConfig(BaseEnvConfig):
     )
 
 
-def stop_token_ids(vocabulary: int, mean: float, eos: int) -> tuple[int, ...]:
-    """Return ids that end a completion. If all ids are equally likely, the completion's length is geometric.
+def draw_length(draw: random.Random, mean: float, vocabulary: int) -> int:
+    """Return a limit of tokens such that the completion's length is geometric with this mean.
 
-    Each token ends it with probability `ids / vocabulary`, so the mean length is `vocabulary / ids` tokens.
-
-    Args:
-        vocabulary: number of ids.
-        mean: wanted mean length in tokens; at least one id is returned.
-        eos: the id at which the server always stops; it is the first.
+    A model with random weights samples all ids about equally often, so each token is the end token with probability
+    1 / `vocabulary`. The limit ends a completion with the rest of 1 / `mean`. The mean is at most `vocabulary`.
     """
-    count = max(1, round(vocabulary / mean))
-    return tuple((eos + place) % vocabulary for place in range(count))
+    ends = max(1e-12, (1 / mean - 1 / vocabulary) / (1 - 1 / vocabulary))
+    return 1 + int(math.log(1 - draw.random()) / math.log(1 - ends)) if ends < 1 else 1
 
 
 class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
@@ -52,19 +50,21 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
     env_config_cls = SyntheticConfig
 
     async def setup(self) -> None:
-        """Choose the ids at which completions end."""
+        """Number the items."""
         self.items = count(1)
-        eos = self.tokenizer.eos_token_id
-        assert isinstance(eos, int), "the tokenizers of `grpo bench` have one"
-        self.stops = stop_token_ids(len(self.tokenizer), self.config.completion_mean, eos)
 
     def prompt(self, item: int) -> str:
         """Return random characters that depend on item and seed."""
         return "".join(random.Random(f"{self.config.seed}/{item}").choices(SIGNS, k=self.config.prompt_tokens))
 
-    def sampling(self, room: int) -> Sampling:
-        """Return the common sampling, which also ends at the stop ids."""
-        return replace(super().sampling(room), stop_token_ids=self.stops)
+    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
+        """Return `n` answers, each of its own request: a request has one limit."""
+        token_ids = self.encode(prompt)
+        room = self.config.max_token_length - len(token_ids)
+        draw, mean = random.Random(str(prompt)), self.config.completion_mean
+        limits = [min(room, draw_length(draw, mean, len(self.tokenizer))) for _ in range(n)]
+        requests = (self.server.generate(token_ids, 1, self.sampling(limit)) for limit in limits)
+        return [completion for (completion,) in await asyncio.gather(*requests)]
 
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[float]:
         """Return 1.0 for an even number of tokens, else 0.0: rewards vary, and no policy learns them."""

@@ -26,18 +26,14 @@ part() {
     fi
 }
 
-# shellcheck disable=SC2329 # called by `recipe`
-free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-
 # shellcheck disable=SC2329 # called by `part`
-recipe() { # NAME
-    STEPS=${STEPS:-4} BATCH_SIZE=16 ACCUMULATION=2 RUN_DIR="$out/$1" API_PORT=$(free_port) VLLM_PORT=$(free_port) \
-        bash "scripts/train_$1.sh"
+train() { # MODE
+    STEPS=${STEPS:-4} BATCH_SIZE=16 ACCUMULATION=2 RUN_DIR="$out/$1" bash scripts/train.sh "$1"
 }
 
 nvidia-smi --list-gpus >/dev/null 2>&1 || echo "no GPU here (nvidia-smi lists none): the CPU is checked instead"
 part doctor "$PYTHON" -m grpo_trainer doctor
-for name in lora single_copy legacy; do part "$name" recipe "$name"; done
+for name in lora single_copy legacy; do part "$name" train "$name"; done
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     part gpu_tests "$PYTHON" -m pytest -q tests/gpu
 else

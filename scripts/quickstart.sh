@@ -18,10 +18,10 @@ model=demo-model
 make=()
 config=configs/quickstart.toml
 flags=()
-rise=(--min-rise 0.3)
+rise=(0.3) # the least rise of the mean reward, from its first five steps to its last five
 while [ $# -gt 0 ]; do
     case $1 in
-        --released) model=smollm2 make=(--released) config=configs/smollm2_lora.toml; shift ;;
+        --released) model=smollm2 make=(--released) config=configs/smollm2_words.toml; shift ;;
         --out) out=${2:?--out wants a folder}; shift 2 ;;
         --steps) # a short run has a short warm-up
             [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "--steps ${2:-}: wanted a number of 1 or more"
@@ -49,7 +49,22 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 run_dir=$out/$(date +%Y%m%d-%H%M%S)
 # free ports: the machine may have other runs
 "$PYTHON" -m grpo_trainer run --config "$config" --model "$out/$model" --run-dir "$run_dir" --api.port 0 --server.port 0 "${flags[@]}"
-"$PYTHON" scripts/reward_rise.py "$run_dir" "${rise[@]}"
+"$PYTHON" - "$run_dir" "${rise[@]}" <<'PYTHON'
+import json, sys
+from statistics import fmean
+
+from grpo_trainer.metrics.rows import ENDS, read_rows
+
+run_dir, least = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else float("-inf")
+rows = read_rows(f"{run_dir}/metrics.jsonl")
+rewards = [row["reward/mean"] for row in rows]
+start, end = fmean(rewards[:ENDS]), fmean(rewards[-ENDS:])
+seconds = round(sum(row["train/seconds"] for row in rows), 1)
+print(json.dumps({"reward_start": round(start, 4), "reward_end": round(end, 4), "steps": rows[-1]["step"],
+                  "seconds": seconds, "run_dir": run_dir}))
+if end - start < least:
+    sys.exit(f"the reward rose by {end - start:.3f}, wanted {least} or more; see {run_dir}")
+PYTHON
 {
     echo "the model, for runs of your own: $out/$model"
     print_path

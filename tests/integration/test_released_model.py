@@ -10,18 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from environments.released_model import ReleasedModelError, write_released
-from environments.tokenizers import load_tokenizer
+from environments.tokenizers import load_tokenizer, prompt_ids
+from environments.word_problems import held_out_problems
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from tests.runs import finished, rows, started
-from tests.scripts import load_script
+from vllm_server.protocol import GenerateRequest, TokenPrompt
 
 pytestmark = pytest.mark.timeout(1200)
 
 LENGTH = 192
 """Tokens of a word problem with its answer."""
-ASKED = ("--env.level", "1-2", "--env.max_token_length", str(LENGTH), "--env.max_tokens", "24", "--env.eval_questions")
 
 
 @pytest.fixture(scope="module")
@@ -68,40 +70,36 @@ def test_three_steps_are_proved_and_server_and_trainer_agree(run_dir: Path) -> N
     assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
 
 
-def output(*words: object) -> dict[str, Any]:
-    """The JSON object that a program prints last."""
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
-    released_model: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    released_model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    held_out = load_script("held_out")
-
-    def compared(folder: Path, questions: str) -> dict[str, Any]:
-        """What `scripts/held_out.py` prints for a folder."""
-        held_out.main(["word_problems", str(folder), "--server", url, *ASKED, questions])
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
     export, log, port = tmp_path / "export", tmp_path / "log", free_port()
     checkpoint = run_dir / "checkpoints" / "adapter_final"
     merge = [sys.executable, "-m", "grpo_trainer", "export", str(checkpoint), str(export), "--merge"]
     subprocess.run(merge, cwd=ROOT, check=True, timeout=300)
+    tokenizer = load_tokenizer(str(released_model))
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": each.text}]) for each in held_out_problems([1, 2], 4)]
     url = f"http://127.0.0.1:{port}"
     serve = ["--model", str(released_model), "--port", str(port), "--max-model-len", str(LENGTH)]
     serve += ["--max-lora-rank", "16", "--lora-root", str(run_dir)]
-    with running("-m", "vllm_server", *serve, log=log) as process:
+    greedy = {"temperature": 0.0, "max_tokens": 24}
+    with running("-m", "vllm_server", *serve, log=log) as process, httpx.Client(trust_env=False, timeout=120) as client:
         wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
-        body = {"adapter_path": str(checkpoint)}
-        loaded = httpx.post(f"{url}/lora/load", json=body, timeout=120, trust_env=False)
+        loaded = client.post(f"{url}/lora/load", json={"adapter_path": str(checkpoint)})
         assert loaded.status_code == 200, loaded.text
-        where = ("--env.tokenizer_name", released_model, "--openai.base_url", url)
-        evaluated = output("-m", "grpo_trainer", "env", "word_problems", "evaluate", *where, *ASKED, "4")
-        after = compared(export, "4")
-        before = compared(released_model, "4")
-        adapter = compared(checkpoint, "2")
-    assert after["different_answers"] == adapter["different_answers"] == 0 < before["different_answers"]
-    assert {"env": "word_problems", **after["transformers"]} == evaluated
+        bodies = [GenerateRequest(prompt=TokenPrompt(prompt), sampling=greedy).to_body() for prompt in prompts]
+        served = [client.post(f"{url}/generate", json=body).json()["token_ids"][0] for body in bodies]
+    assert plain_answers(export, prompts) == served
+    assert plain_answers(checkpoint, prompts[:2]) == served[:2]
+    assert plain_answers(released_model, prompts) != served
+
+
+def plain_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy answers of transformers, in float32 as the server's."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    end = model.generation_config.eos_token_id
+    rows = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=end)[0, len(prompt) :]
+        for prompt in prompts
+    ]
+    return [row.tolist() for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from environments.peers.inference import Completion, Sampling
-from environments.synthetic_server import SyntheticConfig, SyntheticEnv, stop_token_ids
+from environments.synthetic_server import SyntheticConfig, SyntheticEnv, draw_length
 from environments.tokenizers import load_tokenizer
 from grpo_trainer import cli
 from grpo_trainer.bench import __main__ as command
@@ -44,26 +45,32 @@ from grpo_trainer.errors import ConfigError
 # ------------------------------------------------------------------------------------------------- environment
 
 
-def test_the_number_of_stop_ids_follows_from_vocabulary_and_mean() -> None:
-    # 151,936 / 434 = 350.1 and 152,064 / 434 = 350.4; 98 / 8 = 12.25
-    for shape, mean, number in (("1.5b", 350.0, 434), ("7b", 350.0, 434), ("tiny", 12.0, 8)):
-        ids = stop_token_ids(SHAPES[shape].vocab, mean, eos=1)
-        assert ids == tuple(range(1, 1 + number))
-    assert stop_token_ids(10, 1.0, eos=7) == (7, 8, 9, 0, 1, 2, 3, 4, 5, 6)  # each token ends it
-    assert stop_token_ids(10, 1000.0, eos=7) == (7,)
+class Drawn(random.Random):
+    """Draws these numbers."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.random = iter(numbers).__next__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_draw_length_is_geometric_together_with_the_end_token() -> None:
+    # 1/2 of all tokens are the last, 1/10 are the end token: the limit ends 4/9 of the others, 1/2 = 9/10 * 5/9
+    # P(length > 1) = 5/9 = 0.556, P(length > 2) = 25/81 = 0.309
+    lengths = [draw_length(Drawn(1 - above), 2.0, 10) for above in (1.0, 0.56, 0.55, 0.31, 0.30)]
+    assert lengths == [1, 1, 2, 2, 3]
+    assert draw_length(Drawn(0.99), 1.0, 10) == 1  # each token is the last
+    assert draw_length(Drawn(0.5), 1000.0, 10) > 10**6  # the end token alone is too frequent
 
 
 class Answering:
-    """A server whose completions have these lengths."""
+    """A server whose completions have the lengths that they may have."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = lengths
+    def __init__(self) -> None:
         self.asked: list[tuple[list[int], Sampling]] = []
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         self.asked.append((prompt_token_ids, sampling))
-        assert n == len(self.lengths)
-        return [Completion(prompt_token_ids, [5] * k, [-0.5] * k, "", "stop", 3) for k in self.lengths]
+        length = sampling.max_tokens
+        return [Completion(prompt_token_ids, [5] * length, [-0.5] * length, "", "length", 3)] * n
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         raise AssertionError("nobody teaches here")
@@ -73,7 +80,7 @@ class Answering:
 
 def test_a_group_of_the_synthetic_environment(tmp_path: Path) -> None:
     ensure_model(SHAPES["tiny"], tmp_path / "m", torch.float32)
-    server = Answering([4, 7, 2])
+    server = Answering()
     config = SyntheticConfig(
         tokenizer_name="m", group_size=3, prompt_tokens=20, completion_mean=12, max_token_length=50
     )
@@ -81,16 +88,19 @@ def test_a_group_of_the_synthetic_environment(tmp_path: Path) -> None:
 
     async def scene() -> list[Any]:
         await env.setup()
-        items = [next(env.items) for _ in range(40)]
+        items = [next(env.items) for _ in range(400)]
         return [*[await env.collect_trajectories(item) for item in items], await env.evaluate()]
 
-    first, *_, evaluation = asyncio.run(scene())
-    assert first.scores == [1.0, 0.0, 1.0]  # even lengths are paid for
-    assert [len(tokens) for tokens in first.tokens] == [24, 27, 22] and first.policy_versions == [3, 3, 3]
-    assert evaluation == {"accuracy": pytest.approx(2 / 3)}
-    prompts = [prompt for prompt, _ in server.asked]
-    assert [len(prompt) for prompt in prompts] == [20] * 41 and len(set(map(tuple, prompts))) == 41
-    assert server.asked[0][1] == Sampling(max_tokens=30, stop_token_ids=(1, 2, 3, 4, 5, 6, 7, 8))
+    *groups, evaluation = asyncio.run(scene())
+    lengths = [sampling.max_tokens for _, sampling in server.asked]
+    assert [[len(tokens) - 20 for tokens in group.tokens] for group in groups[:2]] == [lengths[:3], lengths[3:6]]
+    assert groups[0].scores == [float(length % 2 == 0) for length in lengths[:3]]  # even lengths are paid for
+    assert groups[0].policy_versions == [3, 3, 3]
+    assert evaluation == {"accuracy": pytest.approx(sum(length % 2 == 0 for length in lengths[-3:]) / 3)}
+    # the limit ends a token with p = (1/12 - 1/98) / (1 - 1/98) = 0.0739: mean (1 - (1 - p)^30) / p = 12.2
+    assert (min(lengths), max(lengths)) == (1, 30) and 11 < sum(lengths) / len(lengths) < 13.4
+    prompts = {tuple(prompt) for prompt, _ in server.asked}
+    assert len(prompts) == 401 and {len(prompt) for prompt in prompts} == {20}
 
 
 # ------------------------------------------------------------------------------------------- options and commands

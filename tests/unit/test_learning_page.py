@@ -60,8 +60,8 @@ def test_the_flags_of_the_table_build_a_configuration(flags: str) -> None:
 
 def test_every_flag_of_the_trainer_that_the_page_names_is_there() -> None:
     known = {"--no-prefetch", *(flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags)}
-    others = {"--config", "--run-dir", "--env", "--server", "--out", "--title", "--x", "--y", "--smooth"}
-    others |= {"--kv-cache-memory-bytes", "--no-deps", "--learn", "--released"}  # vLLM's, pip's, and other commands'
-    others |= {"--lrs", "--trl-lrs", "--steps", "--more"}  # scripts/bench_trl.py
+    others = {"--config", "--run-dir", "--env", "--server", "--out", "--title", "--y"}
+    others |= {"--kv-cache-memory-bytes", "--no-deps", "--released"}  # vLLM's, pip's, and other commands'
+    others |= {"--lrs", "--trl-lrs", "--steps", "--more"}  # scripts/benchmarks/trl_learn.py
     assert ROWS
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - others <= known
