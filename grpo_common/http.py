@@ -1,7 +1,9 @@
-"""What the HTTP clients of a run share: time-outs, which failures are temporary, and how to read an error answer."""
+"""What the HTTP clients and servers of a run share: time-outs, which failures are temporary, how to read an error
+answer, and how many connections a server takes."""
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,14 @@ CONNECT_S = 10.0
 
 CLIENT_IDLE_S = 2.0
 """A client does not reuse a connection that was idle for longer than this, in seconds. Plain uvicorn and vLLM close
-idle connections after 5 s, possibly while the client sends a request; our servers close them after 75 s."""
+idle connections after 5 s, possibly while the client sends a request."""
+
+SERVER_IDLE_S = 75
+"""Our servers close a connection that was idle for this many seconds after an answer. Clients close theirs earlier
+(httpx after 5 s, aiohttp after 15 s), so no client sends a request on a connection that the server is closing."""
+
+_MOST_DESCRIPTORS = 1 << 16
+_SPARE_DESCRIPTORS = 256  # for files, sockets to other processes, and connections that get the answer 503
 
 _SAYS_NOTHING_OF_THE_REQUEST = frozenset({408, 425, 429, 499})
 """4xx statuses after which the same request may succeed. A server that shuts down answers 499: it treats its clients
@@ -24,6 +33,19 @@ _LONGEST = 500
 def may_pass(status: int) -> bool:
     """Return whether the same request may succeed later: the server has an error (5xx), or is too busy."""
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)
+
+
+def connection_limit() -> int:
+    """Raise this process's limit of open files (`ulimit -n`) as far as it may, at most to 65,536.
+
+    Return how many connections its server takes, for uvicorn's `limit_concurrency`. Without a free file descriptor the
+    event loop would close new connections unanswered; uvicorn answers those beyond the limit with 503 and logs it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    return descriptors - min(_SPARE_DESCRIPTORS, descriptors // 4)
 
 
 MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})

@@ -4,7 +4,7 @@ import argparse
 import os
 from argparse import Namespace
 
-from grpo_common.connections import SERVER_IDLE_S
+from grpo_common.http import SERVER_IDLE_S
 from vllm_server import compat, executor, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE

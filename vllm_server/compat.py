@@ -7,7 +7,6 @@ number. `assert_seams` runs at start: if a vLLM has moved something, the server 
 import asyncio
 import importlib
 import inspect
-import logging
 import signal
 import socket
 from argparse import ArgumentParser, Namespace
@@ -21,7 +20,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from grpo_common.connections import Connections, raise_descriptor_limit
+from grpo_common.http import connection_limit
 from vllm_server import forking, output_blocks
 from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
@@ -185,13 +184,7 @@ def run(
     found("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
     # vLLM stops the engine first and then waits for in-flight requests, by default without a limit. A stopped engine
     # never answers them.
-    connections = Connections(raise_descriptor_limit(), logging.getLogger("vllm.grpo.connections"))
-    serving = launcher.run_server(
-        args,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
-        http=connections.protocol(),
-        backlog=connections.backlog,
-    )
+    serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S, limit_concurrency=connection_limit())
     with _told_to_stop():
         importlib.import_module("uvloop").run(serving)
 

@@ -15,18 +15,18 @@ from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
 from environments.api.store import StoreError
-from grpo_common.connections import SERVER_IDLE_S, Connections, raise_descriptor_limit
 from grpo_common.formats import FormatError
+from grpo_common.http import SERVER_IDLE_S, connection_limit
 from grpo_common.ports import port_holder
 
+BACKLOG = 2048  # uvicorn's
 log = logging.getLogger("rollout-api")
 
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code: 0, 1 (the store failed), 2 (it could not start)."""
-    connections = Connections(raise_descriptor_limit(), log)
     try:
-        listener = _listen(settings.host, settings.port, connections.backlog)
+        listener = _listen(settings.host, settings.port)
         service = Service(settings)
     except (SettingsError, StoreError, FormatError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,8 +39,7 @@ def serve(settings: Settings) -> int:
         proxy_headers=False,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=SERVER_IDLE_S,
-        http=connections.protocol(),
-        backlog=connections.backlog,
+        limit_concurrency=connection_limit(),
     )
     host, port = listener.getsockname()[:2]
     log.info("serving http://%s:%d", f"[{host}]" if ":" in host else host, port)
@@ -87,7 +86,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listen(host: str, port: int, backlog: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """A bound socket.
 
     Raises:
@@ -98,7 +97,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(backlog)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

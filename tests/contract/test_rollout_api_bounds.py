@@ -9,7 +9,6 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -20,7 +19,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig
 from environments.peers.http import PeerGone
 from environments.peers.rollout_api import RolloutApi
-from tests.contract.test_rollout_api import ENV, TRAINER, start_run
+from tests.contract.test_rollout_api import ENV, start_run
 from tests.processes import answers, free_port, running, wait_for
 from tests.rollout_api import running_server
 
@@ -29,7 +28,8 @@ GROUP = wire.ScoredData(tokens=[[7] * TOKENS] * 2, masks=[[7] * TOKENS] * 2, sco
 BODY = wire.encode_group(GROUP)  # 131 kB: four bytes for a token and four for its mask
 MIB = 1 << 20
 DESCRIPTORS = 256
-HALF_OPEN = 300
+ENVIRONMENTS = 200
+MSGPACK = {"Content-Type": wire.MSGPACK}
 LIMITED = f"""
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
@@ -38,7 +38,7 @@ runpy.run_module("environments.api", run_name="__main__")
 
 
 def post(api: httpx.Client, path: str = "/scored_data", body: bytes = BODY) -> httpx.Response:
-    return api.post(path, content=body, headers={"Content-Type": wire.MSGPACK})
+    return api.post(path, content=body, headers=MSGPACK)
 
 
 def fill(api: httpx.Client) -> int:
@@ -156,59 +156,59 @@ def test_our_environment_says_why_it_gave_up(tmp_path: Path) -> None:
         asyncio.run(run(str(api.base_url)))
 
 
-@contextlib.contextmanager
-def half_open(port: int) -> Iterator[list[socket.socket]]:
-    """Clients that connect and say half a request or nothing."""
-    with contextlib.ExitStack() as held:
-        sockets = []
-        for number in range(HALF_OPEN):
-            sockets.append(held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)))
-            if number % 2:
-                with contextlib.suppress(ConnectionError):
-                    sockets[-1].sendall(b"GET /status HTTP/1.1\r\n")
-        yield sockets
-
-
 def status_of_new_connection(port: int) -> int:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
         connection.request("GET", "/status")
         return connection.getresponse().status
 
 
-def test_half_open_connections_beyond_the_descriptors_lock_nobody_out(tmp_path: Path) -> None:
+def test_connections_beyond_the_limit_are_refused_until_others_leave(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
-    url = f"http://127.0.0.1:{port}"
     with running("-c", LIMITED, "--port", str(port), "--store", str(tmp_path / "s"), log=log) as process:
-        wait_for("the API", lambda: answers(f"{url}/info"), log, 60)
-        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        kept.request("GET", "/info")
-        kept.getresponse().read()
-        own = kept.sock.getsockname()
-        with half_open(port):
-            for _ in range(20):
-                assert status_of_new_connection(port) == 200
-            assert httpx.post(f"{url}/register", json=TRAINER, timeout=30).status_code == 200
-            kept.request("GET", "/info")
-            assert json.loads(kept.getresponse().read())["batch_size"] == TRAINER["batch_size"]
-            assert kept.sock.getsockname() == own, "an environment's idle connection was cut"
-            assert warnings_of(log) == 1
-            assert str(DESCRIPTORS) in log.read_text()
-        assert httpx.get(f"{url}/status").status_code == 200
+        wait_for("the API", lambda: answers(f"http://127.0.0.1:{port}/info"), log, 60)
+        with contextlib.ExitStack() as held:
+            for _ in range(DESCRIPTORS * 3 // 4):
+                half = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+                half.sendall(b"GET /status HTTP/1.1\r\n")
+            wait_for("a refusal", lambda: status_of_new_connection(port) == 503, log, 30)
+            for _ in range(DESCRIPTORS):  # more than the process has descriptors: the rest is closed or waits
+                held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        wait_for("an answer", lambda: status_of_new_connection(port) == 200, log, 30)
         assert process.poll() is None
-        kept.close()
 
 
-def test_hundreds_of_idle_environments_beside_running_requests(tmp_path: Path) -> None:
-    """Their connections are kept, and none of them is refused."""
-    with running_server(log=tmp_path / "log") as server, contextlib.ExitStack() as held:
-        environments = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=30) for _ in range(600)]
-        for each in environments:
-            held.callback(each.close)
-        for _ in range(2):
-            own: list[Any] = []
-            for each in environments:
-                each.request("GET", "/info")
-                assert each.getresponse().read()
-                own.append(each.sock.getsockname())
-            assert len(set(own)) == len(environments)
+def test_two_hundred_environments_never_meet_the_limit_of_connections(tmp_path: Path) -> None:
+    """Each has three long polls and posts, and the trainer acknowledges batches, all at once."""
+
+    async def environment(client: httpx.AsyncClient, number: int) -> list[int]:
+        news = await client.get(f"/status-env?env_id={number}&wait=0")
+        poll = f"/status-env?env_id={number}&wait=2&seen={news.json()['seen']}"
+        answers = [news, *await asyncio.gather(*[client.get(poll) for _ in range(3)], post_group(client))]
+        answers += [await post_group(client) for _ in range(3)]
+        return [each.status_code for each in answers]
+
+    async def post_group(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/scored_data", content=small, headers=MSGPACK)
+
+    async def trainer(client: httpx.AsyncClient) -> list[int]:
+        statuses = []
+        for step in range(20):
+            taken = await client.get("/batch?lease=60&wait=10")
+            done = await client.post(f"/batch/{taken.json()['batch_id']}/ack", json={"step": step + 1})
+            statuses += [taken.status_code, done.status_code]
+        return statuses
+
+    async def run(url: str) -> list[int]:
+        async with contextlib.AsyncExitStack() as held:
+            opening = [httpx.AsyncClient(base_url=url, timeout=60, verify=False) for _ in range(ENVIRONMENTS + 1)]
+            clients = [await held.enter_async_context(each) for each in opening]
+            asking = [environment(client, number) for number, client in enumerate(clients[:-1])]
+            return [status for each in await asyncio.gather(*asking, trainer(clients[-1])) for status in each]
+
+    small = wire.encode_group(wire.ScoredData(tokens=[[7]] * 2, masks=[[7]] * 2, scores=[0.0, 1.0]))
+    with running_server(log=tmp_path / "log") as server, httpx.Client(base_url=server.url) as api:
+        start_run(api, batch_size=8)
+        for number in range(ENVIRONMENTS):
+            assert api.post("/register-env", json=ENV | {"desired_name": f"e{number}"}).json()["env_id"] == number
+        assert set(asyncio.run(run(server.url))) == {200}
         assert warnings_of(tmp_path / "log") == 0
