@@ -1,6 +1,5 @@
 """The cache for later runs, in `$GRPO_CACHE` or `~/.cache/grpo`. It is safe to delete: runs rebuild it.
 
-served/      vLLM's answers to whether it serves a model
 starts/      durations of the last start, by phase
 inductor/    graphs compiled by torch.compile
 triton/      kernels compiled by Triton

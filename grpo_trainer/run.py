@@ -43,7 +43,6 @@ from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
-from grpo_trainer.launch.preflight import ask, preflight
 from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.start import StartWatch, kept_at
@@ -57,7 +56,6 @@ from grpo_trainer.metrics.rows import NewRows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
-from vllm_server.protocol import PreflightReport
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -101,20 +99,10 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     refuse_failed(trials.outcomes(say), say)
 
-    def ask_aloud(model: str) -> PreflightReport:
-        console.print("asking vLLM whether it serves the model", highlight=False)
-        with console.status("importing vLLM"):
-            return ask(model)
-
-    report = preflight(config.trainer.model.name, ask_aloud)
-    on_gpu = report.device == "cuda"
-    console.print(
-        f"model {config.trainer.model.name} ({', '.join(report.architectures)}), "
-        f"vLLM {report.vllm_version} on {report.device}",
-        highlight=False,
-        soft_wrap=True,
-    )
     machine, shape = look(), shape_of(config.trainer.model.name)
+    on_gpu = machine.serves_on_gpu
+    vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
+    say(f"model {config.trainer.model.name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
     machine = replace(machine, gpu_hidden=on_gpu and not machine.on_gpu)
     gpus = machine if on_gpu else None
     config = _fitted(config, machine, shape, console)
@@ -128,7 +116,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     if cluster:
         execute = partial(cluster.start, contents(plan))
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else report.device, _model_config(config))
+    kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else "cpu", _model_config(config))
     try:
         with held_folder(config.run_dir, "--run-dir") as folder:
             empty_old_queue(config)

@@ -46,7 +46,7 @@ TRAINERS = (
 """What a trainer and an environment import."""
 RUNS = (
     # The server's half of vLLM and the engine's; and what else `grpo run` starts.
-    *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
+    *("vllm_server.app", "vllm_server.compat", "vllm_server.model_check", "vllm_server.sharing"),
     *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
     *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
     "vllm.model_executor.layers.quantization.online.base",  # imported when a model is loaded, whatever its quantization

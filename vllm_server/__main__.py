@@ -47,16 +47,14 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from vllm_server import app, compat, preflight, sharing
+    from vllm_server import app, compat, model_check, sharing
 
     args = arguments.parse(argv)
     if args.uds is None:
         check_key(args.host, keys_of(args.api_key))
     compat.assert_seams()
     sharing.prepare(args)
-    report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)
-    if not report.supported:
-        raise FatalError(report.reason, field=f"--model {args.model}")
+    model_check.check_model(args.model, trust_remote_code=args.trust_remote_code)
     app.serve(args)
     return 0
 

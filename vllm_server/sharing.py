@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 
-from vllm_server import compat, preflight, seams, shared_engine, sharing_checks
+from vllm_server import compat, model_check, seams, shared_engine, sharing_checks
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError
 from vllm_server.protocol import WorkerInfo, machine_id
@@ -36,9 +36,9 @@ def prepare(args: Namespace) -> None:
             field="--receive-weights", got="--shared-weights with it", wanted="one of them", fix="leave one out"
         )
     try:
-        config = preflight.read_config(args.model)
+        config = model_check.read_config(args.model)
     except (OSError, ValueError):
-        config = {}  # preflight reports the error
+        config = {}  # `check_model` reports the error
     device = compat.device_type()
     if args.shared_weights:
         sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)

@@ -42,7 +42,7 @@ def main() -> int:
 
 def import_all() -> None:
     """Import what a server imports before and after it starts its engine."""
-    from vllm_server import app, compat, preflight, sharing  # noqa: F401  # these import the rest
+    from vllm_server import app, compat, model_check, sharing  # noqa: F401  # these import the rest
 
     compat.assert_seams()
     compat.server_parser(arguments.PROGRAM, "")

@@ -22,14 +22,7 @@ from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
 from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.launch.preflight import preflight
 from grpo_trainer.launch.trial import Trials, trying
-from vllm_server.protocol import PreflightReport
-
-
-def _served_now(model: str) -> PreflightReport:
-    """Whatever was said before."""
-    return preflight(model, again=True)
 
 
 def _trying_all(config: RunConfig) -> AbstractContextManager[Trials]:
@@ -43,14 +36,12 @@ class Probes:
     Attributes:
         ipc: tries CUDA IPC; called with `on_gpu` and `needed`.
         nccl: tries NCCL; called with `gpus`, their number.
-        served: vLLM's word on a model.
         named: whether a model's name means anything; it may ask the hub.
         trying: tries the environments in the background.
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
     nccl: Callable[..., Finding] = check_nccl
-    served: Callable[[str], PreflightReport] = _served_now
     named: Callable[[str], Finding] = check_name
     trying: Callable[[RunConfig], AbstractContextManager[Trials]] = _trying_all
 
@@ -102,8 +93,8 @@ def _of_run(machine: Machine, run: RunConfig, probes: Probes, findings: list[Fin
     findings += [of_run.check_lr(run.trainer, shape), of_run.check_distribution(run, shape)]
     plan = None
     if files is not None:
-        findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]
-        findings += [of_run.check_lora_modules(run.trainer, files)]
+        findings += [of_run.check_tokenizer(files), of_run.check_kind(files)]
+        findings += [of_run.check_shareable(run.trainer, files), of_run.check_lora_modules(run.trainer, files)]
     if shape is not None:
         findings.append(of_run.check_length(run, shape))
         if run.options.cluster is None:
@@ -114,7 +105,6 @@ def _of_run(machine: Machine, run: RunConfig, probes: Probes, findings: list[Fin
             findings.append(memory)
         else:
             findings.append(skip("memory", "this machine is one of a cluster; see grpo run --dry-run"))
-    findings.append(_served(run.trainer.model.name, files, findings, probes))
     findings += [of_run.check_environment(outcome) for outcome in trials.outcomes()]
     if not run.options.try_environments:
         findings.append(skip("environments", "--no-try: not tried"))
@@ -158,11 +148,3 @@ def _shape(files: ModelFiles | None) -> tuple[ModelShape | None, list[Finding]]:
         return ModelShape.from_config(files.config), []
     except ValueError as error:
         return None, [skip("memory", f"can't be planned: {error}")]
-
-
-def _served(name: str, files: ModelFiles | None, findings: list[Finding], probes: Probes) -> Finding:
-    """The slow one: only where nothing has said no to vLLM or the model before."""
-    broken = {finding.name for finding in findings if finding.status == "fail"}
-    if files is None or broken & {"model", "vllm", "torch", "versions together"}:
-        return skip("vLLM serves it", "the model or vLLM is not there to be asked")
-    return of_run.check_served(name, probes.served)

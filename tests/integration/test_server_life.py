@@ -182,33 +182,20 @@ def test_a_wrong_model_path_is_one_line(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({}, ""),
-        ({"num_attention_heads": 4}, "got attention heads of size 16"),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "serves for pooling only"),
+        ({"num_attention_heads": 4}, "got attention heads of size 16, wanted one that the CPU kernels have"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "which vLLM serves for pooling only"),
+        ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "got NobodyForCausalLM, which vLLM"),
+        ({"architectures": []}, "got a config.json without `architectures`"),
     ],
-    ids=["served", "head size", "bert"],
+    ids=["head size", "encoder", "unknown", "no architecture"],
 )
-def test_preflight_says_in_one_json_line_whether_a_model_is_served(
+def test_a_model_that_vllm_does_not_serve_is_named_in_the_last_line(
     tmp_path: Path, changes: dict[str, object], reason: str
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | changes))
-    done = run("vllm_server.preflight", str(model))
-    report = json.loads(done.stdout)
-    assert len(done.stdout.splitlines()) == 1
-    assert report["supported"] is not bool(reason)
-    assert reason in report["reason"]
-    assert done.returncode == (1 if reason else 0)
-    assert report["architectures"] == (config | changes)["architectures"]
-    assert report["device"] == "cpu"
-
-
-def test_the_server_refuses_what_preflight_refuses(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
     done = run("vllm_server", "--model", str(model), "--port", "0")
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"vllm_server: --model {model}: ") and "16" in line
+    assert line.startswith(f"vllm_server: --model {model}: ") and reason in line

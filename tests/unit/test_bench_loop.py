@@ -179,7 +179,6 @@ def test_roles_of_processes() -> None:
         ("VLLM::Worker", "engine", "engine"),
         (trainer, "run", "trainer"),
         ("python compile_worker", "trainer", "trainer"),
-        ("python -m vllm_server.preflight m", "run", "run"),
     ):
         assert role_of(words, parent) == role, words
 

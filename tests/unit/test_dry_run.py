@@ -122,7 +122,6 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("grpo_trainer.launch.preflight.subprocess.run", started)
     monkeypatch.setattr("grpo_trainer.launch.child.subprocess.Popen", started)
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
     folder = model.parent / "run"

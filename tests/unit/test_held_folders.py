@@ -20,7 +20,6 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
 from grpo_trainer.files import held_folder
 from grpo_trainer.parallel.world import World
-from vllm_server.protocol.preflight import PreflightReport
 
 HOLDER = """
 import sys
@@ -136,17 +135,6 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
     (folder / "config" / "trainer.toml").write_text("# the live run's")
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "queue.sqlite").write_text("the live run's, too")
-    report = PreflightReport(
-        model="demo",
-        supported=True,
-        reason="",
-        by_tables=True,
-        architectures=[],
-        vllm_version="0",
-        torch_version="0",
-        device="cpu",
-    )
-    monkeypatch.setattr(run, "preflight", lambda *_: report)
     for check in ("refuse_missing", "refuse_without_room"):
         monkeypatch.setattr(run, check, lambda *_, **__: None)
     before = contents(folder)

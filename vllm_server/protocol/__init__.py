@@ -48,9 +48,6 @@ from vllm_server.protocol.lora import (
     Transport,
     VersionStatus,
 )
-from vllm_server.protocol.preflight import (
-    PreflightReport,
-)
 from vllm_server.protocol.routes import (
     BRIDGE_CHECKSUMS_ROUTE,
     BRIDGE_DEBUG_ROUTE,
