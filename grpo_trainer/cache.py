@@ -1,6 +1,5 @@
 """The cache for later runs, in `$GRPO_CACHE` or `~/.cache/grpo`. It is safe to delete: runs rebuild it.
 
-starts/      durations of the last start, by phase
 inductor/    graphs compiled by torch.compile
 triton/      kernels compiled by Triton
 vllm/        vLLM's own cache: compiled graphs, facts about model classes
@@ -22,22 +21,16 @@ COMPILE_CACHES = MappingProxyType(
 """Environment variable of a library's cache -> our folder for it."""
 
 
-def cache_folder() -> Path | None:
-    """Return the cache folder, which may not exist yet; None: there is no home folder, or it may not be written."""
-    try:
-        folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
-    except RuntimeError:
-        return None
-    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
-    return folder if os.access(there, os.W_OK) else None
-
-
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that put the compilers' caches into our folder.
 
-    Variables that the user has set already are left out.
+    Variables that the user has set already are left out; all, if there is no home folder, or it may not be written.
     """
-    folder = cache_folder()
-    if folder is None:
+    try:
+        folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
+    except RuntimeError:
+        return {}
+    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+    if not os.access(there, os.W_OK):
         return {}
     return {name: str(folder / place) for name, place in COMPILE_CACHES.items() if not environment.get(name)}

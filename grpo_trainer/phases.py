@@ -69,7 +69,6 @@ class Wait:
         name: of the process.
         what: it does or waits for.
         seconds: since it began to.
-        last_time: seconds that this took in the last start; None: not known.
         note: the last log line that says what it does.
         logged: the process itself logs that it lasts.
     """
@@ -77,13 +76,11 @@ class Wait:
     name: str
     what: str
     seconds: float
-    last_time: float | None = None
     note: str = ""
     logged: bool = False
 
     def __str__(self) -> str:
-        last_time = "" if self.last_time is None else f" ({self.last_time:.0f} s last time)"
-        return f"{self.name}: {self.what}, {self.seconds:.0f} s{last_time}"
+        return f"{self.name}: {self.what}, {self.seconds:.0f} s"
 
 
 class Phases:

@@ -21,7 +21,6 @@ from rich.console import Console
 from environments.api.wire import STORE_FORMAT
 from grpo_common.formats import check_format, check_sqlite
 from grpo_common.locks import HeldError, hold
-from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_common.roster import FOLDER as SERVERS
 from grpo_common.roster import read_members, read_served
 from grpo_common.trace import begin_file, end_file
@@ -45,7 +44,7 @@ from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.launch.start import StartWatch, kept_at
+from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.trial import Trials, refuse_failed, trying
 from grpo_trainer.launch.watched import Executor
@@ -116,7 +115,6 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     if cluster:
         execute = partial(cluster.start, contents(plan))
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else "cpu", _model_config(config))
     try:
         with held_folder(config.run_dir, "--run-dir") as folder:
             empty_old_queue(config)
@@ -124,7 +122,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
             if "run_dir" in config.unset:
                 link_latest(config.run_dir)
             write_record(config, [gpu.name for gpu in machine.gpus])
-            watch = StartWatch(config.run_dir / REPORT_FILE, kept)
+            watch = StartWatch(config.run_dir / REPORT_FILE)
             replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
             with recorded(config.trace_file):
                 supervise(config, plan, console, folder, watch, execute, replanner)
@@ -197,15 +195,6 @@ def planned(
         places=places,
         step=next((row["step"] for row in reversed(rows_so_far(config.run_dir / METRICS_FILE))), 0),
     )
-
-
-def _model_config(config: RunConfig) -> bytes | None:
-    """The model's config.json, if it is on this machine."""
-    folder = find_folder(config.trainer.model.name)
-    try:
-        return None if folder is None else (folder / CONFIG_FILE).read_bytes()
-    except OSError:
-        return None  # the trainer reports the error when it loads the model
 
 
 def supervise(

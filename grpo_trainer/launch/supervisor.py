@@ -255,7 +255,7 @@ class Supervisor:
         if child.ready:
             self._tell(self._say, f"{child.name}: ready after {seconds:.1f} s")
             if self._watch is not None:
-                self._watch.note_ready(child.name, seconds, child.log_path)
+                self._watch.note_ready(child.name, seconds)
         elif seconds > child.spec.ready_timeout:
             child.terminate()
             self._replace(child, child.not_ready)

@@ -143,7 +143,7 @@ def run_stand_in(folder: Path, console: Console, program: str = TRAINER) -> None
     )
     trainer = ProcessSpec("trainer", (sys.executable, "-c", program, str(folder)), ends_run=True)
     with held_folder(folder, "--run-dir") as held:
-        supervise(config, RunPlan(((trainer,),), {}, {}), console, held, StartWatch(folder / REPORT_FILE, None))
+        supervise(config, RunPlan(((trainer,),), {}, {}), console, held, StartWatch(folder / REPORT_FILE))
 
 
 def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:

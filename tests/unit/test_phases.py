@@ -1,4 +1,4 @@
-"""What a start takes, phase by phase: counted once, shown to users, kept for the next start."""
+"""What a start takes, phase by phase: counted once, and shown to users."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from grpo_trainer import phases
 from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
-from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.launch.start import StartReport, StartWatch, kept_at, read_report, server_phases
+from grpo_trainer.launch.start import StartReport, StartWatch, read_report
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_at, report_start
 
 
@@ -110,59 +109,25 @@ def test_a_process_knows_when_it_was_started() -> None:
 # the supervisor's side ---------------------------------------------------------------------------------------
 
 
-def test_the_last_start_is_known_to_the_next(tmp_path: Path) -> None:
-    report, kept = tmp_path / "run" / "start.json", tmp_path / "cache" / "starts" / "x.json"
-    report.parent.mkdir()
+def test_the_supervisor_completes_the_trainers_report(tmp_path: Path) -> None:
+    report = tmp_path / "start.json"
     report.write_bytes(b"{}")  # of an earlier start in this folder
-    first = StartWatch(report, kept)
+    watch = StartWatch(report)
     assert not report.exists()
-    log = tmp_path / "server.log"
-    log.write_text("$ server\nLoading weights took 2.50 seconds\n")
-    first.note_ready("server", 30.4, log)
-    first.look([])
-    assert not first.is_over
+    watch.note_ready("server", 30.4)
+    watch.look([])
+    assert not watch.is_over
     report.write_text(json.dumps({"seconds": 41.0, "phases": {"model": 5.2}}))
-    first.look([])
-    assert first.is_over
-    assert read_report(report) == read_report(kept)
-    assert read_report(kept) == StartReport(41, {"model": 5.2}, {"server": {"ready": 30.4, "weights": 2.5}})
+    watch.look([])
+    assert watch.is_over
+    assert read_report(report) == StartReport(41, {"model": 5.2}, {"server": {"ready": 30.4}})
 
 
-def test_what_was_kept_and_is_damaged_is_nothing(tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
+def test_a_damaged_report_is_none(tmp_path: Path) -> None:
+    report = tmp_path / "start.json"
     for content in ("", "{", "[]", '{"seconds": "x", "phases": {}}'):
-        kept.write_text(content)
-        assert read_report(kept) is None
-
-
-def test_vllms_own_phases_are_those_of_the_last_server_in_a_log() -> None:
-    log = (
-        "$ server\n… Loading weights took 9.00 seconds\n"
-        "$ server\n… Loading weights took 2.93 seconds\n… torch.compile took 8.10 s in total\n"
-        "… Graph capturing finished in 4 secs, took 0.51 GiB\n"
-        "… init engine (profile, create kv cache, warmup model) took 15.32 s (compilation: 8.10 s)\n"
-    )
-    assert server_phases(log) == {"weights": 2.93, "compile": 8.1, "graphs": 4, "engine": 15.32}
-    assert server_phases("$ server\nnothing\n") == {}
-
-
-def config(**flags: str) -> RunConfig:
-    return build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **flags})
-
-
-def test_starts_of_another_kind_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    places = [
-        kept_at(config(), "cpu", b"{}"),
-        kept_at(config(), "H200", b"{}"),
-        kept_at(config(), "cpu", b'{"hidden_size": 8}'),
-        kept_at(config(), "cpu", None),
-        kept_at(config(weight_bridge_mode="shared_vllm"), "cpu", b"{}"),
-        kept_at(config(share_base="true"), "cpu", b"{}"),
-    ]
-    assert len(set(places)) == len(places)
-    assert all(place is not None and place.parent == tmp_path / "starts" for place in places)
-    assert kept_at(config(lr="1e-6", run_dir="runs/other"), "cpu", b"{}") == places[0]
+        report.write_text(content)
+        assert read_report(report) is None
 
 
 # compilers' caches -------------------------------------------------------------------------------------------
@@ -182,7 +147,7 @@ def test_without_a_home_they_keep_it_where_they_like(monkeypatch: pytest.MonkeyP
 
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setattr(Path, "home", homeless)
-    assert compile_caches({}) == {} and kept_at(config(), "cpu", b"{}") is None
+    assert compile_caches({}) == {}
 
 
 def test_where_no_cache_may_be_written_they_keep_it_where_they_like(

@@ -186,9 +186,8 @@ def test_processes_of_a_stage_start_together(
     assert named == ["server", "trainer", "server"], "both were started, the server became ready later"
 
 
-def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_path: Path) -> None:
-    report, kept = tmp_path / "start.json", tmp_path / "kept.json"
-    kept.write_text('{"seconds": 99, "phases": {"compile": 77, "server": 66}, "servers": {"server": {"ready": 88}}}')
+def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
+    report = tmp_path / "start.json"
     shown, waits_for_it = tmp_path / "shown", f"\n12:00 INFO {phases.__name__}: start: server"
     trainer = f"""
         import sys
@@ -204,7 +203,7 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
         until({str(shown)!r}, "INFO loads")
         until({str(tmp_path / "trainer.log")!r}, {waits_for_it!r})
     """
-    port, watch = free_port(), StartWatch(report, kept)
+    port, watch = free_port(), StartWatch(report)
     said, seen = list[str](), list[Wait]()
 
     def show() -> None:
@@ -215,12 +214,12 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
     train = spec("trainer", UNTIL + textwrap.dedent(trainer), ends_run=True)
     with Supervisor(tmp_path, said.append, said.append, watch, show=show) as supervisor:
         supervisor.run([[server, train]])
-    found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
-    assert found.pop(("server", STARTING)) == (88, "INFO loads")
+    found = {(wait.name, wait.what): wait.note for wait in seen}
+    assert found.pop(("server", STARTING)) == "INFO loads"
     found.pop(("trainer", STARTING), None)  # before its first line
-    assert found == {("trainer", IN_WORDS["compile"]): (77, "")}, "its wait for the server is that server's"
+    assert found == {("trainer", IN_WORDS["compile"]): ""}, "its wait for the server is that server's"
     assert watch.is_over and not watch.waits
-    known = read_report(kept)
+    known = read_report(report)
     assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
 
 
@@ -231,7 +230,7 @@ def test_a_trainer_that_starts_its_server_itself_waits_for_it(tmp_path: Path) ->
         print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
         until({str(shown)!r}, {IN_WORDS["server"]!r})
     """
-    watch, said, seen = StartWatch(tmp_path / "start.json", None), list[str](), list[Wait]()
+    watch, said, seen = StartWatch(tmp_path / "start.json"), list[str](), list[Wait]()
 
     def show() -> None:
         seen.extend(watch.waits)
