@@ -1,43 +1,47 @@
-"""Watch groups while they are scored, so that scoring that never ends does not block a run silently.
+"""Limit the time of an environment's code, and show where the code is when it takes long.
 
-The watch is a thread, because code that blocks the event loop also blocks the time-outs of asyncio. After `REPORT_S`
-the thread logs the stack of the code. After `--env.score_timeout` it gives up the group:
+After `REPORT_S` the log shows the stack of the code. At the limit, `--env.score_timeout`:
 
-    a coroutine, a thread or a process is awaited    its task is cancelled; the thread is left behind
-    the code blocks the event loop                   a signal to the main thread raises the error inside that code
+    a coroutine, a thread or a process is awaited    it is given up: its task is cancelled, a thread stays behind
+    the code blocks the event loop                   the process ends; a run starts it again
+
+Time-outs of asyncio do not work in a blocked event loop, and no Python code runs while native code, such as a regular
+expression, holds the interpreter's lock. Therefore a thread watches the loop, and faulthandler's timer, which needs no
+lock, ends the process if that thread is blocked, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import faulthandler
 import logging
+import math
+import os
 import reprlib
-import signal
 import threading
-from collections.abc import Awaitable
-from contextvars import ContextVar
-from types import FrameType
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from environments import stacks
-from environments.threads import CLOCK, Clock, run
+from environments.threads import CLOCK, Clock, as_exception, elsewhere, run
 from grpo_common.errors import UserError
 from grpo_common.text import Lines
 
 log = logging.getLogger(__name__)
 
 REPORT_S = 30.0
-"""Seconds of scoring after which the log shows the stack of the code."""
-MOVES_S = 1.0
-"""Seconds without a callback after which the event loop counts as blocked."""
-LEAST_PAUSE_S = 0.01
-"""Shortest wait: a group's clock may stand still just before a mark."""
-LOOK_AGAIN_S = 1.0
-"""Seconds between two attempts to interrupt code that blocks the event loop."""
-UNBLOCK = (
-    "make `score` a plain function, which runs in a thread (score_in_thread), or await self.threads.call(function, …)"
-)
+"""Seconds after which the log shows the stack of the code."""
+LEAST_PAUSE_S = 0.05
+"""Shortest wait: a clock may stand still just before a mark."""
+LOOK_S = 1.0
+"""Seconds between two looks at the event loop, which moves twice as often."""
+LEAST_LOOKS = 3
+"""Looks in a row that find a blocked event loop before the process ends, however low the limit is."""
+NATIVE_S = 10.0
+"""Seconds after the limit at which faulthandler's timer ends a process whose thread could not."""
+LONGEST_S = 1e6
+UNBLOCK = "code that takes long must run in a thread, as a plain `score` does: await self.threads.call(function, …)"
 
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
@@ -45,167 +49,107 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class ScoreTimeout(UserError, TimeoutError):
-    """Scoring a group took longer than `--env.score_timeout`."""
+    """Scoring a group, or another call of the environment's code, took longer than `--env.score_timeout`."""
 
 
-class _Scored:
-    """The scoring of one group.
+class _Work:
+    """A call of the environment's code.
 
     Attributes:
-        thread: ident of the thread of its event loop.
         clock: its age, and the threads that work for it.
-        given_up: its task was cancelled.
-        over: it has ended, with or without a result.
     """
 
-    def __init__(self, item: object, seconds: float, limit: asyncio.Timeout) -> None:
-        self.seconds = seconds
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, subject: Callable[[], str], clock: Clock, limit: asyncio.Timeout) -> None:
+        self.subject = subject
+        self.clock = clock
+        self.limit = limit
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
-        self.thread = threading.get_ident()
-        self.clock = Clock()
-        self.given_up = self.over = False
-        self._item = item
-        self._limit = limit
+        self.timer: asyncio.TimerHandle | None = None
 
-    @property
-    def age(self) -> float:
-        """Return the seconds that it has taken, without those in which it waited for a thread or a judge."""
-        return self.clock.seconds
-
-    def error(self) -> ScoreTimeout:
-        """Return the error for a group that is given up."""
-        return ScoreTimeout(
-            "scoring is given up",
-            field="--env.score_timeout",
-            got=f"{self.age:.0f} s for {self}",
-            wanted=f"at most {self.seconds:g} s",
-            fix="see the stack of the code in the log; raise the time-out if scoring needs that long",
-        )
-
-    def __str__(self) -> str:
-        return _SHORT.repr(self._item)
-
-    def expire(self) -> None:
-        """Cancel the task; called in its event loop."""
-        if not self.over:
-            self._limit.reschedule(self.loop.time())
-
-
-_CURRENT: ContextVar[_Scored | None] = ContextVar("scored", default=None)
+    def stack(self) -> str:
+        """Return the stacks of the threads that work for it; without such threads, that of its task."""
+        found = filter(None, (stacks.of_thread(ident, run.__code__) for ident in tuple(self.clock.workers)))
+        task = "" if self.task is None else stacks.of_task(self.task, Scoring._limited.__code__)
+        return "\n".join(found) or task
 
 
 class Scoring:
-    """The groups of one environment that are being scored.
+    """Limits the time of one environment's code.
 
     Args:
-        seconds: time limit of scoring a group.
+        seconds: limit of scoring a group, and of any other call without progress.
+
+    Attributes:
+        loop: watches the event loop, where a program enters it.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._under_way: dict[int, _Scored] = {}  # in order of their start
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._reported = False
-        self._blocked_for: _Scored | None = None
         self._last_stack = ""
+        self.loop = LoopWatch(seconds)
 
     async def within(self, item: object, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which scores an item's group.
+        """Return the result of `work`, which scores an item's group. The wait for a thread, a judge or a server does
+        not count.
 
         Raises:
             ScoreTimeout: it took too long, and the group is given up.
         """
-        limit = asyncio.timeout(None)
-        scored = _Scored(item, self._seconds, limit)
-        tokens = _CURRENT.set(scored), CLOCK.set(scored.clock)
-        try:
-            async with limit:
-                self._enter(scored)
-                result = await work
-        except TimeoutError:
-            if limit.expired():
-                raise scored.error() from None
-            raise
-        finally:
-            self._leave(scored)
-            _CURRENT.reset(tokens[0])
-            CLOCK.reset(tokens[1])
+        result = await self._limited(lambda: f"the group of {_SHORT.repr(item)}", Clock(), work)
         self._reported = False
         return result
 
-    def _enter(self, scored: _Scored) -> None:
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="scoring watch", daemon=True)
-                self._thread.start()
-            if all(each.given_up for each in self._under_way.values()):  # else it wakes for an older group first
-                self._changed.notify()
-            self._under_way[id(scored)] = scored
+    async def call(self, name: str, work: Awaitable[T]) -> T:
+        """Return the result of another call of the environment's code, such as `evaluate()`. It may take any time, as
+        long as the server answers it, or functions in threads return.
 
-    def _leave(self, scored: _Scored) -> None:
-        scored.over = True
-        with self._changed:
-            self._under_way.pop(id(scored), None)
+        Raises:
+            ScoreTimeout: nothing happened for too long.
+        """
+        return await self._limited(lambda: name, Clock(restarts=True), work)
 
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait(self._pause())
-                under_way = list(self._under_way.values())
-            late = [scored for scored in under_way if scored.age >= min(REPORT_S, self._seconds)]
-            late.sort(key=lambda scored: -scored.age)
-            if late:
-                with contextlib.suppress(RuntimeError):  # the event loop has closed, so no task waits for a result
-                    self._look(late)
+    async def _limited(self, subject: Callable[[], str], clock: Clock, work: Awaitable[T]) -> T:
+        limit = asyncio.timeout(None)
+        each = _Work(subject, clock, limit)
+        try:
+            with elsewhere():  # the clock of the work that this is a part of stops
+                async with limit:
+                    token = CLOCK.set(clock)
+                    self._look(each)
+                    try:
+                        return await work
+                    finally:
+                        CLOCK.reset(token)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ScoreTimeout(
+                "code of the environment is given up",
+                field="--env.score_timeout",
+                got=f"{clock.seconds:.0f} s for {subject()}",
+                wanted=f"at most {self._seconds:g} s",
+                fix="see the stack of the code in the log; raise the time-out if the code needs that long",
+            ) from None
+        except KeyboardInterrupt as error:
+            raise as_exception(error) from error
+        finally:
+            if each.timer is not None:
+                each.timer.cancel()
 
-    def _pause(self) -> float | None:
-        """Return the seconds until the oldest group must be checked; None if no group is being scored."""
-        if not self._under_way:
-            return None
-        age = max((each.age for each in self._under_way.values() if not each.given_up), default=self._seconds)
-        marks = (min(REPORT_S, self._seconds), self._seconds)
-        pause = min((mark - age for mark in marks if mark > age), default=LOOK_AGAIN_S)
-        return max(pause, LEAST_PAUSE_S)
-
-    def _look(self, late: list[_Scored]) -> None:
-        """Report late groups, and give up those whose time is up."""
-        moves = _moves(late[0].loop)
-        overdue = [scored for scored in late if scored.age >= self._seconds]
-        if not overdue and not self._reported:
-            self._report(late, moves)
-        if not moves and overdue:  # the others may finish when the loop runs again
-            self._interrupt(overdue[0])
+    def _look(self, work: _Work) -> None:
+        """Report work that takes long, give it up if its time is up, or look again at its next mark."""
+        age, report = work.clock.seconds, min(REPORT_S, self._seconds)
+        if age >= self._seconds:
+            self._say("%s is given up after %.0f s; stack of its code:", work.subject(), age, stack=work.stack())
+            work.limit.reschedule(asyncio.get_running_loop().time())
             return
-        for scored in overdue:
-            if not scored.given_up:
-                scored.given_up = True
-                form = "the group of %s is given up after %.0f s of scoring; stack of its code:"
-                self._say(form, scored, scored.age, stack=_where(scored))
-                scored.loop.call_soon_threadsafe(scored.expire)
-
-    def _report(self, late: list[_Scored], moves: bool) -> None:
-        self._reported = True
-        oldest, count, seconds = late[0], len(late), late[-1].age
-        if moves:
-            form = "scoring %d groups has taken %.0f s or more so far, the oldest is that of %s; stack of its code:"
-            self._say(form, count, seconds, oldest, stack=_where(oldest))
-        else:
-            self._say_blocked(oldest)
-
-    def _interrupt(self, scored: _Scored) -> None:
-        """Raise the error in the code that blocks the event loop, if that code scores a group whose time is up."""
-        if self._blocked_for is not scored:
-            self._blocked_for = scored
-            self._say_blocked(scored)
-        if scored.thread == threading.main_thread().ident and signal.getsignal(signal.SIGUSR1) is _raise:
-            signal.pthread_kill(scored.thread, signal.SIGUSR1)
-
-    def _say_blocked(self, oldest: _Scored) -> None:
-        form = "the event loop is blocked, and scoring the group of %s has taken %.0f s so far; %s. Stack of the loop:"
-        blocking = stacks.of_thread(oldest.thread, Scoring.within.__code__)
-        self._say(form, oldest, oldest.age, UNBLOCK, stack=blocking)
+        if age >= report and not self._reported:
+            self._reported = True
+            form = "%s has taken %.0f s so far; stack of its code (said once, until a group is scored):"
+            self._say(form, work.subject(), age, stack=work.stack())
+        pause = (report if age < report else self._seconds) - age
+        work.timer = asyncio.get_running_loop().call_later(max(pause, LEAST_PAUSE_S), self._look, work)
 
     def _say(self, form: str, *values: object, stack: str) -> None:
         """Log a warning that ends with a stack, or with a note that the stack is the same as in the last warning."""
@@ -213,27 +157,65 @@ class Scoring:
         log.warning(f"{form}\n%s", *values, Lines("  (the same stack as before)" if known else stack))
 
 
-def allow_interrupts() -> None:
-    """Let a `Scoring` interrupt code that blocks the main thread's event loop. This takes over SIGUSR1."""
-    signal.signal(signal.SIGUSR1, _raise)
+class LoopWatch:
+    """Ends this process if its event loop is blocked for too long: `async with LoopWatch(seconds):`."""
 
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: the limit."""
+        self._seconds = seconds
+        self._patient = False
+        self._moved, self._over = threading.Event(), threading.Event()
+        self._beating: asyncio.Task[None] | None = None
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    """Raise in the main thread's current code if that code scores a group whose time is up."""
-    scored = _CURRENT.get()
-    if scored is not None and not scored.over and scored.age >= scored.seconds:
-        raise scored.error()
+    async def __aenter__(self) -> None:
+        """Begin to watch the loop of this thread."""
+        self._over.clear()
+        self._beating = asyncio.create_task(self._beat())
+        threading.Thread(target=self._watch, args=(threading.get_ident(),), name="loop watch", daemon=True).start()
 
+    async def __aexit__(self, *_: object) -> None:
+        """End."""
+        assert self._beating is not None, "entered"
+        self._beating.cancel()
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
 
-def _moves(loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether an event loop still runs its callbacks."""
-    called = threading.Event()
-    loop.call_soon_threadsafe(called.set)
-    return called.wait(MOVES_S)
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Only report a blocked loop: `setup` may load for minutes."""
+        self._patient = True
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            yield
+        finally:
+            self._patient = False
 
+    async def _beat(self) -> None:
+        while True:
+            self._moved.set()
+            if not self._patient:
+                limit = max(self._seconds, LEAST_LOOKS * LOOK_S) + NATIVE_S
+                faulthandler.dump_traceback_later(min(limit, LONGEST_S), exit=True, file=2)
+            await asyncio.sleep(LOOK_S / 2)
 
-def _where(scored: _Scored) -> str:
-    """Return the stacks of the threads that work for a group; without such threads, that of its task."""
-    found = filter(None, (stacks.of_thread(ident, run.__code__) for ident in tuple(scored.clock.workers)))
-    task = "" if scored.task is None else stacks.of_task(scored.task, Scoring.within.__code__)
-    return "\n".join(found) or task
+    def _watch(self, thread: int) -> None:
+        """Count looks and not seconds, so that a process that was stopped for a while is not blamed."""
+        reports, ends = (
+            max(LEAST_LOOKS, math.ceil(min(seconds, LONGEST_S) / LOOK_S))
+            for seconds in (min(REPORT_S, self._seconds), self._seconds)
+        )
+        looks = 0
+        while not self._over.wait(LOOK_S):
+            looks = 0 if self._moved.is_set() else looks + 1
+            self._moved.clear()
+            if looks < min(reports, ends):
+                continue
+            stack = stacks.of_thread(thread, asyncio.Handle._run.__code__)
+            if looks >= ends and not self._patient:
+                form = "the event loop has been blocked for %.0f s, %s: this process ends; %s. Stack of the code:\n%s"
+                limit = f"longer than --env.score_timeout {self._seconds:g}"
+                log.error(form, looks * LOOK_S, limit, UNBLOCK, Lines(stack))
+                os._exit(os.EX_SOFTWARE)
+            if looks == reports:
+                form = "the event loop has been blocked for %.0f s so far; %s. Stack of the code:\n%s"
+                log.warning(form, looks * LOOK_S, UNBLOCK, Lines(stack))

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -29,22 +29,26 @@ async def settled(value: Awaitable[T] | T) -> T:
 
 
 class Clock:
-    """Measures the seconds that a group's scoring takes. It stops while all its calls wait for a thread or a judge.
+    """Measures the seconds that some work takes. It stops while all its calls wait for a thread, a judge or a server.
+
+    Args:
+        restarts: begin at 0 again whenever a call begins, is answered or ends.
 
     Attributes:
         workers: idents of the threads that currently work for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, restarts: bool = False) -> None:
         self.workers: set[int] = set()
-        self._began = time.monotonic()
-        self._stopped: float | None = None
+        self._restarts = restarts
+        self._before = 0.0
+        self._since: float | None = time.monotonic()
         self._calls = self._waiting = 0
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since it began."""
-        return (self._stopped or time.monotonic()) - self._began
+        """Return the seconds that it has run."""
+        return self._before + (0.0 if self._since is None else time.monotonic() - self._since)
 
     @contextmanager
     def count(self, *, calls: int = 0, waiting: int = 0) -> Iterator[None]:
@@ -56,17 +60,19 @@ class Clock:
             self._change(-calls, -waiting)
 
     def _change(self, calls: int, waiting: int) -> None:
+        self._before = 0.0 if self._restarts else self.seconds
         self._calls += calls
         self._waiting += waiting
-        if 0 < self._waiting == self._calls:
-            self._stopped = self._stopped or time.monotonic()
-        elif self._stopped is not None:
-            self._began += time.monotonic() - self._stopped
-            self._stopped = None
+        self._since = None if 0 < self._waiting == self._calls else time.monotonic()
 
 
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 """The clock of the current context's work."""
+
+
+def elsewhere() -> AbstractContextManager[None]:
+    """Count the time inside as a call that waits for something with another time limit, such as a server."""
+    return (CLOCK.get() or Clock()).count(calls=1, waiting=1)
 
 
 class Threads:
@@ -149,7 +155,17 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
         return  # timed out or cancelled
     if error is None:
         done.set_result(result)
-    elif isinstance(error, StopIteration):  # a future cannot hold a StopIteration
-        done.set_exception(RuntimeError(f"StopIteration: {error}"))
-    else:
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         done.set_exception(error)
+    else:
+        done.set_exception(as_exception(error))
+
+
+def as_exception(error: BaseException) -> RuntimeError:
+    """Return an error of an environment's code that a future can't hold, or that would end the process.
+
+    `exit()` in a score is a mistake of one group. A real Ctrl-C arrives as a signal, and not here.
+    """
+    said = RuntimeError(f"{type(error).__name__}: {error}")
+    said.__cause__ = error
+    return said

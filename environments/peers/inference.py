@@ -18,6 +18,7 @@ from environments.peers.dialects import (
     find_dialect,
 )
 from environments.peers.http import Peer
+from environments.threads import elsewhere
 from grpo_common.trace import stage
 
 __all__ = ["Completion", "Inference", "InferenceClient", "Sampling"]
@@ -73,16 +74,17 @@ class InferenceClient:
             PeerRefused: The server refused the request.
             PeerError: It is not an inference server, or its answer is not sound.
         """
-        dialect = await self._dialect(sampling)
-        async with self._slots:
-            with stage("generate", completions=n) as found:
-                completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
-                # A server that is shutting down aborts completions; these are not samples of the policy.
-                while any(completion.finish_reason == "abort" for completion in completions):
-                    await asyncio.sleep(ASK_AGAIN_S)
+        with elsewhere():
+            dialect = await self._dialect(sampling)
+            async with self._slots:
+                with stage("generate", completions=n) as found:
                     completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
-                tokens = sum(len(completion.token_ids) for completion in completions)
-                found |= {"version": completions[0].policy_version, "tokens": tokens}
+                    # A server that is shutting down aborts completions; these are not samples of the policy.
+                    while any(completion.finish_reason == "abort" for completion in completions):
+                        await asyncio.sleep(ASK_AGAIN_S)
+                        completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
+                    tokens = sum(len(completion.token_ids) for completion in completions)
+                    found |= {"version": completions[0].policy_version, "tokens": tokens}
         return completions
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
@@ -100,8 +102,9 @@ class InferenceClient:
                 wanted="a server that returns the logprobs of a prompt",
                 fix="use vLLM",
             )
-        async with self._slots:
-            return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
+        with elsewhere():
+            async with self._slots:
+                return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
 
     async def close(self) -> None:
         """Close the connections."""

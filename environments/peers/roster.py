@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from environments.config import ServerConfig
 from environments.peers.http import PeerGone
 from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
+from environments.threads import elsewhere
 from grpo_common.roster import in_use
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class ListedServers:
 
     async def _asked(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
         while True:
-            server = await self._chosen()
+            with elsewhere():
+                server = await self._chosen()
             server.under_way += n
             limit = asyncio.timeout(None)
             try:

@@ -31,13 +31,15 @@ from environments.running.runner import (
     EnvironmentFailed,
     Failures,
     Losses,
+    next_item,
+    scored,
     serve,
+    set_up,
     unfit,
     until,
 )
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import allow_interrupts
-from environments.threads import settled
+from environments.scoring import ScoreTimeout
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
 from grpo_common.text import PrintableFormatter
@@ -75,7 +77,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
         sys.exit(_run(env_cls, prog, arguments))
     except (ConfigError, FormatError) as error:
         fail_and_exit(error, prog)
-    except PeerError as error:
+    except (PeerError, ScoreTimeout) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -129,21 +131,21 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
     env = env_cls(settings.env, server, tokenizer)
     env.data, env.rewards = settings.data, settings.rewards
     stop = asyncio.Event()
-    allow_interrupts()
     _stop_on_signals(stop, status=0 if command == "serve" else 1)
     try:
-        if command == "serve":
-            api = RolloutApi(settings.env)
-            try:
-                await serve(env, api, stop)
-            finally:
-                await api.close()
-        else:
-            work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
-            if not await until(stop, work):
-                raise PeerError("stopped before it was done")
+        async with env.scoring.loop:
+            if command == "serve":
+                api = RolloutApi(settings.env)
+                try:
+                    await serve(env, api, stop)
+                finally:
+                    await api.close()
+            else:
+                work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
+                if not await until(stop, work):
+                    raise PeerError("stopped before it was done")
     finally:
-        await env.close()
+        await env.scoring.call("close()", env.close())
         await server.close()
         if env.teacher is not None:
             await env.teacher.close()
@@ -179,7 +181,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     path = env.config.data_path_to_save_groups
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
-    await settled(env.setup())
+    await set_up(env)
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
     written, dropped, losses, failures = list[wire.ScoredData](), Counter[str](), Losses(env.name), Failures()
     unused = 0
@@ -187,7 +189,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
         while len(written) < groups:
             before = len(written)
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
-            items = [item for _ in range(at_once) if (item := await settled(env.get_next_item())) is not None]
+            items = [item for _ in range(at_once) if (item := await next_item(env)) is not None]
             if not items:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
@@ -221,7 +223,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
 async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> tuple[wire.ScoredData | None, str]:
     """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
     try:
-        return await env.scored(item), NOTHING
+        return await scored(env, item), NOTHING
     except tuple(LOSSES) as error:
         log.warning("%s", error)
         return None, next(said for kind, said in LOSSES.items() if isinstance(error, kind))
@@ -238,8 +240,8 @@ async def evaluate(env: BaseEnv[Any, Any]) -> None:
     Raises:
         ConfigError: It has none.
     """
-    await settled(env.setup())
-    if not (metrics := await env.evaluate()):
+    await set_up(env)
+    if not (metrics := await env.scoring.call("evaluate()", env.evaluate())):
         raise ConfigError(
             field=f"{env.name}: evaluate()", got="no metrics", wanted="metrics by name", fix="write evaluate(self)"
         )

@@ -158,6 +158,30 @@ class Failures:
             log.error("%s failed for %.200r (logged once for each error)", name, item, exc_info=error)
 
 
+async def set_up(env: BaseEnv[Any, Any]) -> None:
+    """Call `setup`. It has no time limit, because it may load for minutes."""
+    with env.scoring.loop.patience():
+        await settled(env.setup())
+
+
+async def next_item(env: BaseEnv[Any, Any]) -> Any:
+    """Return the next item; None if there are no more.
+
+    Raises:
+        ScoreTimeout: It took too long.
+    """
+    return await env.scoring.call("get_next_item()", settled(env.get_next_item()))
+
+
+async def scored(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | None:
+    """Return the item's group for the trainer, or None if there is none.
+
+    Raises:
+        ScoreTimeout: It took too long.
+    """
+    return await env.scoring.call("collect_trajectories()", env.scored(item))
+
+
 async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) -> None:
     """Serve until the trainer has done its steps, there are no more items, or `stop` is set.
 
@@ -214,7 +238,7 @@ class Runner:
     async def run(self) -> None:
         """Set up, register and work; disconnect at the end, also after an error."""
         try:
-            await settled(self.env.setup())
+            await set_up(self.env)
             if self.config.data_record is not None and (data := self.env.data_sets()):
                 keep(self.config.data_record, data)
             self._registration = await self._register()
@@ -329,7 +353,7 @@ class Runner:
             log.info("the trainer has done its %d steps", registration.last_step)
             return True
         for _ in range(groups_to_start(status, registration, self.config, in_flight) if self._items_left else 0):
-            item = await settled(self.env.get_next_item())
+            item = await next_item(self.env)
             if item is None:
                 self._items_left = False
                 break
@@ -413,10 +437,12 @@ class Runner:
         if before is not None:
             await before
         try:
-            metrics = await self.env.evaluate()
+            metrics = await self.env.scoring.call("evaluate()", self.env.evaluate())
             log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
             await self.api.post_evaluation(self.registration.env_id, step, metrics)
+        except ScoreTimeout as error:  # its stack is in the log already
+            log.warning("the evaluation at step %d failed, training and later evaluations continue: %s", step, error)
         except Exception:
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
 
@@ -427,7 +453,7 @@ class Runner:
 
     async def _collect(self, item: object, step: int) -> None:
         try:
-            group = await self.env.scored(item)
+            group = await scored(self.env, item)
         except tuple(LOSSES) as error:
             self._lose(next(said for kind, said in LOSSES.items() if isinstance(error, kind)), error)
             return

@@ -31,8 +31,13 @@ POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
 """Most seconds from the first signal until the last child is gone; more only if a process needs longer to save."""
 
-NOTICE = re.compile(r"\b(?:WARNING|ERROR)\b|\bwaiting \d+ s for\b|\bbridge proved\b|\bcheckpoint: saved\b")
-"""Log lines of trainer and environments that the user should see at once."""
+NOTICE = re.compile(
+    r"\b(?:WARNING|ERROR)\b|^Timeout \(\d|\bwaiting \d+ s for\b|\bbridge proved\b|\bcheckpoint: saved\b"
+)
+"""Log lines of trainer and environments that the user should see at once. `Timeout (` is the timer of faulthandler."""
+
+STACK = re.compile(r"  |(?:Thread|Current thread) 0x")
+"""Log lines of a stack. They are shown after a notice that ends with a colon, or is that timer's."""
 
 WAITING = re.compile(r"\bwaiting\b")
 """Log lines of processes that wait for a server; they are hidden while the supervisor itself waits for that server."""
@@ -50,9 +55,12 @@ class Notices:
 
     BURST: ClassVar[int] = 10
     PAUSE_SECONDS: ClassVar[float] = 5.0
+    STACK_LINES: ClassVar[int] = 16
+    STACK_CHARACTERS: ClassVar[int] = 200
     left: float = BURST
     missed: int = 0
     at: float = 0.0
+    stack: int = 0
 
     def take(self, now: float) -> int | None:
         """Return how many notices were left out since the last one; None: this one is left out, too."""
@@ -63,6 +71,11 @@ class Notices:
         self.left -= 1
         missed, self.missed = self.missed, 0
         return missed
+
+    def follows(self, line: str) -> bool:
+        """Return whether a line belongs to the stack after the last notice, of which the first lines are shown."""
+        self.stack = self.stack - 1 if self.stack and STACK.match(line) else 0
+        return self.stack > 0
 
 
 class Supervisor:
@@ -156,11 +169,15 @@ class Supervisor:
 
         def on_stderr(line: str) -> None:
             self._waits |= spec.ends_run and WAITS.search(line) is not None
-            if spec.ready_url is None and NOTICE.search(line) and not (self._unready and WAITING.search(line)):
+            if notices.follows(line):
+                self._tell(self._say, f"{spec.name}: {printable(line, Notices.STACK_CHARACTERS)}")
+            elif spec.ready_url is None and NOTICE.search(line) and not (self._unready and WAITING.search(line)):
                 log = self._log_folder / f"{spec.name}.log"
                 if (missed := notices.take(time.monotonic())) is not None:
                     before = f"; {missed} warnings before it are not shown" if missed else ""
-                    more = f" (in {log}{before})" if missed or line.endswith(":") else ""
+                    goes_on = line.endswith(":") or line.startswith("Timeout (")
+                    notices.stack = Notices.STACK_LINES + 1 if goes_on else 0
+                    more = f" (in {log}{before})" if missed or goes_on else ""
                     self._tell(self._say, f"{spec.name}: {printable(line)}{more}")
 
         child = self._execute(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)

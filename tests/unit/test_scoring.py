@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from environments import scoring, stacks
-from environments.scoring import ScoreTimeout, Scoring, allow_interrupts
-from environments.threads import Threads
+from environments import scoring, stacks, threads
+from environments.scoring import ScoreTimeout, Scoring
+from environments.threads import Threads, elsewhere
 
 SECONDS = 0.1
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch looks more often than it does for users."""
-    monkeypatch.setattr(scoring, "MOVES_S", 0.1)
-    monkeypatch.setattr(scoring, "LOOK_AGAIN_S", 0.05)
-
-
-@pytest.fixture
-def _interrupts() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGUSR1)
-    allow_interrupts()
-    yield
-    signal.signal(signal.SIGUSR1, before)
 
 
 async def waits_for_ever() -> float:
@@ -112,63 +99,99 @@ def test_a_group_whose_thread_hangs_is_given_up_though_others_of_its_calls_wait(
     asyncio.run(scene())
 
 
-@pytest.mark.usefixtures("_interrupts")
-@pytest.mark.parametrize("waiting", [False, True])
-def test_code_that_blocks_the_event_loop_is_interrupted(waiting: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def blocks() -> float:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            pass
+def test_a_call_may_take_any_time_while_it_waits_for_a_server() -> None:
+    async def evaluate() -> float:
+        with elsewhere():
+            await asyncio.sleep(3 * SECONDS)
         return 1.0
 
-    async def sleeps() -> float:
-        time.sleep(60)
-        return 1.0
-
-    async def scene() -> list[Any]:
-        watched, over = Scoring(SECONDS), asyncio.Event()
-
-        async def innocent() -> float:
-            await over.wait()
-            return 1.0
-
-        work = [watched.within("late", innocent())] if waiting else []
-        work += [watched.within("blocked", blocks())]
-        asyncio.get_running_loop().call_later(2 * SECONDS, over.set)
-        found = await asyncio.gather(*work, return_exceptions=True)
-        with pytest.raises(ScoreTimeout):
-            await watched.within("asleep", sleeps())
-        return found
-
-    found = asyncio.run(scene())
-    assert isinstance(found[-1], ScoreTimeout) and "'blocked'" in found[-1].got
-    # The group that was only kept waiting had its score as soon as the loop moved again.
-    assert found[:-1] == [1.0] * waiting
-    said = [record.getMessage() for record in caplog.records if record.name == scoring.__name__]
-    assert len(said) == 2  # one for each time that the loop was blocked
-    assert all("threads.call" in each for each in said)  # what to do about it
-    assert re.search(r"\bin blocks\n", said[0]) and re.search(r"\bin sleeps\n", said[1])
+    assert asyncio.run(Scoring(SECONDS).call("evaluate()", evaluate())) == 1.0
 
 
-def test_without_interrupts_blocked_code_is_reported_and_left_alone() -> None:
-    said, messages = threading.Event(), list[str]()
+def test_a_call_without_progress_is_given_up_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ScoreTimeout) as error:
+        asyncio.run(Scoring(SECONDS).call("evaluate()", waits_for_two()))
+    assert "evaluate()" in error.value.got
+    assert "in waits_for_ever\n" in caplog.text
 
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.name == scoring.__name__:
-                messages.append(record.getMessage())
-                said.set()
 
-    async def blocks() -> bool:
-        return said.wait(20)
+def test_a_clock_that_restarts_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now))
 
-    heard, root = Heard(), logging.getLogger()
-    root.addHandler(heard)  # the last handler of all: none gets the record when the test has ended
-    try:
-        assert asyncio.run(Scoring(SECONDS).within("item", blocks()))
-    finally:
-        root.removeHandler(heard)
-    assert re.search(r"\bin blocks\n", messages[0])
+    def seconds(*, restarts: bool) -> float:
+        """Of 5 s before a call, which waits 2 s for its thread and runs for 4 s, and 3 s after it."""
+        nonlocal now
+        clock = threads.Clock(restarts=restarts)
+        now += 5.0
+        with clock.count(calls=1):
+            with clock.count(waiting=1):
+                now += 2.0
+            now += 4.0
+        now += 3.0
+        return clock.seconds
+
+    assert seconds(restarts=False) == 5.0 + 4.0 + 3.0
+    assert seconds(restarts=True) == 3.0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
+def test_an_interrupt_that_a_score_raises_is_an_error_of_its_group(error: BaseException) -> None:
+    def score() -> float:
+        raise error
+
+    async def scene() -> None:
+        with pytest.raises(RuntimeError) as raised:
+            await Scoring(60.0).within("item", Threads(1).call(score))
+        assert raised.value.__cause__ is error
+
+    asyncio.run(scene())
+
+
+BLOCKING = """
+import asyncio, logging, re, time
+from contextlib import nullcontext
+from environments import scoring
+
+scoring.LOOK_S, scoring.NATIVE_S, scoring.REPORT_S = 0.2, 0.5, 0.8
+logging.basicConfig(format="%(levelname)s %(message)s")
+
+async def evaluate(watch):
+    with {within}:
+        {block}
+
+async def main():
+    watch = scoring.LoopWatch({seconds})
+    async with watch:
+        await asyncio.sleep(0.5)
+        await evaluate(watch)
+    print("moved", flush=True)
+
+asyncio.run(main())
+"""
+NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
+
+
+@pytest.mark.parametrize(
+    ("block", "within", "seconds", "status", "levels"),
+    [
+        ("time.sleep(60)", "nullcontext()", 1.6, os.EX_SOFTWARE, ["WARNING", "ERROR"]),
+        ("while True: pass", "nullcontext()", 0.1, os.EX_SOFTWARE, ["ERROR"]),
+        (NATIVE, "nullcontext()", 1.6, 1, []),  # no Python code runs meanwhile
+        ("time.sleep(2)", "nullcontext()", 60, 0, ["WARNING"]),
+        ("time.sleep(3)", "watch.patience()", 1.6, 0, ["WARNING"]),
+    ],
+)
+def test_a_process_whose_event_loop_is_blocked_shows_where_and_ends(
+    block: str, within: str, seconds: float, status: int, levels: list[str]
+) -> None:
+    script = BLOCKING.format(block=block, within=within, seconds=seconds)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ("" if status else "moved\n")
+    assert re.findall("^[A-Z]+(?= the event loop)", done.stderr, re.MULTILINE) == levels
+    assert re.search(r"\bin evaluate$", done.stderr, re.MULTILINE)
+    assert ("--env.score_timeout" in done.stderr) == ("ERROR" in levels)
 
 
 def test_long_scoring_is_reported_once_and_goes_on(
@@ -240,7 +263,7 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     thread.start()
     thread.join()
     assert thread.ident is not None
-    assert stacks.of_thread(thread.ident, Scoring.within.__code__) == ""
+    assert stacks.of_thread(thread.ident, Scoring._limited.__code__) == ""
 
 
 BLOCKED = """

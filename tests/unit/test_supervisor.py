@@ -396,15 +396,23 @@ def test_what_ends_the_run_is_raised_before_the_processes_that_it_ended(tmp_path
     assert_gone(recorder.pids)
 
 
-def test_a_line_that_goes_on_is_shown_with_the_log_that_has_the_rest(
-    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+@pytest.mark.parametrize("first", ["x WARNING its code is here:", "Timeout (0:00:40)!"])
+def test_supervisor_shows_the_first_lines_of_a_stack_and_the_log_that_has_the_rest(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path, first: str
 ) -> None:
-    code = "import sys; print('x WARNING its code is here:\\n  File', file=sys.stderr)"
+    stack = ["Thread 0x00007f (most recent call first):", *(f'  File "{n}.py" ' + "x" * 1000 for n in range(100))]
+    code = f"import sys; print({first!r}, *{stack}, 'the end', '  quiet', sep='\\n', file=sys.stderr)"
     log = tmp_path / "logs" / "env-slow.log"
     with make() as supervisor:
-        trainer = spec("trainer", f"{UNTIL}until({str(log)!r}, '\\nx WARNING')", ends_run=True)
+        trainer = spec("trainer", f"{UNTIL}until({str(log)!r}, '\\n  quiet')", ends_run=True)
         supervisor.run([[spec("env-slow", code, may_end=True), trainer]])
-    assert any(str(log) in line for line in recorder.said if "WARNING" in line)
+    said = [line for line in recorder.said if line.startswith("env-slow: ")]
+    (notice,) = [place for place, line in enumerate(said) if first in line]
+    assert str(log) in said[notice]
+    shown = said[notice + 1 : notice + 1 + Notices.STACK_LINES]
+    assert all(line[len("env-slow: ") :][:20] == own[:20] for line, own in zip(shown, stack, strict=False))
+    assert len(shown) == Notices.STACK_LINES and max(map(len, shown)) < 300
+    assert not any('"15.py"' in line or "quiet" in line for line in said)
 
 
 def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
