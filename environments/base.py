@@ -45,6 +45,7 @@ from environments.threads import Threads
 from environments.tokenizers import (
     THINK,
     after_thinking,
+    count_texts,
     is_special,
     known_tokens,
     opens_thinking,
@@ -53,7 +54,15 @@ from environments.tokenizers import (
     turn_end,
     with_system_prompt,
 )
-from environments.trajectory import Message, Trajectory, scored_group, truncated_of, without_truncated
+from environments.trajectory import (
+    Message,
+    Trajectory,
+    scored_group,
+    truncated_of,
+    unknown_of,
+    without_truncated,
+    without_unknown,
+)
 from grpo_common.trace import stage
 
 if TYPE_CHECKING:
@@ -153,6 +162,7 @@ class BaseEnv(Generic[Item, Config]):
         self.curr_step = 0
         self.num_steps = 0
         self._said_no_evaluation = False
+        self._saw_unknown = False
         self.measures = Measures()
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
@@ -274,9 +284,30 @@ class BaseEnv(Generic[Item, Config]):
             return None
         for truncated in truncated_of(group):
             self.measures.add("truncated", truncated)
+        group = self._without_unknown(group)
         if self.config.mask_truncated:
             group = without_truncated(group)
         return group if self.teacher is None else await self.teacher.annotate(group)
+
+    @cached_property
+    def _texts(self) -> int:
+        return count_texts(self.tokenizer)
+
+    def _without_unknown(self, group: wire.ScoredData) -> wire.ScoredData:
+        """Leave out answers with tokens that have no text: a policy must not be rewarded for what no score sees."""
+        unknown = unknown_of(group, self._texts)
+        if any(unknown) and not self._saw_unknown:
+            self._saw_unknown = True
+            log.warning(
+                "%s: answers with token ids from %d on are left out, as %s has no text for them "
+                "(the metric unknown_tokens is their share; said once)",
+                self.name,
+                self._texts,
+                self.config.tokenizer_name,
+            )
+        for own in unknown if self._saw_unknown else ():
+            self.measures.add("unknown_tokens", own)
+        return without_unknown(group, self._texts) if any(unknown) else group
 
     @property
     def compares_answers(self) -> bool:

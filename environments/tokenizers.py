@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from environments.config import ConfigError, PromptRefused
 from environments.trajectory import Message
-from grpo_common.models import CONFIG_FILE, find_folder
+from grpo_common.models import CONFIG_FILE, config_parts, find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,20 +36,27 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer  # imports torch if it is installed, which takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # as of a tokenizer.json of {}
         is_path = name.startswith((".", "/", "~"))
-        reason = "no such folder" if is_path and not Path(name).is_dir() else str(error).splitlines()[0]
+        said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = "no such folder" if is_path and not Path(name).is_dir() else said
         raise ConfigError(
             field="--env.tokenizer_name", got=f"{name} ({reason})", wanted="a tokenizer", fix="name a model's folder"
         ) from None
+    tokenizer.clean_up_tokenization_spaces = False  # else "5 ." is shown to a score as "5.", and not as it was sampled
+    return tokenizer
+
+
+def count_texts(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the number from which token ids have no text. A model may know more ids, as its vocabulary is padded."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def known_tokens(name: str) -> int | None:
     """Return how many token ids the model of a tokenizer knows, by its config.json; None: it is not here."""
-    config = _model_file(name, CONFIG_FILE) or {}
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    return size if isinstance(size, int) else None
+    sizes = [part.get("vocab_size") for part in config_parts(_model_file(name, CONFIG_FILE))]
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _model_file(name: str, file: str) -> dict[str, Any] | None:
@@ -57,7 +64,7 @@ def _model_file(name: str, file: str) -> dict[str, Any] | None:
     folder = find_folder(name)
     try:
         found = None if folder is None else json.loads((folder / file).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -67,8 +74,8 @@ def stop_tokens(name: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     generation_config.json names, or its config.json if it has no such file."""
     config = _model_file(name, "generation_config.json")
     if config is None:
-        config = _model_file(name, CONFIG_FILE) or {}
-        config = {**(config.get("text_config") or {}), **config}
+        parts = config_parts(_model_file(name, CONFIG_FILE))
+        config = {key: value for part in reversed(parts) for key, value in part.items()}
     named = config.get("eos_token_id")
     found = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     return {token for token in found if isinstance(token, int)}

@@ -30,6 +30,11 @@ _NOT_IMPLEMENTED = 501
 _LONGEST = 500
 
 
+def address(host: str, port: int) -> str:
+    """Return HOST:PORT as a URL has it: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def may_pass(status: int) -> bool:
     """Return whether the same request may succeed later: the server has an error (5xx), or is too busy."""
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from grpo_common.errors import OF_FILES, Problem, nearest
 
@@ -11,6 +12,14 @@ CONFIG_FILE = "config.json"
 LISTED = 6
 """A message lists at most this many models."""
 WANTED = "the folder of a saved model, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def config_parts(config: object) -> list[Mapping[str, Any]]:
+    """Return what a config.json says: its table, and the one of its text model; what is no table is left out."""
+    if not isinstance(config, Mapping):
+        return []
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, Mapping) else [config]
 
 
 def is_path(name: str) -> bool:

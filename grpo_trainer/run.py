@@ -20,6 +20,7 @@ from rich.console import Console
 
 from environments.api.wire import STORE_FORMAT
 from grpo_common.formats import check_format, check_sqlite
+from grpo_common.http import address
 from grpo_common.locks import HeldError, hold
 from grpo_common.roster import FOLDER as SERVERS
 from grpo_common.roster import read_members, read_served
@@ -262,7 +263,7 @@ def _addresses(config: RunConfig, plan: RunPlan) -> str:
     """Return where the API and the servers listen."""
     where = {process.name: process.place.address for process in plan.processes}
     spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
-    return ", ".join(f"{name} http://{where.get(name, LOOPBACK)}:{port}" for name, port in spoken_to.items())
+    return ", ".join(f"{name} http://{address(where.get(name, LOOPBACK), port)}" for name, port in spoken_to.items())
 
 
 def _goes_on(config: RunConfig) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from grpo_common.http import connection_limit
+from grpo_common.http import address, connection_limit
 from vllm_server import forking, output_blocks
 from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
@@ -434,4 +434,4 @@ async def announce(app: Starlette, scheme: str, host: str) -> None:
         await asyncio.sleep(0.02)
     sockets = [sock for server in app.state.server.servers for sock in server.sockets]
     port = sockets[0].getsockname()[1] if sockets else 0
-    print(f"INFO:     Uvicorn running on {scheme}://{host}:{port} (Press CTRL+C to quit)", flush=True)
+    print(f"INFO:     Uvicorn running on {scheme}://{address(host, port)} (Press CTRL+C to quit)", flush=True)

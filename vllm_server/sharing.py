@@ -5,6 +5,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 
+from grpo_common.http import address
 from vllm_server import compat, model_check, seams, shared_engine, sharing_checks
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError
@@ -116,4 +117,4 @@ def server_url(args: Namespace) -> str:
     host = args.host or ""
     host = _REACHED_BY.get(host, host)
     scheme = "https" if args.ssl_keyfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
+    return f"{scheme}://{address(host, args.port)}"

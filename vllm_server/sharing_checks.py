@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_common.errors import Problem
+from grpo_common.models import config_parts
 from grpo_common.sharing import indivisible, unreceivable, unshareable
 from vllm_server.errors import FatalError
 
@@ -46,7 +47,7 @@ def _refusals(
 ) -> Iterator[Problem]:
     for refusal in unshareable(vars(args)):
         yield replace(refusal, got=f"{flag(refusal.field)} {refusal.got}")
-    for text in (config, config.get("text_config") or {}):
+    for text in config_parts(config):
         for refusal in indivisible(text, args.tensor_parallel_size):
             size = f"--tensor-parallel-size {args.tensor_parallel_size}"
             yield replace(refusal, got=f"{size}, and a {refusal.field} of {refusal.got}")
@@ -82,7 +83,7 @@ def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> I
             wanted="plain weights, since packed ones cannot be trained in place",
             fix="use safetensors",
         )
-    for text in (config, config.get("text_config") or {}):
+    for text in config_parts(config):
         yield from _model_refusals(text)
     if device == "cuda" and args.moe_backend not in ("auto", "triton"):
         yield Problem(
@@ -95,7 +96,8 @@ def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> I
 def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("quantization_config", "compression_config"):
         if config.get(name):
-            method = config[name].get("quant_method", "?")
+            found = config[name]
+            method = found.get("quant_method", "?") if isinstance(found, Mapping) else found
             yield Problem(
                 got=f"a model with {name} ({method}) in its config.json",
                 wanted="plain weights, since quantised ones cannot be trained in place",

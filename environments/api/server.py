@@ -16,7 +16,7 @@ from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
 from environments.api.store import StoreError
 from grpo_common.formats import FormatError
-from grpo_common.http import SERVER_IDLE_S, connection_limit
+from grpo_common.http import SERVER_IDLE_S, address, connection_limit
 from grpo_common.ports import port_holder
 
 BACKLOG = 2048  # uvicorn's
@@ -42,7 +42,7 @@ def serve(settings: Settings) -> int:
         limit_concurrency=connection_limit(),
     )
     host, port = listener.getsockname()[:2]
-    log.info("serving http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    log.info("serving http://%s", address(host, port))
     if service.store is None:
         log.info("no --store: groups are kept in memory and end with this process")
     try:
@@ -93,10 +93,10 @@ def _listen(host: str, port: int) -> socket.socket:
         SettingsError: the address is busy (with its holder) or not of this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind(where)
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:

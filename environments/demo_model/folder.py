@@ -61,7 +61,9 @@ def finished_before(out: Path, recipe: Recipe | None) -> str | None:
     """
     try:
         marker = json.loads((out / MARKER).read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    if not isinstance(marker, dict):
         return None
     wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
     return marker.get("summary") if wanted.items() <= marker.items() else None

@@ -309,10 +309,10 @@ class Runner:
 
     def _state_files(self) -> StateFiles | None:
         """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
-        folder, checkpoints = self.config.state_dir, self.registration.checkpoint_dir
-        if folder is None and checkpoints and Path(checkpoints).is_dir():
-            folder = Path(checkpoints) / FOLDER
-        return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
+        named = self.registration.checkpoint_dir
+        checkpoints = Path(named) if named and Path(named).is_dir() else None
+        folder = self.config.state_dir or (checkpoints and checkpoints / FOLDER)
+        return StateFiles(folder, self.config.wandb_name or self.env.name, checkpoints) if folder else None
 
     def _restore(self) -> None:
         """Restore the state of a resumed run."""

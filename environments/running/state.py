@@ -16,13 +16,21 @@ FOLDER = "environments"
 CHECKPOINT = re.compile(r"(?:^|_)step_(\d+)$")
 """Name of a checkpoint's folder; a complete one has a state.json."""
 
+KEPT_BLINDLY = 100
+"""States that are kept where the trainer's checkpoints are on another machine."""
+
 
 class StateFiles:
     """`FOLDER/NAME/step-N.json`, one for each step at which state was saved."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """`folder` is created with the first save; `name` is the environment's."""
+    def __init__(self, folder: Path, name: str, checkpoints: Path | None = None) -> None:
+        """`folder` is created with the first save; `name` is the environment's.
+
+        Args:
+            checkpoints: the trainer's checkpoint folder, which says which states are needed; None: not visible here.
+        """
         self._folder = folder / re.sub(r"^\.|[^\w.-]", "_", name)
+        self._checkpoints = checkpoints
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the state at a step of the trainer. If that fails, log a warning and continue."""
@@ -61,10 +69,15 @@ class StateFiles:
         return {int(name[1]): path for name, path in found if name}
 
     def _prune(self) -> None:
-        """Delete the states that no checkpoint needs: each needs the newest that is not later than itself."""
-        names = (path.parent.name for path in self._folder.parent.parent.glob("*/state.json"))
-        checkpoints = [int(found[1]) for name in names if (found := CHECKPOINT.search(name))]
+        """Delete the states that no checkpoint needs: each needs the newest that is not later than itself. Where
+        checkpoints are not visible, the newest states are kept."""
         saved = self._saved()
+        if self._checkpoints is None:
+            for at in sorted(saved)[:-KEPT_BLINDLY]:
+                saved[at].unlink(missing_ok=True)
+            return
+        names = (path.parent.name for path in self._checkpoints.glob("*/state.json"))
+        checkpoints = [int(found[1]) for name in names if (found := CHECKPOINT.search(name))]
         needed = {max((at for at in saved if at <= one), default=None) for one in checkpoints}
         for at in saved.keys() - needed:
             if at < max(checkpoints, default=0):  # a checkpoint to come may need any later one

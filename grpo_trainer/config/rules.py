@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from environments.running.settings_check import BUILT_IN, group_size
 from grpo_common.errors import Problem
+from grpo_common.http import address
 from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
 from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedServer, SharedVllm
@@ -402,7 +403,7 @@ def servers(case: Case) -> Iterator[Problem]:
     if case.run is not None and case.run.server.port + number - 1 > LARGEST_PORT:
         wanted = f"at most {LARGEST_PORT + 1 - number}, for {number} servers on consecutive ports"
         yield Problem("--server.port", str(case.run.server.port), wanted, "choose a lower one (0 picks free ones)")
-    addresses = [f"{vllm.host}:{vllm.port}", *vllm.also]
+    addresses = [address(vllm.host, vllm.port), *vllm.also]
     if len(set(addresses)) < len(addresses):
         yield Problem("--vllm-also", ", ".join(addresses), "each server once")
     gpus, example = (case.run.server if case.run else vllm).gpus, ";".join(map(str, range(number)))

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator
 
+from grpo_common.http import address
 from grpo_trainer.config.options import Section, key_of, leaves, option
 from grpo_trainer.config.values import COMMA_SEPARATED, LARGEST_PORT, Arguments, from_variable
 from grpo_trainer.errors import ConfigError
@@ -140,15 +141,15 @@ class VllmConfig(ServedOptions):
     @field_validator("also")
     @classmethod
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for address in value:
-            host, _, port = address.rpartition(":")
+        for each in value:
+            host, _, port = each.rpartition(":")
             if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= LARGEST_PORT:
-                raise ConfigError(got=address, wanted="HOST:PORT, for example 10.0.0.2:9001")
+                raise ConfigError(got=each, wanted="HOST:PORT, for example 10.0.0.2:9001")
         return value
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{address(self.host, self.port)}"
 
     @property
     def in_8_bits(self) -> bool:
@@ -161,7 +162,7 @@ class VllmConfig(ServedOptions):
         if not self.also:
             return (self,)
         gpus = [None] * (1 + len(self.also)) if self.gpus is None else self.gpus.split(";")
-        places = [(self.host, self.port), *(_place(address) for address in self.also)]
+        places = [(self.host, self.port), *(_place(each) for each in self.also)]
         return tuple(
             self.model_copy(update={"host": host, "port": port, "gpus": own, "also": ()})
             for (host, port), own in zip(places, gpus, strict=True)
@@ -173,9 +174,9 @@ def server_names(servers: int) -> tuple[str, ...]:
     return ("server", *(f"server-{number}" for number in range(2, servers + 1)))
 
 
-def _place(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
+def _place(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class ServerProcess(ServedOptions):

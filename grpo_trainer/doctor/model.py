@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_common.models import CONFIG_FILE, find_folder
+from grpo_common.models import CONFIG_FILE, config_parts, find_folder
 from grpo_trainer.errors import ModelError
 from vllm_server.protocol.flat import decode_header, read_header
 
@@ -47,7 +47,7 @@ class ModelShape:
         Raises:
             ModelError: a size is missing; its `got` names it.
         """
-        text = {**config, **(config.get("text_config") or {})}
+        text = {key: value for part in config_parts(config) for key, value in part.items()}
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
         experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", default=0)
         inner = _first(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_common.errors import UserError
+from grpo_common.models import config_parts
 from grpo_common.ports import port_holder
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.learning_rate import unusual
@@ -115,7 +116,7 @@ def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:
     name, fix = "shared weights", "--weight-bridge-mode lora_only (without --share-base) or none"
     if not config.shares_weights:
         return skip(name, f"--weight-bridge-mode {config.bridge.mode} needs none")
-    for part in (files.config, files.config.get("text_config") or {}):
+    for part in config_parts(files.config):
         if part.get("quantization_config") or part.get("compression_config"):
             return fail(
                 name, "quantised weights (quantization_config)", "plain ones, which can be trained in place", fix

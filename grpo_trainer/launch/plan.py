@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from grpo_common.http import address
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
 from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_command
@@ -310,19 +311,19 @@ def _bridge_config_path(config: RunConfig, server: str = "server") -> Path:
 def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places = NO_PLACES) -> TrainConfig:
     """Return the trainer's configuration with the addresses, GPUs and dtype of the run's servers."""
     trainer = config.trainer
-    where: dict[str, Any] = {"host": _address("server", places), "port": ports["server"], "gpus": config.server.gpus}
+    where: dict[str, Any] = {"host": _host("server", places), "port": ports["server"], "gpus": config.server.gpus}
     where["also"] = _others(config, ports, places)
     where["dtype"] = trainer.served_dtype(on_gpu=on_gpu)
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
 
 
-def _address(name: str, places: Places) -> str:
+def _host(name: str, places: Places) -> str:
     return places.get(name, HERE).address
 
 
 def _others(config: RunConfig, ports: Mapping[str, int], places: Places) -> tuple[str, ...]:
     """Return the addresses of all servers except the first."""
-    return tuple(f"{_address(name, places)}:{ports[name]}" for name in config.server.names[1:])
+    return tuple(address(_host(name, places), ports[name]) for name in config.server.names[1:])
 
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places) -> dict[str, Any]:
@@ -332,7 +333,7 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, pl
     return dump(trainer, only_set=True) | {
         **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
-        **({"vllm_host": host} if (host := _address("server", places)) != LOOPBACK else {}),
+        **({"vllm_host": host} if (host := _host("server", places)) != LOOPBACK else {}),
         "vllm_port": ports["server"],
         **({"vllm_also": list(others)} if (others := _others(config, ports, places)) else {}),
         **({"vllm_roster": str(config.roster)} if config.roster else {}),
@@ -436,7 +437,7 @@ def _environment_tables(
         **environment.env,
     }
     openai = {
-        "base_url": ",".join(f"http://{_address(name, places)}:{ports[name]}/v1" for name in config.server.names),
+        "base_url": ",".join(f"http://{address(_host(name, places), ports[name])}/v1" for name in config.server.names),
         "model_name": model,
         "server_type": "vllm",
         "api_key": trainer.vllm.api_key or "x",

@@ -201,6 +201,7 @@ def build_sample_log(config: TrainConfig, steps_done: int) -> SampleLog | None:
     except NoTokenizerError as error:
         log.warning("no samples are logged: %s; save a tokenizer in the model's folder, or use --log-samples 0", error)
         return None
+    tokenizer.clean_up_tokenization_spaces = False  # samples are shown as they were sampled
     single = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
 
     def decode(tokens: list[int]) -> str:

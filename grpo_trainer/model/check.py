@@ -55,6 +55,8 @@ def quantised_by(config: Any) -> str | None:
     """Return the method by which a model's files are quantised, or None."""
     if (found := getattr(config, "quantization_config", None)) is None:
         return None
+    if isinstance(found, str):
+        return found
     return str(found.get("quant_method")) if isinstance(found, dict) else type(found).__name__
 
 

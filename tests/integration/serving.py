@@ -34,10 +34,11 @@ KEEP_VERSIONS = 2
 START_LIMIT_S = 240.0
 
 
-def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: int = 128) -> Path:
+def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: int = 128, padded_rows: int = 0) -> Path:
     """Two layers of Qwen2 with random weights, and a tokenizer with one token per printable character.
 
     Heads of 32: the CPU build has no attention kernel for smaller ones. A chat template that only joins.
+    The last `padded_rows` ids of the model are none of the tokenizer's.
     """
     characters = ["\n", *map(chr, range(32, 127))]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters])}
@@ -52,7 +53,7 @@ def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: i
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(vocabulary) + padded_rows,
         hidden_size=64,
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
@@ -152,13 +153,14 @@ def serving(
     env: dict[str, str] | None = None,
     key_value_heads: int = 1,
     intermediate_size: int = 128,
+    padded_rows: int = 0,
 ) -> Iterator[Serving]:
     """`python -m vllm_server`, by default on a free port, with a tiny model below `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
     model, adapters, log = folder / "model", folder / "adapters", folder / "server.log"
-    save_tiny_model(model, key_value_heads, intermediate_size)
+    save_tiny_model(model, key_value_heads, intermediate_size, padded_rows)
     adapters.mkdir(exist_ok=True)
     port = free_port() if port is None else port
     command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from environments.api import wire
+from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
 from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.peers.teacher import Teacher
+from environments.tokenizers import load_tokenizer
 from environments.trajectory import scored_group
-from tests.integration.serving import Serving, shared_server
+from tests.integration.serving import Serving, serving, shared_server
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -110,3 +113,34 @@ def test_a_teacher_reads_what_was_written(server: Serving) -> None:
         if likeliest:
             assert likeliest[0] == token  # the policy took the likeliest, and the teacher is the same model
             assert logprobs == sorted(logprobs, reverse=True)
+
+
+def test_answers_with_ids_of_the_padded_vocabulary_are_left_out_and_counted(tmp_path: Path) -> None:
+    class Letters(BaseEnv[str]):
+        def prompt(self, item: str) -> str:
+            return item
+
+        def score(self, item: str, answer: str) -> float:
+            return 1.0
+
+    async def scene(server: Serving) -> tuple[Letters, wire.ScoredData]:
+        name = str(server.model_folder)
+        config = BaseEnvConfig(tokenizer_name=name, group_size=32, max_tokens=2, max_token_length=64)
+        asking = client(server)
+        env = Letters(config, asking, load_tokenizer(name))
+        try:
+            group = await env.scored("12+34=")
+        finally:
+            await asking.close()
+        assert group is not None
+        return env, group
+
+    with serving(tmp_path, padded_rows=59) as server:
+        env, group = asyncio.run(scene(server))
+    known = len(env.tokenizer)
+    padded = [max(tokens) >= known for tokens in group.tokens]
+    assert 0 < sum(padded) < 32  # 59 of 156 ids
+    assert [bool(own.get(wire.UNSCORED)) for own in group.overrides or []] == padded
+    assert [any(id != wire.IGNORED for id in mask) for mask in group.masks] == [not own for own in padded]
+    assert len(wire.counted_scores(group)) == 32 - sum(padded)
+    assert env.measures.take()["unknown_tokens"] == sum(padded) / 32

@@ -5,10 +5,12 @@ The templates are short ones of the same shape as those of the models that they 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,20 @@ ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('user and assistant must take turns') }}{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 7}, 7),
+        ({"text_config": {"vocab_size": 8}}, 8),
+        ({"vocab_size": "7", "text_config": ["x"]}, None),
+        ([1], None),
+    ],
+)
+def test_known_tokens_of_any_config(tmp_path: Path, config: object, size: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizers.known_tokens(str(tmp_path)) == size
 
 
 @dataclass(frozen=True)

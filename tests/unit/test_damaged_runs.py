@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, parse_settings, settings_class
 from environments.config import ConfigError as EnvironmentConfigError
+from environments.demo_model.folder import MARKER, Recipe, finished_before
 from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running.data_record import DataSet, keep, refuse_changed
@@ -172,6 +173,12 @@ def test_resume_with_one_whole_checkpoint_moves_the_damaged_one(tmp_path: Path) 
     found = newest_whole(checkpoints, said.append)
     assert found is not None and found.path.name == "adapter_step_3" and len(said) == 1
     assert (checkpoints / "damaged_adapter_final" / "state.json").read_bytes() == b"garbage"
+
+
+@pytest.mark.parametrize("damage", [b"[1]", b'"x"', b"\xff", b"{}", b"[" * 100_000])
+def test_a_demo_models_damaged_marker_counts_as_none(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / MARKER).write_bytes(damage)
+    assert finished_before(tmp_path, None) is None and finished_before(tmp_path, Recipe()) is None
 
 
 def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: Path) -> None:

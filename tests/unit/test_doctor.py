@@ -372,6 +372,7 @@ def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
         ({}, {"attn.c_attn": (64, 192)}, "c_attn"),  # transposed in transformers
         ({}, {"self_attention.query_key_value": (128, 64)}, "query_key_value"),  # vLLM reorders its rows
         ({"quantization_config": {"quant_method": "awq"}}, MODULES, "quantization_config"),
+        ({"quantization_config": "awq", "text_config": "x"}, MODULES, "quantization_config"),
         ({"kv_lora_rank": 512}, MODULES, "kv_lora_rank"),
     ],
 )

@@ -20,12 +20,13 @@ from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
+from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running import cli
 from environments.running.groups_page import groups_page
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.runner import EnvironmentFailed
-from environments.running.state import StateFiles
+from environments.running.state import KEPT_BLINDLY, StateFiles
 from environments.threads import settled
 from tests.stand_ins import local_api, registration, serving, trained
 
@@ -43,7 +44,7 @@ class Numbers(BaseEnv[int]):
 
     def __init__(self, mark: int = 0, seconds: float = 0.0, **changes: Any) -> None:
         settings = {"tokenizer_name": "m", "group_size": 2, "retry_timeout": 5.0} | changes
-        super().__init__(BaseEnvConfig(**settings), None, None)  # type: ignore[arg-type]
+        super().__init__(BaseEnvConfig(**settings), None, build_tokenizer())  # type: ignore[arg-type]
         self.mark, self.seconds = mark, seconds
         self.items = Shuffled(range(1000), seed=0)
         self.taken: list[int] = []
@@ -187,7 +188,7 @@ def test_the_state_of_an_earlier_checkpoint_is_that_checkpoints(tmp_path: Path, 
 
 
 def test_states_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
-    files = StateFiles(tmp_path / "environments", "numbers")
+    files = StateFiles(tmp_path / "environments", "numbers", tmp_path)
     for step in range(1, 5):
         files.save(step, {})
     for name in ("adapter_step_2", "step_4", "adapter_step_9"):
@@ -197,6 +198,20 @@ def test_states_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     files.save(6, {})
     left = {path.name for path in (tmp_path / "environments" / "numbers").iterdir()}
     assert left == {"step-2.json", "step-4.json", "step-6.json"}
+
+
+def test_states_in_a_folder_of_their_own_are_deleted_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_40").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_40" / "state.json").write_text("{}")
+    seen = StateFiles(tmp_path / "seen", "numbers", tmp_path / "checkpoints")
+    blind = StateFiles(tmp_path / "blind", "numbers")
+    for step in range(1, 42):
+        seen.save(step, {})
+    for step in range(1, KEPT_BLINDLY + 3):
+        blind.save(step, {})
+    assert {path.name for path in (tmp_path / "seen" / "numbers").iterdir()} == {"step-40.json", "step-41.json"}
+    left = {path.name for path in (tmp_path / "blind" / "numbers").iterdir()}
+    assert left == {f"step-{step}.json" for step in range(3, KEPT_BLINDLY + 3)}
 
 
 class Requests(HTMLParser):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from tokenizers import Tokenizer
@@ -21,8 +22,8 @@ from environments.from_verifiers.config import VerifiersConfig
 from environments.multi_turn import MultiTurnConfig
 from environments.peers.inference import Completion, Sampling
 from environments.running.runner import unfit
-from environments.tokenizers import render
-from environments.trajectory import Message
+from environments.tokenizers import load_tokenizer, render
+from environments.trajectory import Message, Trajectory, scored_group
 from tests.stand_ins import Scripted
 
 SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
@@ -207,6 +208,42 @@ def test_a_group_of_truncated_answers_is_sent() -> None:
         **{**{f: getattr(empty, f) for f in ("tokens", "masks", "scores")}, "overrides": [{"truncated": True}]}
     )
     assert unfit(truncated, config, 99) is None
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_score_reads_the_spaces_that_were_sampled(tmp_path: Path, clean: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = clean
+    tokenizer.save_pretrained(tmp_path)
+    env = build()
+    env.tokenizer = load_tokenizer(str(tmp_path))
+    text = "do n't . , ' ok ' !"
+    tokens = env.tokenizer.encode(text)
+    assert env.decode(Completion([1], tokens, [-0.5] * len(tokens), "", "length", 1)) == text
+
+
+def test_answers_with_ids_that_have_no_text_are_unscored_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    env = build(group_size=3)
+    known = len(env.tokenizer)
+    answers = [[known - 1, 5], [5, known], [known + 60]]
+    taken = [Completion([1], ids, [-0.5] * len(ids), "", "stop", 1) for ids in answers]
+
+    async def scene() -> list[wire.ScoredData]:
+        clean = [Trajectory.of(taken[0], 1.0)] * 3
+        both = [[Trajectory.of(each, float(place + 1)) for place, each in enumerate(taken)]] * 2
+        found = []
+        for group in (clean, *both):
+            env.collect_trajectories = AsyncMock(return_value=scored_group(group))
+            found.append(await env.scored("hi"))
+        return found
+
+    untouched, group, _ = asyncio.run(scene())
+    assert untouched.overrides is None and untouched.scores == [1.0] * 3
+    assert group.masks == [[wire.IGNORED, known - 1, 5], [wire.IGNORED] * 3, [wire.IGNORED] * 2]
+    assert group.overrides == [{}, {"unscored": True}, {"unscored": True}]
+    assert wire.counted_scores(group) == [1.0]
+    assert env.measures.take()["unknown_tokens"] == pytest.approx(4 / 6)  # of the groups since the first
+    assert len([record for record in caplog.records if str(known) in record.getMessage()]) == 1
 
 
 def test_a_conversation_without_room_for_the_answer_is_truncated() -> None:

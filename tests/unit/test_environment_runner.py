@@ -16,6 +16,7 @@ from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
+from environments.demo_model.model import build_tokenizer
 from environments.running import runner
 from environments.running.runner import EnvironmentFailed, unfit
 from environments.scoring import ScoreTimeout
@@ -69,13 +70,16 @@ def test_unfit_groups_are_named(one: wire.ScoredData, changes: dict[str, Any], r
     assert unfit(one, config(**changes), max_token_len=16) == reason
 
 
+TOKENIZER = build_tokenizer()
+
+
 class Sums(BaseEnv[int]):
     """Delivers groups without a server; what an item turns into is for each test to say."""
 
     name = "sums"
 
     def __init__(self, settings: BaseEnvConfig, collect: Callable[[int], Awaitable[wire.ScoredData | None]]) -> None:
-        super().__init__(settings, None, None)  # type: ignore[arg-type]
+        super().__init__(settings, None, TOKENIZER)  # type: ignore[arg-type]
         self.collect = collect
         self.taken = 0
         self.limit: int | None = None
@@ -434,7 +438,7 @@ def test_scoring_that_never_ends_costs_its_group_and_in_the_end_the_environment(
     ("one", "reason"),
     [
         (group(trained=False), "no token"),
-        (group(length=100_000), "the trainer's 16 tokens"),
+        (group(length=200), "the trainer's 16 tokens"),
         (group((1.0, 0.0, 1.0)), "3 sequences"),
     ],
 )

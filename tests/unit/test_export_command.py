@@ -153,11 +153,14 @@ def test_a_base_that_has_moved_is_named_by_hand(adapter: tuple[PeftModel, Path],
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(plain)), logits(model))
 
 
-def test_a_base_in_4_bits_is_refused_with_what_to_do(adapter: tuple[PeftModel, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantised", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"])
+def test_a_quantised_base_is_refused_with_what_to_do(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, quantised: object
+) -> None:
     _, path = adapter
     config = tmp_path / "base" / "config.json"
     content = json.loads(config.read_text())
-    content["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    content["quantization_config"] = quantised
     config.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:
         export_checkpoint(ExportOptions(path, tmp_path / "out", merge=True))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_common.http import Complaint, complaint, may_pass
+from grpo_common.http import Complaint, address, complaint, may_pass
+from grpo_trainer.config.server import VllmConfig
 from vllm_server.errors import ServeError
 
 MSGPACK = "application/msgpack"
@@ -20,6 +21,20 @@ MSGPACK = "application/msgpack"
 )
 def test_which_failures_may_pass(status: int, passes: bool) -> None:
     assert may_pass(status) == passes
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1:80"), ("node-1", "node-1:80"), ("::1", "[::1]:80"), ("[fd00::2]", "[fd00::2]:80")],
+)
+def test_address_of_a_url(host: str, shown: str) -> None:
+    assert address(host, 80) == shown
+
+
+def test_servers_at_ipv6_addresses() -> None:
+    config = VllmConfig(host="::1", port=9001, also=("[fd00::2]:9002",))
+    assert [each.url for each in config.each] == ["http://[::1]:9001", "http://[fd00::2]:9002"]
+    assert config.each[1].host == "fd00::2"  # as a socket has it
 
 
 def test_parts_of_our_servers_errors_are_kept() -> None:

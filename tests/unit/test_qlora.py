@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,11 @@ def test_a_width_that_the_kernel_garbles_is_refused(tmp_path: Path, monkeypatch:
 
 
 @needs_bitsandbytes
-def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
-    model = tiny_qwen()
-    model.config.quantization_config = {"quant_method": "awq", "bits": 4}  # type: ignore[attr-defined]
-    model.config.save_pretrained(tmp_path)
+@pytest.mark.parametrize("quantised", [{"quant_method": "awq", "bits": 4}, "awq"])
+def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path, quantised: object) -> None:
+    tiny_qwen().config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": quantised}))
     with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(name=str(tmp_path), device="cpu", load_in_4bit=True))
     assert (refused.value.field, refused.value.got) == (f"--model-name {tmp_path}", "awq")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from environments.demo_model.model import build_tokenizer
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.train import LogConfig, LossConfig, ModelConfig, TrainConfig
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
@@ -119,6 +120,27 @@ def test_nothing_is_written_with_0_or_without_a_tokenizer(tmp_path: Path, count:
     )
     assert build_sample_log(silent, 0) is None
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_show_the_spaces_that_were_sampled(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.save_pretrained(tmp_path / "model")
+    log = build_sample_log(
+        TrainConfig(
+            model=ModelConfig(name=str(tmp_path / "model")),
+            checkpoints=CheckpointConfig(save_path=tmp_path / "run"),
+            logging=LogConfig(log_samples=1),
+        ),
+        0,
+    )
+    assert log is not None
+    group = Group((sample(1.0, [*tokenizer.encode("do n't ."), 5]),))
+    group.samples[0].trained_T[:-1] = False
+    log.choose([group])
+    log.write(1, {})
+    (row,) = read_file(tmp_path / "run" / "samples.jsonl", a_sample).rows
+    assert row["prompt"] == "do n't ."
 
 
 def test_an_answer_that_is_left_out_of_the_loss_is_still_shown(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_a_plain_model_on_one_device_can_be_shared() -> None:
         ({"quantization": "fp8"}, "--quantization fp8", "none,"),
         ({"model": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config (awq)", ""),
         ({"model": {"text_config": {"quantization_config": {"bits": 4}}}}, "quantization_config (?)", ""),
+        ({"model": {"quantization_config": "awq", "text_config": ["x"]}}, "quantization_config (awq)", ""),
         ({"model": {"compression_config": {"quant_method": "x"}}}, "compression_config (x)", ""),
         ({"model": {"kv_lora_rank": 512}}, "kv_lora_rank 512", ""),
         (
