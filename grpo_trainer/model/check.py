@@ -19,20 +19,31 @@ def check_model(name: str) -> Any:
     Raises:
         ModelError: the model is not found, or is of another kind.
     """
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"no model there: {reason}",
-            field="--model-name",
-            got=name,
-            wanted="a folder with config.json, or a hub name that this machine can reach",
-        ) from None
+    config = read_config(name)
     if problem := not_trainable(config):
         wanted = "a decoder-only model (Qwen, Llama, Mistral, …)"
         raise ModelError(problem, field="--model-name", got=name, wanted=wanted)
     return config
+
+
+def read_config(name: str) -> Any:
+    """Return the transformers configuration of a model.
+
+    Raises:
+        ModelError: it is not there, or can't be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = f"no model there: {next(iter(str(error).strip().splitlines()), '')}"
+    except (KeyError, AttributeError, TypeError) as error:  # as of a quantization_config that is no table
+        reason = f"its config.json can't be read: {type(error).__name__}: {error}"
+    raise ModelError(
+        reason,
+        field="--model-name",
+        got=name,
+        wanted="a folder with config.json, or a hub name that this machine can reach",
+    )
 
 
 def not_trainable(config: Any) -> str | None:
@@ -55,8 +66,6 @@ def quantised_by(config: Any) -> str | None:
     """Return the method by which a model's files are quantised, or None."""
     if (found := getattr(config, "quantization_config", None)) is None:
         return None
-    if isinstance(found, str):
-        return found
     return str(found.get("quant_method")) if isinstance(found, dict) else type(found).__name__
 
 

@@ -14,14 +14,14 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_common.model_files import TOKENIZER_CONFIG_FILE, make_readable
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
-from grpo_trainer.model.check import quantised_by
+from grpo_trainer.model.check import quantised_by, read_config
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.lora import readable_settings
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
@@ -175,11 +175,10 @@ def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
 
 def _base_config(name: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return read_config(name)
+    except ModelError as error:
         raise ConfigError(
-            f"the base model can't be read: {reason}",
+            f"the base model can't be read: {error.summary}",
             field="--merge",
             got=name,
             wanted="a base model",
