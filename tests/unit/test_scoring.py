@@ -175,7 +175,7 @@ NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
 @pytest.mark.parametrize(
     ("block", "within", "seconds", "status", "levels"),
     [
-        ("time.sleep(60)", "nullcontext()", 1.6, os.EX_SOFTWARE, ["WARNING", "ERROR"]),
+        ("time.sleep(20)", "nullcontext()", 1.6, os.EX_SOFTWARE, ["WARNING", "ERROR"]),
         ("while True: pass", "nullcontext()", 0.1, os.EX_SOFTWARE, ["ERROR"]),
         (NATIVE, "nullcontext()", 1.6, 1, []),  # no Python code runs meanwhile
         ("time.sleep(2)", "nullcontext()", 60, 0, ["WARNING"]),
@@ -189,7 +189,7 @@ def test_a_process_whose_event_loop_is_blocked_shows_where_and_ends(
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status else "moved\n")
-    assert re.findall("^[A-Z]+(?= the event loop)", done.stderr, re.MULTILINE) == levels
+    assert re.findall("^(WARNING|ERROR) ", done.stderr, re.MULTILINE) == levels
     assert re.search(r"\bin evaluate$", done.stderr, re.MULTILINE)
     assert ("--env.score_timeout" in done.stderr) == ("ERROR" in levels)
 
