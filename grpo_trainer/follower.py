@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from grpo_trainer.alignment.shared_proof import SyntheticChange
+from grpo_trainer.alignment.proof import SyntheticRows
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import CommonError
@@ -105,11 +105,11 @@ def run_worker(
         TrainingError: rank 0 has exited without a last order.
         GrpoError: an error of this process alone.
     """
-    change = SyntheticChange(trainer.model)  # type: ignore[arg-type]
+    rows = SyntheticRows(trainer.model)
     with world:
         while not isinstance(order := world.receive(), End):
             try:
-                _carry_out(order, trainer, checkpoints, bridge, change)
+                _carry_out(order, trainer, checkpoints, bridge, rows)
             except CommonError as error:  # rank 0 has raised it too, and decides what follows
                 log.error("%s: %s", type(order).__name__, error)
 
@@ -119,7 +119,7 @@ def _carry_out(
     trainer: Trainer,
     checkpoints: Checkpoints | None,
     bridge: CommonBridge | None,
-    change: SyntheticChange,
+    rows: SyntheticRows,
 ) -> None:
     shards = trainer.shards
     match order:
@@ -148,6 +148,6 @@ def _carry_out(
             bridge.tend(order)
         case Vary(size):
             if size is None:
-                change.restore()
+                rows.restore()
             else:
-                change.make(size)
+                rows.make(size)

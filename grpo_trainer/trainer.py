@@ -19,15 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_common.trace import since, stage
 from grpo_trainer.alignment.drift import (
+    UNKNOWN,
     DriftAlarm,
+    Recheck,
     SampleGap,
     gap_metrics,
-    not_rechecked,
     recheck_version,
     row_gaps,
     sample_gaps,
 )
-from grpo_trainer.alignment.routing import check_routing
 from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
@@ -262,7 +262,7 @@ class Trainer:
         step: int,
         passes: Sequence[Pass],
         batch: ReadyBatch,
-        look: Callable[[Sequence[Tensor]], Metrics] | None,
+        look: Callable[[Metrics, Sequence[Tensor]], Metrics] | None,
         writing: Callable[[], AbstractContextManager[None]],
         untouched: bool,
     ) -> StepResult:
@@ -294,11 +294,8 @@ class Trainer:
         # Sums over microbatches become means: the losses of several updates must not be added up.
         sums = self._of_all(merge(parts)).items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
-        if self.forward.routing is not None and look is not None:
-            shape, on_drift = self.forward.routing.shape, self.config.drift.on_drift
-            self._world.raise_together(partial(check_routing, metrics, shape, on_drift, step))
         if look is not None:
-            metrics |= look(rows)
+            metrics |= look(metrics, rows)
         backward_seconds = time.monotonic() - started
         since("forward_backward", started, passes=len(passes))
         with stage("optimizer"):
@@ -311,27 +308,46 @@ class Trainer:
         return StepResult(updated, metrics)
 
     def _look(
-        self, step: int, batch: ReadyBatch, passes: Sequence[Pass], logprobs: Logprobs, rows: Sequence[Tensor]
+        self,
+        step: int,
+        batch: ReadyBatch,
+        passes: Sequence[Pass],
+        logprobs: Logprobs,
+        metrics: Metrics,
+        rows: Sequence[Tensor],
     ) -> Metrics:
         """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics.
 
         Args:
             logprobs: gets those of the samples in `shown`, from all ranks.
+            metrics: of all ranks' passes.
         """
         found = self._of_ranks((sample_gaps(rows), shown_logprobs(passes, batch.shown)))
         gaps, version = [gap for of_rank, _ in found for gap in of_rank], batch.policy_version
         for _, of_rank in found:
             logprobs |= of_rank
-        self._world.raise_together(partial(self._alarmed, step, gaps, version, batch.sequences))
+        self._world.raise_together(partial(self._alarmed, step, gaps, version, batch.sequences, metrics))
         return gap_metrics(gaps, version)
 
     def _alarmed(
-        self, step: int, gaps: Sequence[SampleGap], version: int | None, sequences: Sequence[TrainingSequence]
+        self,
+        step: int,
+        gaps: Sequence[SampleGap],
+        version: int | None,
+        sequences: Sequence[TrainingSequence],
+        metrics: Metrics,
     ) -> None:
         """Run the drift alarm, which only rank 0 has."""
-        if self.alarm is not None:
-            recheck = partial(recheck_version, self.forward, sequences) if self.holding.whole else not_rechecked
-            self.alarm.look(step, gaps, version, recheck)
+        if self.alarm is None:
+            return
+        if self.forward.routing is not None:
+            self.alarm.check_routing(step, metrics, self.forward.routing.shape)
+
+        def recheck(version: int) -> Recheck:
+            # A process that holds only a shard can't compute a forward pass alone.
+            return recheck_version(self.forward, sequences, version) if self.holding.whole else UNKNOWN
+
+        self.alarm.check_samples(step, gaps, version, recheck)
 
     def _of_all(self, own: Metrics) -> Metrics:
         """Return the merged metrics of all processes, sent as plain numbers."""

@@ -4,6 +4,7 @@ The proof checks the server once, before training. After that, each step compare
 those of the forward pass that trains on them. On samples of the present version they differ by rounding only, so
 any other fault of the server or of the environment shows there as a gap. Older samples may differ by as much as the
 policy has moved since. The comparison needs no extra forward pass, except to find the cause of a large gap.
+Replayed experts are checked too: those of another request or another layer would train silently worse.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from grpo_trainer.alignment.proof import NOISE_LIMIT
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, evaluating
+from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import DriftError
-from grpo_trainer.metrics.types import Mean, Metric
+from grpo_trainer.metrics.types import Mean, Metric, Metrics
+from grpo_trainer.model.load import computing_dtype
+from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ CEILING_QUANTISED = 0.5
 """Greatest limit that is derived from the noise if a side is quantised, in nats. With a larger gap the samples are too
 far off-policy to learn from, however large the noise was on the proof's random tokens."""
 
-FLOOR = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.1}
+FLOOR = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Least limit that is derived from the noise, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
 0.02 in bfloat16 on one H200 (0.5B parameters, 150 steps)."""
 
@@ -97,14 +101,15 @@ class Cause(Enum):
         "the policy has moved away from the older version that sampled",
         "lower --lr, or --max-staleness where the policy moves slowly",
     )
+    ROUTING = (
+        "replayed experts do not fit their tokens",
+        "let the environment send each completion's experts with its tokens, and serve the trainer's model; if the "
+        "policy has moved far since, lower --max-staleness",
+    )
 
-    @property
-    def meaning(self) -> str:
-        return self.value[0]
-
-    @property
-    def fix(self) -> str:
-        return self.value[1]
+    def __init__(self, meaning: str, fix: str) -> None:
+        self.meaning = meaning
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -122,31 +127,18 @@ class SampleGap:
 
 @dataclass(frozen=True)
 class Recheck:
-    """Mean |rollout - X| of the rechecked samples.
-
-    Attributes:
-        own: X is the trainer.
-        base: X is the trainer's base model; None: it has no adapter.
-        raw: X is the trainer at temperature 1; None: all samples are at temperature 1.
-    """
+    """Mean |rollout - X| of the rechecked samples."""
 
     own: float
+    """X is the trainer."""
     base: float | None
+    """X is the trainer's base model; None: it has no adapter."""
     raw: float | None
+    """X is the trainer at temperature 1; None: all samples are at temperature 1."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The reason for an alarm: the samples of a version, and their mean gap in nats a token, NaN if not finite."""
-
-    cause: Cause
-    version: int | None
-    samples: int
-    gap: float
-
-    @classmethod
-    def of(cls, cause: Cause, gaps: Sequence[SampleGap]) -> Finding:
-        return cls(cause, gaps[0].version, len(gaps), mean_gap(gaps) if cause is not Cause.NOT_FINITE else math.nan)
+UNKNOWN = Recheck(math.inf, None, None)
+"""No recheck was possible, so the cause is unknown."""
 
 
 def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
@@ -201,8 +193,8 @@ def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Met
 
 def find_drift(
     gaps: Sequence[SampleGap], version: int | None, limit: float, recheck: Callable[[int], Recheck]
-) -> Finding | None:
-    """Return what is wrong with a step's samples, or None.
+) -> tuple[Cause, list[SampleGap]] | None:
+    """Return what is wrong with a step's samples, and which samples; None: nothing.
 
     Args:
         version: the trainer's version.
@@ -210,59 +202,51 @@ def find_drift(
         recheck: computes samples of a version again; called only if their gap is above the limit.
     """
     if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
-        return Finding.of(Cause.NOT_FINITE, broken)
-    known = sorted({gap.version for gap in gaps if gap.version is not None})
-    samples = {number: [gap for gap in gaps if gap.version == number] for number in known}
-    means = {number: mean_gap(some) for number, some in samples.items()}
+        return Cause.NOT_FINITE, broken
+    samples: dict[int, list[SampleGap]] = {}
+    for gap in gaps:
+        if gap.version is not None:
+            samples.setdefault(gap.version, []).append(gap)
+    means = {number: mean_gap(some) for number, some in sorted(samples.items())}
+
+    def older_agree(than: int) -> bool:
+        """Return whether older samples fit: then the policy has not moved enough to explain a gap."""
+        return any(mean <= limit for number, mean in means.items() if number < than)
+
     if version is not None and means.get(version, 0.0) > limit:
-        older_agree = any(mean <= limit for number, mean in means.items() if number < version)
-        return Finding.of(_explain(recheck(version), limit, older_agree=older_agree), samples[version])
+        again = recheck(version)
+        near = max(limit, 0.25 * again.own)  # another explanation must fit much better than the trainer
+        for cause, other in ((Cause.BASE_MODEL, again.base), (Cause.TEMPERATURE, again.raw)):
+            if other is not None and other <= limit and other < near < again.own:
+                return cause, samples[version]
+        return Cause.ONE_VERSION if older_agree(version) else Cause.FRESH, samples[version]
     for number, mean in means.items():
         if mean > max(limit, STALE_LIMIT):
-            older_agree = any(means[older] <= limit for older in known if older < number)
-            return Finding.of(Cause.ONE_VERSION if older_agree else Cause.STALE, samples[number])
+            return Cause.ONE_VERSION if older_agree(number) else Cause.STALE, samples[number]
     return None
-
-
-def _explain(again: Recheck, limit: float, *, older_agree: bool) -> Cause:
-    """Return the cause of a gap on samples of the present version."""
-    near = max(limit, 0.25 * again.own)  # another explanation must fit much better than the trainer
-    for cause, other in ((Cause.BASE_MODEL, again.base), (Cause.TEMPERATURE, again.raw)):
-        if other is not None and other <= limit and other < near < again.own:
-            return cause
-    # If older samples fit, the policy has not moved enough to explain this gap.
-    return Cause.ONE_VERSION if older_agree else Cause.FRESH
 
 
 class DriftAlarm:
     """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps.
 
     Args:
-        limit: largest mean gap that samples of the present version may have, in nats a token.
+        limit: largest mean gap that samples of the present version may have, in nats a token; 0: no limit.
         on_drift: "stop" raises an error, except for a gap on older samples only.
         bridge: the bridge's name, for messages.
-        in_4_bits: the trainer has its base model in 4 bits and the server does not, so a gap without another cause is
-            due to quantisation.
-        in_8_bits: the server has weights or KV cache in 8 bits, which explains such a gap as well.
+        fresh: cause of a gap on fresh samples that has no other explanation; quantisation, if a side is quantised.
     """
 
     def __init__(
-        self,
-        limit: float,
-        on_drift: Literal["warn", "stop"],
-        bridge: str,
-        *,
-        in_4_bits: bool = False,
-        in_8_bits: bool = False,
+        self, limit: float, on_drift: Literal["warn", "stop"], bridge: str, fresh: Cause = Cause.FRESH
     ) -> None:
         self.limit = limit
         self._on_drift = on_drift
         self._bridge = bridge
-        self._coarse = Cause.QUANTISATION if in_4_bits else Cause.COARSE_SERVER if in_8_bits else None
+        self._fresh = fresh
         self._said: dict[Cause, int] = {}
         self._kept_back: Counter[Cause] = Counter()
 
-    def look(
+    def check_samples(
         self, step: int, gaps: Sequence[SampleGap], version: int | None, recheck: Callable[[int], Recheck]
     ) -> None:
         """Check the samples of one step, before the weights change.
@@ -270,36 +254,45 @@ class DriftAlarm:
         Raises:
             DriftError: the gap is above the limit, and `--on-drift` is stop.
         """
-        finding = find_drift(gaps, version, self.limit, recheck)
-        if finding is None:
+        if not self.limit or (found := find_drift(gaps, version, self.limit, recheck)) is None:
             return
-        if finding.cause is Cause.FRESH and self._coarse is not None:
-            finding = replace(finding, cause=self._coarse)
-        if self._on_drift == "stop" and finding.cause is not Cause.STALE:
-            raise DriftError.of([self._problem(finding, len(gaps))])
-        cause = finding.cause
+        cause, samples = found
+        cause = self._fresh if cause is Cause.FRESH else cause
+        limit = max(self.limit, STALE_LIMIT) if cause is Cause.STALE else self.limit
+        has_size = cause is not Cause.NOT_FINITE
+        off = f", {mean_gap(samples):.3g} nats a token off" if has_size else ""
+        got = f"{len(samples)} of {len(gaps)} samples, of version {samples[0].version}{off}"
+        self._report(step, cause, f"drift on bridge {self._bridge}", got, f"at most {limit:.2g}" if has_size else "")
+
+    def check_routing(self, step: int, metrics: Metrics, shape: RoutedShape) -> None:
+        """Check that the trainer would choose most of the replayed experts itself, in each layer and each sequence.
+
+        Near-ties that the server breaks differently are a few of a hundred choices. The limit is half of the share
+        that a choice by chance would give.
+
+        Raises:
+            DriftError: it would not, and `--on-drift` is stop.
+        """
+        changed = metrics[CHANGED_MAX].value() if CHANGED_MAX in metrics else 0.0
+        limit = 0.5 * (1.0 - shape.top_k / shape.experts)
+        if changed > limit:
+            got = f"a layer or a sequence in which the trainer would not choose {changed:.0%} of the experts"
+            self._report(step, Cause.ROUTING, "routed_experts", got, f"at most {limit:.0%}")
+
+    def _report(self, step: int, cause: Cause, field: str, got: str, wanted: str) -> None:
+        problem = Problem(field, got, wanted, cause.fix, cause.meaning)
+        if self._on_drift == "stop" and cause is not Cause.STALE:
+            raise DriftError.of([problem])
         if cause in self._said and step - self._said[cause] < SAY_EVERY:
             self._kept_back[cause] += 1
             return
         self._said[cause] = step
         before = self._kept_back.pop(cause, 0)
-        more = f" (and at {before} steps since this was last reported)" if before else ""
-        log.warning("%s%s", self._problem(finding, len(gaps)), more)
-
-    def _problem(self, finding: Finding, samples: int) -> Problem:
-        limit = max(self.limit, STALE_LIMIT) if finding.cause is Cause.STALE else self.limit
-        off = "" if math.isnan(finding.gap) else f", {finding.gap:.3g} nats a token off"
-        return Problem(
-            field=f"drift on bridge {self._bridge}",
-            got=f"{finding.samples} of {samples} samples, of version {finding.version}{off}",
-            wanted=f"at most {limit:.2g}" if off else "",
-            fix=finding.cause.fix,
-            summary=finding.cause.meaning,
-        )
+        log.warning("%s%s", problem, f" (and at {before} steps since this was last reported)" if before else "")
 
 
-def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm | None:
-    """Return the alarm that the options ask for; None: it is off.
+def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm:
+    """Return the alarm that the options ask for.
 
     Args:
         noise: the noise that the bridge proof measured, in nats a token; None: the proof was skipped.
@@ -307,33 +300,26 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
     limit = config.drift.drift_limit
     in_4_bits, in_8_bits = config.model.load_in_4bit, config.vllm.in_8_bits
     if limit is None:
-        dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
-        limit = default_limit(noise, dtype, quantised=in_4_bits or in_8_bits)
-    if limit == 0:
-        return None
-    log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
-    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, in_4_bits=in_4_bits, in_8_bits=in_8_bits)
+        limit = default_limit(noise, computing_dtype(model, config.model), quantised=in_4_bits or in_8_bits)
+    if limit:
+        log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
+    fresh = Cause.QUANTISATION if in_4_bits else Cause.COARSE_SERVER if in_8_bits else Cause.FRESH
+    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, fresh)
 
 
-def default_limit(noise: float | None, dtype: str, *, quantised: bool) -> float:
+def default_limit(noise: float | None, computes: torch.dtype, *, quantised: bool) -> float:
     """Return the limit that follows from the measured noise, in nats a token.
 
     Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16, or the
     ceiling of quantised sides.
+
+    Args:
+        computes: dtype of the trainer's forward pass.
     """
     if noise is None:
         return CEILING_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
-    limit = max(FLOOR[dtype], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
+    limit = max(FLOOR[computes], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
     return min(limit, CEILING_QUANTISED) if quantised else limit
-
-
-UNKNOWN = Recheck(math.inf, None, None)
-"""No recheck was possible, so the cause is unknown."""
-
-
-def not_rechecked(version: int) -> Recheck:
-    """Return `UNKNOWN`: a process that holds only a shard can't compute a forward pass alone."""
-    return UNKNOWN
 
 
 @torch.no_grad()

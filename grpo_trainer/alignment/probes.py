@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn import functional
 
-from grpo_trainer.alignment.rounding import computed_in_fp8
 from grpo_trainer.engine.forward import evaluating
 from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.errors import BridgeError
+from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import GenerateResponse
-
-log = logging.getLogger(__name__)
 
 SHORT_PROMPT = 12
 LONG_PROMPT = 280
@@ -28,13 +28,12 @@ COMPLETION_TOKENS_COARSE = 48
 """Tokens sampled for each prompt. Rounding to 16 or fewer bits needs a mean over more tokens: with 8 for each of two
 prompts, a 7B model in bfloat16 that had learnt sums was refused (0.43 nats a token, 0.33 allowed)."""
 
-FP8_MARGIN, FP8_LIMIT = 2.0, 1.0
-"""A server with fp8 weights may be this many times as far off as the trainer is from itself when it computes in fp8, up
-to a limit in nats. The probes are random tokens, on which a model that has learnt may be sensitive: 0.65 nats on one
-H200 for a 7B model that had learnt sums."""
-
 FAILED: Final = "bridge proof failed"
 """First words of the field of each error."""
+
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+SMALLEST_SCALE = 1e-12
+"""So that a matrix or a token of zeros is not divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,7 @@ class Probe:
     server_logprobs: Tensor
 
 
-def completion_tokens(precision: str, *, quantised: bool) -> int:
-    """Return how many tokens to sample for each prompt.
-
-    Args:
-        precision: name of the coarser dtype of the two sides.
-    """
-    return COMPLETION_TOKENS if precision == "float32" and not quantised else COMPLETION_TOKENS_COARSE
+# ---------------------------------------------------------------- the server
 
 
 def probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
@@ -78,7 +71,7 @@ def ask(
         if name is not None and answer.model != name:
             raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
         if version is not None and answer.policy_version != version:
-            wanted = f"{version}, which the server was launched as"
+            wanted = f"{version}, which the server confirmed"
             raise BridgeError(field=f"{FAILED}: version", got=answer.policy_version, wanted=wanted)
         probes.append(probe_of(answer))
     return probes
@@ -91,13 +84,11 @@ def probe_of(answer: GenerateResponse) -> Probe:
     return Probe([*answer.prompt_token_ids, *answer.token_ids[0]], len(answer.prompt_token_ids), torch.tensor(sampled))
 
 
-def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
-    """Return the trainer's own logprobs of the tokens that the server sampled, `[N]`."""
-    return logprobs_of_copies(model, probe, 1)[0]
+# ---------------------------------------------------------------- the trainer
 
 
-def logprobs_of_copies(model: nn.Module, probe: Probe, copies: int) -> Tensor:
-    """Return the trainer's own logprobs of the tokens that the server sampled, once for each row: `[copies, N]`."""
+def trainer_logprobs(model: nn.Module, probe: Probe, copies: int = 1) -> Tensor:
+    """Return the trainer's own logprobs of the sampled tokens, `[copies * N]`: a forward pass of equal rows."""
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([probe.tokens] * copies, device=device)
     columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
@@ -106,7 +97,12 @@ def logprobs_of_copies(model: nn.Module, probe: Probe, copies: int) -> Tensor:
         logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
         # Row by row: scores copy the logits that they read.
         scored = [token_scores(each_BTV, tokens_BT[:1], row_N, columns_N, ones_N) for each_BTV in logits_BTV.split(1)]
-    return torch.stack([scores.logprobs_N for scores in scored]).cpu()
+    return torch.cat([scores.logprobs_N for scores in scored]).cpu()
+
+
+def logprobs_of(model: nn.Module, prompts: list[list[int]]) -> Tensor:
+    """Return the trainer's logprobs of all tokens of the prompts but the first of each."""
+    return torch.cat([trainer_logprobs(model, Probe(prompt, 1, torch.empty(0))) for prompt in prompts])
 
 
 def gap(model: nn.Module, probes: list[Probe]) -> float:
@@ -120,28 +116,42 @@ def gap_of_base(model: PeftModel, probes: list[Probe]) -> float:
         return gap(model, probes)
 
 
-def allowed_in_fp8(allowed: float, own: float, model: nn.Module, probes: list[Probe]) -> float:
-    """Return the largest gap of a server with fp8 weights: `allowed`, or more if rounding moves this model further.
-
-    Args:
-        own: the gap to the server.
-    """
-    if own <= allowed:
-        return allowed
-    offset = offset_of_fp8(model, probes)
-    log.info("the server is %.2g nats a token from the trainer, which is %.2g from itself in fp8", own, offset)
-    return max(allowed, min(FP8_MARGIN * offset, FP8_LIMIT))
+# ---------------------------------------------------------------- what 8 bits do to the trainer's own logprobs
 
 
 def offset_of_fp8(model: nn.Module, probes: list[Probe]) -> float:
-    """Return mean |trainer - trainer in fp8| over all sampled tokens, in nats."""
+    """Return mean |trainer - trainer in fp8|, in nats a token: a server with fp8 weights is off by about as much."""
     own = [trainer_logprobs(model, probe) for probe in probes]
     with computed_in_fp8(model):
         rounded = [trainer_logprobs(model, probe) for probe in probes]
     return float((torch.cat(own) - torch.cat(rounded)).abs().mean())
 
 
-def logprobs_of(model: nn.Module, prompts: list[list[int]]) -> Tensor:
-    """Return the trainer's logprobs of all tokens of the prompts but the first of each."""
-    texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
-    return torch.cat([trainer_logprobs(model, text) for text in texts])
+@contextmanager
+def computed_in_fp8(model: nn.Module) -> Iterator[None]:
+    """Compute the model's linear layers in fp8 within the block, as vLLM does with `--quantization fp8`.
+
+    Weights have one scale a matrix (in vLLM one for q, k and v together, and one for gate and up), activations one a
+    token. Head and adapters stay as they are, and so do experts that are no linear layers. No second copy of the
+    weights is kept: each pass rounds them again.
+    """
+
+    def hook(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        x_BTI = args[0]
+        weight_OI = weights_of(layer)
+        rounded_OI = rounded_to_fp8(weight_OI, weight_OI.abs().max()).to(x_BTI.dtype)
+        rounded_BTI = rounded_to_fp8(x_BTI, x_BTI.abs().amax(-1, keepdim=True)).to(x_BTI.dtype)
+        return functional.linear(rounded_BTI, rounded_OI, layer.bias)
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # pyright: ignore
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and layer is not head and "lora_" not in name:
+                stack.callback(layer.register_forward_hook(hook).remove)
+        yield
+
+
+def rounded_to_fp8(x: Tensor, largest: Tensor) -> Tensor:
+    """Return a tensor, rounded to fp8 (e4m3) with the scale that makes `largest` the greatest fp8 number, in fp32."""
+    scale = (largest.float() / LARGEST_FP8).clamp(min=SMALLEST_SCALE)
+    return (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float() * scale

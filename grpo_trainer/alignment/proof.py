@@ -1,53 +1,44 @@
-"""Bridge proof: the server generates with the published adapter and with no other weights.
+"""Bridge proof: the server generates with the trainer's weights and with no others.
 
-The proof publishes a large synthetic adapter. The server's per-token logprobs under it must differ from the base
-model's and agree with the trainer's own forward pass. Then the proof publishes the trainer's true adapter again, and
-the logprobs must agree again. The proof fails, before any training step, for a server that accepts an adapter but
-still serves the base model, serves the adapter at a wrong scale, or lacks a module.
+    compare ─▶ change ─▶ compare ─▶ undo ─▶ compare
+
+The server must agree with the trainer's own forward pass on the present weights, on weights with a large synthetic
+change, and on the present weights again. The first comparison measures the gap that rounding causes, and so limits the
+gaps of later ones. Under the change the server must also differ from what it would say without it. So the proof fails,
+before any training step, for a server that ignores what is published, keeps an earlier version, has a parameter in
+another one's place, or answers from a stale cache. `Change` says what is changed, how the server gets it, and what a
+disagreement means: an adapter (`adapter.py`), rows of all weights (`WeightChange`), or nothing at all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Final
-from uuid import uuid4
+from typing import Any, Final, Literal
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from grpo_trainer.alignment.diagnosis import (
-    Presence,
-    adapted_layers,
-    adapted_modules,
-    explain,
-    left_out,
-    look_for_each_module,
-    missing_modules,
-    replaced,
-    wrong_scales,
-)
 from grpo_trainer.alignment.probes import (
+    COMPLETION_TOKENS,
+    COMPLETION_TOKENS_COARSE,
     FAILED,
     Probe,
-    allowed_in_fp8,
     ask,
-    completion_tokens,
     gap,
     gap_of_base,
     logprobs_of,
-    logprobs_of_copies,
+    offset_of_fp8,
     probe_prompts,
 )
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model.load import weights_of
+from grpo_trainer.model.lora import decoder_layers
 from grpo_trainer.server_client import ServerClient
-from vllm_server.protocol import BridgeInfo
+from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +52,12 @@ H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so the
 NOISE_LIMIT_QUANTISED = 0.5
 """The same if only one side is quantised, the trainer's base model to 4 bits, or the server's weights or KV cache to 8:
 these are two different functions. Measured on a CPU, 4 bits against float32: 0.15 for the quickstart's model of 0.75M
-parameters, 0.20 for a random one. With fp8 weights more may be allowed (`probes.allowed_in_fp8`)."""
+parameters, 0.20 for a random one."""
 
-SYNTHETIC_MARGIN_QUANTISED = 2.0
-"""Under the synthetic adapter the gap of quantised sides may be this many times the measured noise: the effect of
-quantisation does not grow with the adapter (measured: 0.4 to 1.2 times)."""
+FP8_MARGIN, FP8_LIMIT = 2.0, 1.0
+"""A server with fp8 weights may be this many times as far off as the trainer is from itself when it computes in fp8, up
+to a limit in nats. The probes are random tokens, on which a model that has learnt may be sensitive: 0.65 nats on one
+H200 for a 7B model that had learnt sums."""
 
 NOISE_MARGIN = 3.0
 """A later gap may be this many times the measured noise."""
@@ -73,262 +65,226 @@ NOISE_MARGIN = 3.0
 GREATEST = NOISE_MARGIN * NOISE_LIMIT_QUANTISED
 """However large the noise was, a later gap may not exceed this, in nats."""
 
-NEARER = 0.75
-"""Under the synthetic adapter a quantised server is refused if another scale of the adapter explains its logprobs with
-less than this share of the gap. (Tried on a small model with noise of 0.2 to 0.7 nats: at least 1.56 for a server that
-is right, at most 0.58 for one with 0.25 to 4 times the scale.)"""
-
 MIN_MOVE = 10.0
-"""The synthetic adapter is at first made large enough to move the trainer's own logprobs by this many allowed gaps."""
+"""The synthetic change is at first made large enough to move the trainer's own logprobs by this many allowed gaps."""
 
 FACTORS = (1, 4, 16)
 """How much more a synthetic change is to move the logprobs, tried in turn. A model that has learnt to answer with
 certainty moves little: the tokens that it samples stay nearly certain."""
 
 RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the
-logprobs enough is used."""
-
-LOGITS_AT_ONCE = 1 << 30
-TOKENS_AT_ONCE = 4096
-"""Bytes of fp32 logits, and tokens, of a forward pass that leaves out several modules, each in its own row."""
+"""Sizes to try for the synthetic change, relative to the weights; the first that moves the logprobs enough is used."""
 
 BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
-EARLIER: Final = "still serves the adapter that was published before"
-STALE_CACHE: Final = "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
 OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
-"""Faults of a server, to follow "the server …"; `diagnosis.explain` finds further ones."""
+UNSEEN: Final = "does not see what the trainer writes: it answers as before the change"
+MISPLACED: Final = "computes with other weights than the trainer's (a parameter bound to another's place?)"
+STALE: Final = "does not return to the old weights, which are restored: a stale cache?"
+"""Faults of a server, to follow "the server …"; `adapter.py` has more."""
 
 SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
 
+Stage = Literal["present", "synthetic", "restored"]
+
 
 @dataclass(frozen=True)
-class Gaps:
-    """Mean |difference| of the server's logprobs from the trainer's and from the base model's, in nats a token."""
+class Served:
+    """What the server has at a stage of the proof: an adapter by `name`, or all weights as `version`.
 
-    trainer: float
-    base: float
+    `words` name it in messages.
+    """
+
+    stage: Stage
+    words: str
+    name: str | None = None
+    version: int | None = None
+
+
+class Change:
+    """A change that a proof makes. This class makes none: its server was launched on the model's present weights.
+
+    Args:
+        version: of the present weights.
+    """
+
+    fix: str = SAME_MODEL
+    quantised_margin: float | None = None
+    """Under the change, the gap of quantised sides may be this many times the noise. None: as with other sides."""
+
+    def __init__(self, model: Any, version: int) -> None:
+        self.model = model
+        self.version = version
+
+    def deliver(self, stage: Stage) -> Served:
+        """Make the server generate with the model's present weights."""
+        return Served(stage, f"version {self.version}", version=self.version)
+
+    def made(self, prompts: list[list[int]], move: float) -> AbstractContextManager[Served]:
+        """Change trainer and server within the block so that the trainer's logprobs move by `move` nats a token."""
+        raise NotImplementedError
+
+    def distance(self, probes: list[Probe]) -> float:
+        """Return mean |server - model without the change|, in nats a token: the base model if there is an adapter."""
+        return (gap_of_base if isinstance(self.model, PeftModel) else gap)(self.model, probes)
+
+    def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
+        """Name the fault of a server whose gap `own` to the trainer is above `allowed`."""
+        is_base = isinstance(self.model, PeftModel) and self.distance(probes) <= allowed
+        return BASE_MODEL if is_base else OTHER_WEIGHTS
+
+    def hidden_fault(self, served: Served, probes: list[Probe], own: float, *, quantised: bool) -> str | None:
+        """Return a fault that shows although the gap is within the limit, or None."""
+        return None
+
+    def check_parts(self, prompt: list[int]) -> str:
+        """Check on a prompt that the server has each part of the synthetic change; return a note for the log.
+
+        Raises:
+            BridgeError: it lacks one.
+        """
+        return ""
+
+    def close(self) -> None:
+        """Free what the proof has left in the server."""
 
 
 @dataclass(frozen=True)
 class Proved:
-    """Measurements of a proof, in nats a token.
-
-    Attributes:
-        noise: mean |server - trainer| on the present weights.
-        synthetic_moved: mean change of the server's logprobs by the synthetic change.
-        synthetic: mean |server - trainer| under the synthetic change.
-        restored: mean |server - trainer| after the change is undone; for shared weights, mean |server - server before|.
-    """
+    """Measurements of a proof, in nats a token."""
 
     noise: float
+    """Mean |server - trainer| on the present weights."""
     synthetic_moved: float
+    """Mean |server under the synthetic change - model without it|."""
     synthetic: float
+    """Mean |server - trainer| under the synthetic change."""
     restored: float
+    """Mean |server - trainer| after the change is undone."""
 
 
-def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> Proved:
-    """Prove a LoRA bridge: the present adapter, a synthetic one, and the present one again.
+class Proof:
+    """Compares a server with the trainer. The first comparison measures the noise, also for servers relaunched later.
 
     Args:
-        load: loads the model's present adapter into the server under a name, without making it the served version, so
-            that only the proof's own requests use it.
-        info: the server.
-
-    Raises:
-        BridgeError: the server's logprobs do not agree with the published weights; the message names the fault.
+        dtype: dtype of the trainer's forward pass; None: that of the model's weights.
     """
-    proof = _Proof(model, server, load, info)
-    noise_limit = NOISE_LIMIT_QUANTISED if proof.quantised else NOISE_LIMIT[proof.precision]
-    try:
-        noise = proof.probe("present", noise_limit, in_fp8=info.quantization == "fp8").trainer
-        allowed = allowed_later(noise, proof.precision)
-        # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
-        larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
-        # A server without the adapter is as far from the base model as the noise, which is half of `larger` there.
-        least = larger if proof.quantised else 2 * larger
-        synthetic = Gaps(0.0, 0.0)
-        for factor in FACTORS:
-            with _synthetic_adapter(model, proof.prompts, factor * MIN_MOVE / 2 * larger):
-                synthetic = proof.probe("synthetic", larger, least=least)
-                if synthetic.base >= least:
-                    presence = proof.look_for_each_module()
-                    break
-        else:
-            fix = "nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof"
-            raise inconclusive("a synthetic adapter", synthetic.base, least, fix)
-        restored = proof.probe("restored", allowed)
-    finally:
-        proof.leave()
-    log.info(
-        "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic adapter moved it by %.3g "
-        "and it stayed within %.2g (one module of %d missing would have shown for %d); restored, it is within %.2g",
-        *(noise, synthetic.base, synthetic.trainer, presence.modules, presence.seen, restored.trainer),
-    )
-    return Proved(noise, synthetic.base, synthetic.trainer, restored.trainer)
 
-
-class _Proof:
-    """Tries adapters on the server, one after the other; `leave` unloads them."""
-
-    def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
-        self.quantised = info.in_8_bits or bool(getattr(model, "is_loaded_in_4bit", False))
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
-        self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
-        self.tolerance = TOLERANCE[self.precision]
-        self._completion = completion_tokens(self.precision, quantised=self.quantised)
-        self.prompts = probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
-        self._model = model
+    def __init__(self, model: Any, server: ServerClient, dtype: str | None = None) -> None:
+        self.model = model
         self._server = server
-        self._load = load
-        self._lora_name = info.lora_name
-        self._modules = adapted_modules(model)
-        self._tried: dict[str, tuple[str, dict[str, Tensor]]] = {}  # stage -> its name in the server, its weights
+        self._dtype = dtype or str(model.dtype).removeprefix("torch.")
+        self._noise: float | None = None
 
-    def probe(self, stage: str, allowed: float, least: float = 0.0, *, in_fp8: bool = False) -> Gaps:
-        """Publish the model's present adapter and compare; raise a `BridgeError` if the gap is above `allowed`.
+    def prove(self, info: BridgeInfo, change: Change) -> Proved:
+        """Prove the present weights, a synthetic change, and the present weights again.
 
-        Args:
-            stage: if it was probed before, its earlier adapter is unloaded.
-            least: an adapter that moves the server less than this from the base model shows nothing else.
-            in_fp8: allow as much as follows from fp8 weights (`allowed_in_fp8`).
+        Raises:
+            BridgeError: the server's logprobs do not agree with the trainer's; the message names the fault.
         """
-        if stage in self._tried:
-            self._server.unload_adapter(self._tried.pop(stage)[0])
-        name = f"{self._lora_name}-proof-{stage}-{uuid4().hex[:8]}"
-        self._load(name)
-        earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
-        self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
-        probes = ask(self._server, self.prompts, self._completion, name=name)
-        gaps = Gaps(trainer=gap(self._model, probes), base=gap_of_base(self._model, probes))
-        if gaps.trainer <= allowed and gaps.base < least:
-            return gaps
-        if in_fp8:
-            allowed = allowed_in_fp8(allowed, gaps.trainer, self._model, probes)
-        # `not <=` also catches NaN
-        if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
-            what, base = self._what_is_wrong(probes, gaps, allowed, earlier), f"|server - base model| {gaps.base:.3g}"
-            raise disagreement(
-                what, f"{stage} adapter", gaps.trainer, allowed, base, f"nothing was trained; {SAME_MODEL}"
-            )
-        if self.quantised and least and (what := self._wrong_scale(probes, NEARER * gaps.trainer)):
-            nearer = f"with that scale less than {NEARER:g} times as much"
-            raise disagreement(
-                what, f"{stage} adapter", gaps.trainer, allowed, nearer, f"nothing was trained; {SAME_MODEL}"
-            )
-        return gaps
+        with closing(change):
+            noise, _ = self.compare(info, change)
+            allowed = self._allowed(info)
+            # In 16 bits rounding errors grow with the change. Quantisation errors do not, and a server that ignores
+            # the change is as far from the unchanged model as the noise, which is half of `larger` then.
+            larger, least = 2 * allowed, 4 * allowed
+            if change.quantised_margin is not None and self._is_quantised(info):
+                larger = least = max(TOLERANCE[self._precision(info)], change.quantised_margin * noise)
+            moved = own = 0.0
+            for factor in FACTORS:
+                with change.made(self._prompts(info), factor * MIN_MOVE / 2 * larger) as served:
+                    probes = self._ask(info, served)
+                    own = gap(self.model, probes)
+                moved = change.distance(probes)
+                if own <= larger and moved < least:
+                    continue
+                self._check(info, change, served, probes, own, larger)
+                note = change.check_parts(self._prompts(info)[-1])
+                break
+            else:
+                raise BridgeError(
+                    "a synthetic change moves this model too little: a server that does not use it would go unseen",
+                    field="bridge proof impossible",
+                    got=f"{moved:.3g} nats a token",
+                    wanted=f"at least {least:.2g}, beyond what the two sides differ by anyway",
+                    fix="nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof",
+                )
+            restored, _ = self.compare(info, change, "restored")
+        log.info(
+            "bridge proved: the server is within %.2g nats a token of the trainer; a %s moved it by %.3g and it stayed "
+            "within %.2g%s; undone, it is within %.2g",
+            *(noise, served.words, moved, own, note, restored),
+        )
+        return Proved(noise, moved, own, restored)
 
-    def _wrong_scale(self, probes: list[Probe], least: float) -> str | None:
-        """Return the wrong scale of the adapter that leaves a gap below `least`, or None."""
-        scales = wrong_scales(self._modules, _scalings(self._model))
-        return explain(self._modules, lambda: gap(self._model, probes), least, scales)
+    def compare(self, info: BridgeInfo, change: Change, stage: Stage = "present") -> tuple[float, float]:
+        """Return mean |server - trainer| on the model's present weights, and its limit, in nats a token.
 
-    def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
-        """Return the earlier stage whose weights leave a gap below `least`, or None."""
-        for stage, weights in earlier.items():
-            if all(torch.equal(b_Or, self._modules[name]) for name, b_Or in weights.items()):
-                continue  # the same weights again
-            with replaced(self._modules, weights):
-                if gap(self._model, probes) < least:
-                    return stage
-        return None
-
-    def look_for_each_module(self) -> Presence:
-        """Check each module of the adapter that was probed last; raise a `BridgeError` if the server lacks one.
-
-        The model must still have that adapter.
+        Raises:
+            BridgeError: the gap is above the limit, or another model or version answered.
         """
-        name, _ = list(self._tried.values())[-1]
-        prompt = self.prompts[-1]
-        answer = self._server.generate(prompt, model=name, max_tokens=1, temperature=1.0, prompt_logprobs=0, seed=0)
-        assert answer.prompt_logprobs is not None, "asked with prompt_logprobs"
-        later = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
-        text = Probe(prompt, 1, torch.tensor([entry[token] for token, entry in later if entry is not None]))
-        layers = adapted_layers(self._model)
+        served = change.deliver(stage)
+        probes = self._ask(info, served)
+        own, allowed = gap(self.model, probes), self._allowed(info)
+        if self._noise is None and info.quantization == "fp8" and own > allowed:
+            offset = offset_of_fp8(self.model, probes)
+            log.info("the server is %.2g nats a token from the trainer, which is %.2g from itself in fp8", own, offset)
+            allowed = max(allowed, min(FP8_MARGIN * offset, FP8_LIMIT))
+        self._check(info, change, served, probes, own, allowed)
+        if self._noise is None:
+            self._noise = own
+        return own, allowed
 
-        def logprobs_without(names: Sequence[str]) -> Tensor:
-            with left_out([layers[name] for name in names]):
-                return logprobs_of_copies(self._model, text, 1 + len(names))
+    def _check(
+        self, info: BridgeInfo, change: Change, served: Served, probes: list[Probe], own: float, allowed: float
+    ) -> None:
+        """Raise a `BridgeError` if the server's logprobs are not those of the weights that it should have."""
+        if own <= allowed:  # a gap that is not a number is not within the limit
+            what = change.hidden_fault(served, probes, own, quantised=self._is_quantised(info))
+        else:
+            what = change.fault(served, probes, own, allowed)
+        if what is None:
+            return
+        other, without = change.distance(probes), "base model" if isinstance(change.model, PeftModel) else "old weights"
+        raise BridgeError(
+            f"the server {what}",
+            field=f"{FAILED} ({served.words})",
+            got=f"mean |server - trainer| of {own:.3g} nats a token"
+            + ("" if other == own else f", |server - {without}| {other:.3g}"),
+            wanted=f"at most {allowed:.2g}",
+            fix=change.fix,
+        )
 
-        row_bytes = 4 * len(prompt) * self._model.config.vocab_size
-        at_once = max(1, min(LOGITS_AT_ONCE // row_bytes, TOKENS_AT_ONCE // len(prompt)) - 1)
-        presence = look_for_each_module(list(layers), text.server_logprobs, logprobs_without, at_once)
-        if presence.wrong:
-            raise BridgeError(
-                "the server does not serve the whole adapter",
-                field=f"{FAILED} (synthetic adapter)",
-                got=" and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong),
-                wanted="100 %",
-                fix="nothing was trained; --no-proof trains all the same",
-            )
-        return presence
+    def _ask(self, info: BridgeInfo, served: Served) -> list[Probe]:
+        prompts = self._prompts(info)
+        return ask(self._server, prompts, self._completion(info), name=served.name, version=served.version)
 
-    def _what_is_wrong(
-        self, probes: list[Probe], gaps: Gaps, allowed: float, earlier: Mapping[str, Mapping[str, Tensor]]
-    ) -> str:
-        if gaps.base <= allowed and gaps.base < gaps.trainer:
-            return BASE_MODEL
-        if stage := self._still(probes, min(gaps.trainer, allowed), earlier):
-            return f"{EARLIER} ({stage})"
-        if len(probes) > 1 and gap(self._model, probes[:1]) <= allowed:
-            return STALE_CACHE
-        suspicions = chain(wrong_scales(self._modules, _scalings(self._model)), missing_modules(self._modules))
-        known = explain(self._modules, lambda: gap(self._model, probes), allowed, suspicions)
-        return known or OTHER_WEIGHTS
+    def _prompts(self, info: BridgeInfo) -> list[list[int]]:
+        return probe_prompts(self.model.config.vocab_size, info.max_model_len - self._completion(info))
 
-    def leave(self) -> None:
-        """Unload the adapters that were tried."""
-        for name, _ in self._tried.values():
-            self._server.unload_adapter(name)
+    def _completion(self, info: BridgeInfo) -> int:
+        is_fine = self._precision(info) == "float32" and not self._is_quantised(info)
+        return COMPLETION_TOKENS if is_fine else COMPLETION_TOKENS_COARSE
 
+    def _allowed(self, info: BridgeInfo) -> float:
+        """Return the largest gap that rounding explains, in nats a token."""
+        precision = self._precision(info)
+        if self._noise is None:
+            return NOISE_LIMIT_QUANTISED if self._is_quantised(info) else NOISE_LIMIT[precision]
+        return max(TOLERANCE[precision], min(NOISE_MARGIN * self._noise, GREATEST))
 
-def _scalings(model: PeftModel) -> dict[str, float]:
-    """Return the factors by which an adapter's served scale may be wrong, by reason."""
-    scaling, rank = next(
-        (layer.scaling["default"], layer.r["default"]) for layer in model.modules() if isinstance(layer, LoraLayer)
-    )
-    found = {"applied twice": scaling, "not applied": 1 / scaling}
-    found |= {"rank-stabilised": rank**0.5, "not rank-stabilised": rank**-0.5, "lora_alpha?": 2.0, "alpha?": 0.5}
-    return {reason: factor for reason, factor in found.items() if factor != 1.0}
+    def _precision(self, info: BridgeInfo) -> str:
+        """Return the coarser dtype of the two sides."""
+        return max(info.dtype, self._dtype, key=TOLERANCE.__getitem__)
 
-
-def allowed_later(noise: float, precision: str) -> float:
-    """Return the largest gap after the first, in nats a token, for the noise that the first one showed."""
-    return max(TOLERANCE[precision], min(NOISE_MARGIN * noise, GREATEST))
-
-
-def disagreement(what: str, stage: str, own: float, allowed: float, other: str, fix: str) -> BridgeError:
-    """Return the error of a server whose logprobs are not the trainer's.
-
-    Args:
-        what: one of the faults above.
-        own: mean |server - trainer|, in nats a token.
-        other: a second distance, for the message; may be empty.
-    """
-    distances = ", ".join(filter(None, [f"mean |server - trainer| of {own:.3g} nats a token", other]))
-    field, wanted = f"{FAILED} ({stage})", f"at most {allowed:.2g}"
-    return BridgeError(f"the server {what}", field=field, got=distances, wanted=wanted, fix=fix)
+    def _is_quantised(self, info: BridgeInfo) -> bool:
+        return info.in_8_bits or bool(getattr(self.model, "is_loaded_in_4bit", False))
 
 
-def inconclusive(what: str, moved: float, least: float, fix: str) -> BridgeError:
-    """Return the error of a synthetic change that moves the logprobs too little to prove anything."""
-    return BridgeError(
-        f"{what} moves this model too little: a server that does not use it would go unseen",
-        field="bridge proof impossible",
-        got=f"{moved:.3g} nats a token",
-        wanted=f"at least {least:.2g}, beyond what the two sides differ by anyway",
-        fix=fix,
-    )
-
-
-def enlarge(
-    model: nn.Module, prompts: list[list[int]], before: Tensor, move: float, change: Callable[[float], None]
-) -> None:
+def enlarge(model: Any, prompts: list[list[int]], before: Tensor, move: float, change: Callable[[float], None]) -> None:
     """Make a synthetic change so large that it moves the trainer's own logprobs by `move` nats a token on average.
 
     Args:
-        prompts: texts on which the effect is measured.
-        before: logprobs of these texts without the change.
+        before: logprobs of the prompts without the change.
         change: makes the change of a size in `RELATIVE_SIZES`, of which the largest is used if none is enough.
     """
     for size in RELATIVE_SIZES:
@@ -337,32 +293,96 @@ def enlarge(
             return
 
 
-@contextmanager
-def _synthetic_adapter(model: PeftModel, prompts: list[list[int]], move: float) -> Iterator[None]:
-    """Make every adapted module's B random and large within the block; restore all weights bit for bit afterwards.
+# ---------------------------------------------------------------- all weights: shared memory, or sent
+
+
+class WeightChange(Change):
+    """Half the rows of a few matrices; the server shares the trainer's memory, or is sent all weights.
 
     Args:
-        prompts, move: see `enlarge`.
+        writing: returns the context in which the weights are changed; afterwards the server has them as the given
+            version.
+        tell: has the other trainer processes change their shards by a size, or undo that (None).
     """
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    modules = adapted_modules(model)
 
-    def write(size: float) -> None:
-        for index, layer in enumerate(layers):
-            _set_random_b(layer, size, seed=index)
+    fix = f"nothing was trained, and the weights are those of before: restart the server, or {SAME_MODEL}"
 
-    with replaced(modules, modules):
-        with model.disable_adapter():
-            base = logprobs_of(model, prompts)
-        enlarge(model, prompts, base, move, write)
-        yield
+    def __init__(
+        self,
+        model: Any,
+        version: int,
+        writing: Callable[[int], AbstractContextManager[None]],
+        tell: Callable[[float | None], None] = lambda size: None,
+    ) -> None:
+        super().__init__(model, version)
+        self._writing = writing
+        self._tell = tell
+        self._rows = SyntheticRows(model)
+
+    def deliver(self, stage: Stage) -> Served:
+        """Return the present weights, which the server has since `made` ended."""
+        served = super().deliver(stage)
+        return served if stage == "present" else Served(stage, "change undone", version=self.version)
+
+    @contextmanager
+    def made(self, prompts: list[list[int]], move: float) -> Iterator[Served]:
+        try:
+            with self._writing(PROOF_VERSION):
+                enlarge(self.model, prompts, logprobs_of(self.model, prompts), move, self._make)
+            yield Served("synthetic", "synthetic change", version=PROOF_VERSION)
+        finally:  # even if the server has ended: a run may go on with others
+            with self._writing(self.version):
+                self._tell(None)
+                self._rows.restore()
+
+    def _make(self, size: float) -> None:
+        self._tell(size)
+        self._rows.make(size)
+
+    def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
+        if served.stage == "synthetic":
+            return UNSEEN if self.distance(probes) <= allowed else MISPLACED
+        return STALE if served.stage == "restored" else OTHER_WEIGHTS
 
 
-@torch.no_grad()
-def _set_random_b(layer: Any, size: float, seed: int) -> None:
-    """Make B random, so that the adapter's change to the module has `size` times the norm of the module's weights."""
-    a_rI, b_Or = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    b_Or.copy_(torch.randn(b_Or.shape, generator=torch.Generator().manual_seed(seed)))
-    # |B A|_F^2 = trace((B^T B)(A A^T)), which needs only [rank, rank] matrices, none of the module's own size.
-    norm = ((b_Or.T @ b_Or) * (a_rI @ a_rI.T)).sum().sqrt() * layer.scaling["default"]
-    b_Or.mul_(size * weights_of(layer.get_base_layer()).norm() / norm)
+class SyntheticRows:
+    """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
+
+    If the weights are sharded over processes, each process changes half of the rows that it has.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._saved: list[tuple[Tensor, Tensor]] = []  # a changed place, and a copy of its old content
+
+    @torch.no_grad()
+    def make(self, size: float) -> None:
+        """Add noise of `size` times the matrices' own to the old weights."""
+        self._saved = self._saved or [(place, place.clone()) for place in self._places()]
+        for index, (place, saved) in enumerate(self._saved):
+            generator = torch.Generator(place.device).manual_seed(index)
+            noise = torch.randn(saved.shape, generator=generator, device=place.device)
+            place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the old weights bit for bit."""
+        for place, saved in self._saved:
+            place.copy_(saved)
+        self._saved = []
+
+    def _places(self) -> list[Tensor]:
+        """Return views of half the rows of the first and last matrix of some layers; of stacked experts, the first.
+
+        Of a sharded matrix a process may have no row.
+        """
+        found = decoder_layers(self._model)
+        layers = self._model.get_submodule(found.name)
+        chosen = []
+        for index in sorted({0, found.count // 2, found.count - 1}):
+            parameters = (each.detach() for each in layers.get_submodule(str(index)).parameters() if each.ndim >= 2)
+            matrices = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+            for matrix in (matrices[0], matrices[-1]):
+                rows = matrix.flatten(0, -3)[:1].flatten(0, 1) if matrix.ndim > 2 else matrix
+                chosen.append(rows[: -(-len(rows) // 2)])
+        return chosen

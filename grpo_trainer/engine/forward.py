@@ -32,7 +32,7 @@ from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, head_scor
 from grpo_trainer.engine.logprobs import TokenScores, token_scores
 from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError
-from grpo_trainer.model.load import pick_dtype
+from grpo_trainer.model.load import computing_dtype
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     if exact and isinstance(whole, PreTrainedModel):
         _keep_logits_exact(whole)
-    computes = pick_dtype(config.model.dtype, device)
+    computes = computing_dtype(model, config.model)
     routing = None if config.loss.routing_replay == "off" else Routing(whole)
     parts, why = _parts_of(whole, computes)
     if parts is None:
@@ -193,11 +193,9 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
             if asked == "on":
                 raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False, routing=routing)
-    stored = parts.head.weight.dtype
-    dtype = computes if stored == torch.float32 else stored
     own = parts.head.own if isinstance(parts.head, ShardedHead) else None
-    logits_dtype = torch.float32 if exact else dtype
-    plan = HeadPlan(dtype, logits_dtype, distills=config.loss.distill_coef > 0, own=own)
+    logits_dtype = torch.float32 if exact else computes
+    plan = HeadPlan(computes, logits_dtype, distills=config.loss.distill_coef > 0, own=own)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)

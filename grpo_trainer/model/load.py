@@ -50,6 +50,12 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def computing_dtype(model: nn.Module, config: ModelConfig) -> torch.dtype:
+    """Return the dtype of a model's forward pass: fp32 weights compute in `--dtype` (`compute_in`)."""
+    first = next(model.parameters())
+    return pick_dtype(config.dtype, first.device) if first.dtype == torch.float32 else first.dtype
+
+
 def remove_dropout(model: PreTrainedModel) -> None:
     """Disable dropout and jitter in the base model: the server samples without them, so the ratio would be noise."""
     for module in model.modules():

@@ -26,17 +26,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer import background
-from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.proof import Proved
-from grpo_trainer.alignment.requirements import problems_of
-from grpo_trainer.alignment.shared_proof import Tell, prove_shared
+from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
+from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.gpus import TrainerPlace
@@ -149,7 +146,7 @@ class BroadcastBridge(WeightBridge):
         folder: for the files of the transport `disk`.
         seq_len: longest sequence of the training.
         dtype: dtype of the trainer's forward pass.
-        tell: see `SyntheticChange`.
+        tell: see `WeightChange`.
         gpus: UUIDs of the GPUs of several trainer processes.
 
     Attributes:
@@ -166,7 +163,7 @@ class BroadcastBridge(WeightBridge):
         folder: Path,
         seq_len: int,
         dtype: str,
-        tell: Tell = lambda size: None,
+        tell: Callable[[float | None], None] = lambda size: None,
         gpus: Collection[str] = (),
     ) -> None:
         self._config = config
@@ -288,8 +285,8 @@ class BroadcastBridge(WeightBridge):
             return None
         assert self._info is not None, "connect comes first"
         model = self._policy.model
-        proof = ModelProof(model, self._server, self._dtype)
-        self.proved = prove_shared(model, proof, self._info, self._version, self._changing, self._tell)
+        change = WeightChange(model, self._version, self._changing, self._tell)
+        self.proved = Proof(model, self._server, self._dtype).prove(self._info, change)
         return self.proved.noise
 
     @contextmanager

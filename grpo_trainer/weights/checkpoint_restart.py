@@ -24,8 +24,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
 from grpo_common.errors import Problem
-from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.requirements import problems_of
+from grpo_trainer.alignment.proof import Change, Proof
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
@@ -37,7 +36,7 @@ from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class Launched:
 
     server: OwnedServer
     client: ServerClient
-    proof: ModelProof | None
+    proof: Proof | None
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,16 @@ class CheckpointRestart(WeightBridge):
 
     def _prove(self, served: _Served) -> list[float]:
         """Return mean |server - trainer| of each server that has a proof, in nats a token."""
-        pairs = zip(self._launched, served.infos, strict=True)
-        return [one.proof.prove(info, served.version) for one, info in pairs if one.proof is not None]
+        gaps = []
+        for one, info in zip(self._launched, served.infos, strict=True):
+            if one.proof is not None:
+                gap, allowed = one.proof.compare(info, Change(one.proof.model, served.version))
+                log.info(
+                    "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
+                    *(served.version, gap, allowed),
+                )
+                gaps.append(gap)
+        return gaps
 
     def publish(self, version: int) -> Published:
         """Restart the servers if a restart is due, and return the version that they serve now."""
@@ -290,5 +297,5 @@ def build_restart(
     for server, vllm in zip(servers, config.vllm.each, strict=True):
         client = ServerClient(vllm, stop.check)
         stop.watch(server.check)
-        launched.append(Launched(server, client, ModelProof(policy.model, client, dtype) if options.proof else None))
+        launched.append(Launched(server, client, Proof(policy.model, client, dtype) if options.proof else None))
     return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)

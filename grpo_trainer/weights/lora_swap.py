@@ -14,13 +14,13 @@ import torch
 from peft import PeftModel
 
 from grpo_common.errors import Problem
-from grpo_trainer.alignment.proof import Proved, prove_lora
-from grpo_trainer.alignment.requirements import problems_of
+from grpo_trainer.alignment.adapter import AdapterChange
+from grpo_trainer.alignment.proof import Proof, Proved
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
+from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.choose import open_transport
 from grpo_trainer.weights.transports.transport import AdapterTransport, Sent
@@ -101,10 +101,13 @@ class LoraSwap(WeightBridge):
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
             return None
         assert self._info is not None, "connect comes first"
-        version = self._info.policy_version
-        self.proved = prove_lora(
-            self._model, self._server, lambda name: self.send(name, version, activate=False), self._info
-        )
+        info = self._info
+
+        def load(name: str) -> None:
+            self.send(name, info.policy_version, activate=False)
+
+        change = AdapterChange(self._model, self._server, load, info.lora_name)
+        self.proved = Proof(self._model, self._server).prove(info, change)
         return self.proved.noise
 
     def publish(self, version: int) -> Published:

@@ -14,16 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.proof import Proved
-from grpo_trainer.alignment.requirements import problems_of
-from grpo_trainer.alignment.shared_proof import prove_shared
+from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import Metric
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
+from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
 from grpo_trainer.weights.fence import ServerFence
 from vllm_server.protocol import BridgeInfo
 
@@ -140,8 +137,8 @@ class SharedBridge(WeightBridge):
             return None
         assert self._info is not None, "connect comes first"
         model = self._policy.model
-        proof = ModelProof(model, self._server, str(model.dtype).removeprefix("torch."))
-        self.proved = prove_shared(model, proof, self._info, self._version, self._fence)
+        change = WeightChange(model, self._version, self._fence)
+        self.proved = Proof(model, self._server).prove(self._info, change)
         return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_trainer.alignment.adapter import EARLIER, STALE_CACHE
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import BASE_MODEL, EARLIER, STALE_CACHE
+from grpo_trainer.alignment.proof import BASE_MODEL
 from grpo_trainer.errors import BridgeError
 from tests import warm
 from tests.bridge_contract import Trainer

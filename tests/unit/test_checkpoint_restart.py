@@ -12,9 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS
+from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, Proof
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError
@@ -115,7 +114,7 @@ class Bridge:
         self.model, self.change, models = (lora if mode == "lora_restart" else full)(base, self.root, keep)
         options = RestartOptions(vllm_restart_interval=interval, vllm_standby=standby)
         fakes: list[Any] = [*self.servers]
-        launched = [Launched(fake, fake, ModelProof(self.model, fake, "float32")) for fake in fakes]
+        launched = [Launched(fake, fake, Proof(self.model, fake, "float32")) for fake in fakes]
         self.bridge = CheckpointRestart(options, models, launched, 64, last)
 
     def folders(self) -> list[str]:

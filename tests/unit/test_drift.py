@@ -23,7 +23,6 @@ from grpo_trainer.alignment.drift import (
     DriftAlarm,
     Recheck,
     SampleGap,
-    default_limit,
     drift_alarm,
     find_drift,
     gap_metrics,
@@ -34,14 +33,16 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import run_steps
-from grpo_trainer.metrics.types import reduce
+from grpo_trainer.metrics.types import Max, reduce
 from grpo_trainer.rollouts.types import RolloutBatch, Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
+from vllm_server.protocol.routed_experts import RoutedShape
 
 LIMIT = 0.1
 
@@ -55,8 +56,8 @@ def never(version: int) -> Recheck:
 
 
 def found(*gaps: SampleGap, recheck: Recheck | None = None) -> tuple[Cause, int | None] | None:
-    finding = find_drift(gaps, 5, LIMIT, never if recheck is None else lambda version: recheck)
-    return finding and (finding.cause, finding.version)
+    drifted = find_drift(gaps, 5, LIMIT, never if recheck is None else lambda version: recheck)
+    return drifted and (drifted[0], drifted[1][0].version)
 
 
 def test_samples_within_the_limit_are_fine_and_cost_no_second_look() -> None:
@@ -132,7 +133,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
     for step in range(SAY_EVERY + 1):
-        alarm.look(step, [gap(5, 0.6), gap(5, 0.4), gap(4, 0.0)], 5, lambda version: Recheck(0.5, 0.01, None))
+        alarm.check_samples(step, [gap(5, 0.6), gap(5, 0.4), gap(4, 0.0)], 5, lambda version: Recheck(0.5, 0.01, None))
     warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
     (problem, before), (again, later) = warned
     assert problem == again and before == "" and str(SAY_EVERY - 1) in str(later).split()
@@ -142,69 +143,94 @@ def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCap
 
 def test_another_cause_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
-    alarm.look(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
-    alarm.look(1, [gap(4, 0.6)], 5, never)
+    alarm.check_samples(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
+    alarm.check_samples(1, [gap(4, 0.6)], 5, never)
     assert [Cause.FRESH.meaning in lines(caplog)[0], Cause.STALE.meaning in lines(caplog)[1]] == [True, True]
 
 
 def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "stop", "lora_only")
-    alarm.look(0, [gap(4, 0.6)], 5, never)
+    alarm.check_samples(0, [gap(4, 0.6)], 5, never)
     assert len(lines(caplog)) == 1
     with pytest.raises(DriftError) as stopped:
-        alarm.look(1, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
+        alarm.check_samples(1, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
     assert isinstance(stopped.value, BridgeError)
     assert re.findall(r"[\d.]+", stopped.value.got) == ["1", "1", "5", "0.6"]
     with pytest.raises(DriftError) as broken:
-        alarm.look(1, [SampleGap(5, 1, math.nan)], 5, never)
+        alarm.check_samples(1, [SampleGap(5, 1, math.nan)], 5, never)
     assert re.findall(r"[\d.]+", broken.value.got) == ["1", "1", "5"]
     assert broken.value.summary == Cause.NOT_FINITE.meaning
 
 
-def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() -> None:
-    alarm = DriftAlarm(LIMIT, "stop", "lora_only", in_4_bits=True)
-    for recheck, cause in ((NOTHING_FITS, Cause.QUANTISATION), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
+@pytest.mark.parametrize(
+    ("options", "fresh"),
+    [({"load_in_4bit": True}, Cause.QUANTISATION), ({"kv_cache_dtype": "fp8"}, Cause.COARSE_SERVER)],
+)
+def test_drift_alarm_a_gap_of_quantised_sides_without_another_cause_is_their_rounding(
+    options: dict[str, Any], fresh: Cause
+) -> None:
+    alarm = drift_alarm(config_of(on_drift="stop", drift_limit=LIMIT, **options), None, TinyModel())
+    for recheck, cause in ((NOTHING_FITS, fresh), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
         with pytest.raises(DriftError) as stopped:
-            alarm.look(0, [gap(5, 0.6)], 5, lambda version, recheck=recheck: recheck)
+            alarm.check_samples(0, [gap(5, 0.6)], 5, lambda version, recheck=recheck: recheck)
         assert stopped.value.summary == cause.meaning
 
 
-def test_a_gap_of_a_server_in_8_bits_without_another_cause_is_its_rounding() -> None:
-    alarm = DriftAlarm(LIMIT, "stop", "lora_only", in_8_bits=True)
-    for recheck, cause in ((NOTHING_FITS, Cause.COARSE_SERVER), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
-        with pytest.raises(DriftError) as stopped:
-            alarm.look(0, [gap(5, 0.6)], 5, lambda version, recheck=recheck: recheck)
-        assert stopped.value.summary == cause.meaning
+def config_of(**options: object) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **options})
 
 
 @pytest.mark.parametrize(
-    ("noise", "dtype", "in_4_bits", "limit"),
+    ("noise", "options", "limit"),
     [
-        (1e-6, "float32", False, 0.01),  # the floor
-        (0.01, "float32", False, 0.05),  # 5 times the noise: the server may be coarser
-        (0.009, "bfloat16", False, 0.1),
-        (0.04, "bfloat16", False, 0.2),
-        (0.17, "float32", True, 0.34),  # twice
-        (0.64, "bfloat16", True, 0.5),  # the ceiling
-        (None, "float32", False, 0.15),  # not measured: what the proof would let pass
-        (None, "bfloat16", True, 0.5),
+        (1e-6, {}, 0.01),  # the floor
+        (0.01, {}, 0.05),  # 5 times the noise: the server may be coarser
+        (0.03, {"drift_limit": 0.7}, 0.7),
+        (0.009, {"dtype": "bfloat16", "weight_bridge_mode": "none"}, 0.1),  # fp32 weights that compute in 16 bits
+        (0.009, {"dtype": "bfloat16", "weight_bridge_mode": "broadcast"}, 0.1),
+        (0.04, {"dtype": "bfloat16", "weight_bridge_mode": "none"}, 0.2),
+        (0.005, {"dtype": "float16", "weight_bridge_mode": "none"}, 0.03),
+        (0.17, {"load_in_4bit": True}, 0.34),  # twice
+        (0.64, {"load_in_4bit": True}, 0.5),  # the ceiling
+        (None, {}, 0.15),  # not measured: what the proof would let pass
+        (None, {"load_in_4bit": True}, 0.5),
     ],
 )
-def test_the_default_limit_follows_the_measured_noise(
-    noise: float | None, dtype: str, in_4_bits: bool, limit: float
+def test_drift_alarm_limit_follows_the_noise_and_the_dtype_that_computes(
+    noise: float | None, options: dict[str, Any], limit: float
 ) -> None:
-    assert default_limit(noise, dtype, quantised=in_4_bits) == pytest.approx(limit)
+    assert drift_alarm(config_of(**options), noise, TinyModel()).limit == pytest.approx(limit)
 
 
-def test_options_set_the_limit_or_turn_the_alarm_off() -> None:
-    def alarm(**options: object) -> DriftAlarm | None:
-        values = {"model_name": "m", "weight_bridge_mode": "lora_only", **options}
-        return drift_alarm(build(TrainConfig, values), 0.03, TinyModel())
+def test_drift_alarm_limit_of_weights_in_16_bits_is_that_of_these() -> None:
+    assert drift_alarm(config_of(), 1e-6, TinyModel().bfloat16()).limit == pytest.approx(0.1)
 
-    chosen, derived = alarm(drift_limit=0.7), alarm()
-    assert chosen is not None and chosen.limit == 0.7
-    assert derived is not None and derived.limit == pytest.approx(0.15)
-    assert alarm(drift_limit=0) is None
+
+def test_drift_alarm_without_a_limit_checks_replayed_experts_only(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = drift_alarm(config_of(drift_limit=0), 0.03, TinyModel())
+    alarm.check_samples(0, [gap(5, 0.6), SampleGap(5, 1, math.nan)], 5, never)
+    assert lines(caplog) == []
+    alarm.check_routing(0, {CHANGED_MAX: Max(0.6)}, RoutedShape(layers=2, top_k=2, experts=8))
+    assert len(lines(caplog)) == 1
+
+
+def test_drift_alarm_a_routing_fault_is_logged_at_its_first_step_and_then_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of 8 experts 2 are chosen: by chance 75 % would differ, half of that is the limit."""
+    alarm, shape = DriftAlarm(LIMIT, "warn", "lora_only"), RoutedShape(layers=2, top_k=2, experts=8)
+    for step in range(6):
+        alarm.check_routing(step, {CHANGED_MAX: Max(0.37)}, shape)
+    assert lines(caplog) == []
+    for step in range(7, 7 + SAY_EVERY + 1):  # 20 is among them, and of no account
+        alarm.check_routing(step, {CHANGED_MAX: Max(0.38)}, shape)
+    warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
+    (problem, before), (_, later) = warned
+    assert before == "" and str(SAY_EVERY - 1) in str(later).split()
+    assert (problem.field, problem.summary) == ("routed_experts", Cause.ROUTING.meaning)
+    assert "38%" in problem.got.split() and "38%" in problem.wanted.split()  # 37.5 rounds to 38
+    with pytest.raises(DriftError):
+        DriftAlarm(LIMIT, "stop", "lora_only").check_routing(7, {CHANGED_MAX: Max(0.38)}, shape)
 
 
 # ---------------------------------------------------------------- in the trainer, faults planted in the samples
@@ -228,8 +254,7 @@ def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw:
 
 
 def trainer(**options: object) -> Trainer:
-    values = {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_r": 8, "on_drift": "stop", **options}
-    config = build(TrainConfig, values)
+    config = config_of(**{"lora_r": 8, "on_drift": "stop", **options})
     model = tiny_lora(dropout=config.bridge.dropout) if isinstance(config.bridge, LoraOnly) else tiny_lora()
     fill_b(model)
     made = Trainer(model, config)

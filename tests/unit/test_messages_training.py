@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from grpo_trainer.alignment.drift import DriftAlarm, Recheck, SampleGap
-from grpo_trainer.alignment.proof import prove_lora
 from grpo_trainer.errors import BridgeError, DriftError, ServerError
 from grpo_trainer.server_client import ATTEMPTS
 from grpo_trainer.shared.bridge_file import read_bridge_config
@@ -23,7 +22,7 @@ from grpo_trainer.weights.transports import choose
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.unit.test_drift import LIMIT, NOTHING_FITS, gap
 from tests.unit.test_multi_server import Bridge, several
-from tests.unit.test_proof import INFO, FakeServer
+from tests.unit.test_proof import FakeServer, prove
 from tests.unit.test_server_client import Answer, server
 from tests.unit.test_transports import OTHER, OURS, info, worker
 from tests.unit.tiny_lora import fill_b, tiny_lora
@@ -85,7 +84,7 @@ def test_parameters_that_can_not_be_bound() -> None:
 )
 def test_drift(gaps: list[SampleGap], recheck: Recheck, text: str) -> None:
     with pytest.raises(DriftError) as error:
-        DriftAlarm(LIMIT, "stop", "lora_only").look(1, gaps, 5, lambda version: recheck)
+        DriftAlarm(LIMIT, "stop", "lora_only").check_samples(1, gaps, 5, lambda version: recheck)
     assert str(error.value) == f"drift on bridge lora_only: {text}"
 
 
@@ -109,7 +108,7 @@ def test_a_proof_that_failed(fault: str, what: str) -> None:
     fill_b(trainer)
     served: Any = FakeServer(trainer, fault)
     with pytest.raises(BridgeError) as error:
-        prove_lora(trainer, served, served.load, INFO)
+        prove(trainer, served)
     own, of_base = re.findall(r"\d[\d.e-]*", error.value.got)
     assert str(error.value) == (
         f"bridge proof failed (present adapter): the server {what}; got mean |server - trainer| of {own} nats a token, "

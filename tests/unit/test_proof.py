@@ -1,21 +1,38 @@
-"""The bridge proof against a server made of the same model, with faults planted in it."""
+"""The bridge proof against servers made of the same model, with faults planted in them."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from torch.nn import functional
 
 from grpo_trainer.alignment import proof
-from grpo_trainer.alignment.proof import BASE_MODEL, EARLIER, OTHER_WEIGHTS, STALE_CACHE, prove_lora
-from grpo_trainer.errors import BridgeError
+from grpo_trainer.alignment.adapter import (
+    EARLIER,
+    STALE_CACHE,
+    AdapterChange,
+    Presence,
+    adapted_layers,
+    adapted_modules,
+    left_out,
+    look_for_each_module,
+    multiplied,
+)
+from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, STALE, UNSEEN, Proof, Proved, WeightChange
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.model.lora_linear import use_few_kernels
+from tests.golden.models import random_model
 from tests.unit.tiny_lora import fill_b, tiny_lora
-from vllm_server.protocol import BridgeInfo, GenerateResponse
+from vllm_server.protocol import PROOF_VERSION, BridgeInfo, GenerateResponse
 
 INFO = BridgeInfo(
     enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m", served_model_name="m",
@@ -111,12 +128,9 @@ class FakeServer:
         self.unloaded.append(name)
 
 
-def prove() -> tuple[PeftModel, FakeServer]:
-    trainer = tiny_lora()
-    fill_b(trainer)
-    server = FakeServer(trainer)
-    prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
-    return trainer, server
+def prove(trainer: PeftModel, server: Any, info: BridgeInfo = INFO) -> Proved:
+    """Prove an adapter to a server that is a client too."""
+    return Proof(trainer, server).prove(info, AdapterChange(trainer, server, server.load, info.lora_name))
 
 
 @pytest.mark.parametrize(
@@ -132,13 +146,16 @@ def test_a_fresh_adapter_which_is_still_the_base_model_hides_no_fault(fault: str
     trainer = tiny_lora()  # B is 0: only the synthetic adapter shows anything
     server = FakeServer(trainer, fault)
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, server)
     assert "(synthetic adapter)" in failed.value.field and set(words.split()) <= set(failed.value.summary.split())
     assert sorted(server.unloaded) == sorted(server.adapters)
 
 
 def test_an_honest_server_passes_and_the_weights_are_as_before_bit_for_bit() -> None:
-    trainer, server = prove()
+    trainer = tiny_lora()
+    fill_b(trainer)
+    server = FakeServer(trainer)
+    prove(trainer, server)
     untouched = tiny_lora()
     fill_b(untouched)
     states = [get_peft_model_state_dict(model) for model in (trainer, untouched)]
@@ -157,10 +174,10 @@ def test_an_adapter_that_shows_too_little_is_made_larger(
     trainer = tiny_lora()
     server = FakeServer(trainer)
     if enough:
-        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, server)
     else:
         with pytest.raises(BridgeError) as failed:
-            prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+            prove(trainer, server)
         assert "impossible" in failed.value.field.split()
     assert sum("synthetic" in name for name in server.adapters) == len(factors)
     assert sorted(server.unloaded) == sorted(server.adapters)
@@ -185,7 +202,7 @@ def test_each_planted_fault_is_caught_and_named(fault: str, tried: str, words: s
     before = {key: value.clone() for key, value in get_peft_model_state_dict(trainer).items()}
     server = FakeServer(trainer, fault)
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, server)
     assert tried in failed.value.field and set(words.split()) <= set(failed.value.summary.split())
     assert sorted(server.unloaded) == sorted(server.adapters)  # a failed proof leaves nothing behind
     after = get_peft_model_state_dict(trainer)
@@ -196,7 +213,7 @@ def test_an_answer_by_another_adapter_is_no_proof() -> None:
     trainer = tiny_lora()
     server = FakeServer(trainer, "wrong name")
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, server)
     assert failed.value.got == "policy-v9" and failed.value.wanted in server.adapters
     assert sorted(server.unloaded) == sorted(server.adapters)
 
@@ -205,7 +222,7 @@ def test_logprobs_that_are_no_numbers_are_no_proof() -> None:
     trainer = tiny_lora()
     server = FakeServer(trainer, "no numbers")
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, server)
     assert "(present adapter)" in failed.value.field and "nan" in failed.value.got.split()
 
 
@@ -220,7 +237,7 @@ def test_one_missing_module_shows_through_noise_that_hides_it_on_average(module:
     trainer = tiny_lora(LAYERS)
     server = FakeServer(trainer, f"without layers.{module}", tiny_lora(LAYERS), noise=0.02)
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, server, server.load, NOISY)  # type: ignore[arg-type]
+        prove(trainer, server, NOISY)
     assert re.fullmatch(rf"\d % of model.layers.{module}", failed.value.got)
 
 
@@ -230,6 +247,164 @@ def test_noise_alone_is_no_missing_module(caplog: pytest.LogCaptureFixture) -> N
     server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02)
     server.random.manual_seed(0)
     with caplog.at_level("INFO"):
-        assert 0.005 < prove_lora(trainer, server, server.load, NOISY).noise < 0.05  # type: ignore[arg-type]
+        assert 0.005 < prove(trainer, server, NOISY).noise < 0.05
     (proved,) = [record.args for record in caplog.records if record.name == proof.__name__]
-    assert isinstance(proved, tuple) and proved[3] == 84 and int(str(proved[4])) > 42
+    assert isinstance(proved, tuple)
+    modules, seen = re.findall(r"\d+", str(proved[4]))
+    assert modules == "84" and int(seen) > 42
+
+
+# ---------------------------------------------------------------- modules that a server lacks, among rounding errors
+
+TOKENS = 279
+MODULES = 200
+
+
+def rounding(number: int) -> Tensor:
+    """What one state of the trainer, a sum of effects, is rounded by."""
+    return torch.randn(TOKENS, generator=torch.Generator().manual_seed(number))
+
+
+def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0) -> Presence:
+    """The findings for modules with effects of `sizes` rounding errors, if the server lacks those in `absent`."""
+    effects_MN = sizes[:, None] * torch.randn(MODULES, TOKENS, generator=torch.Generator().manual_seed(10_000 + seed))
+
+    def logprobs(present_M: Tensor) -> Tensor:
+        state = int((present_M * torch.arange(1, MODULES + 1)).sum())
+        return present_M @ effects_MN + rounding(100_000 * seed + state)
+
+    def logprobs_without(names: Sequence[str]) -> Tensor:
+        whole_M, none_M = torch.ones(MODULES), functional.one_hot(torch.tensor(list(map(int, names))), MODULES)
+        return torch.stack([logprobs(whole_M), *(logprobs(whole_M - each_M) for each_M in none_M)])
+
+    served_M = torch.ones(MODULES)
+    served_M[list(absent)] = 0.0
+    server_N = served_M @ effects_MN + rounding(-1 - seed)
+    return look_for_each_module([str(number) for number in range(MODULES)], server_N, logprobs_without, at_once=7)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [0.0, 0.1, 0.5, 3.0])
+def test_rounding_errors_that_effect_and_difference_share_are_no_missing_module(size: float, seed: int) -> None:
+    found = looked(torch.full((MODULES,), size), seed=seed)
+    assert found.wrong == ()
+    assert found.seen == (0 if size < 1.0 else MODULES)
+
+
+@pytest.mark.parametrize("absent", [(7,), (7, 90), (7, 90, 150)])
+def test_modules_whose_effects_are_a_little_larger_than_rounding_are_found(absent: tuple[int, ...]) -> None:
+    found = looked(torch.full((MODULES,), 4.0), absent)
+    assert {int(name) for name, _ in found.wrong} == set(absent)
+    assert all(served < 0.5 for _, served in found.wrong)
+
+
+def test_a_large_module_is_found_among_small_ones() -> None:
+    sizes = torch.full((MODULES,), 0.1)
+    sizes[42] = 5.0
+    assert looked(sizes).seen == 1
+    assert [name for name, _ in looked(sizes, (42,)).wrong] == ["42"]
+
+
+@pytest.mark.parametrize("few_kernels", [False, True], ids=["PEFT's layers", "few kernels"])
+@torch.no_grad()
+def test_each_row_of_a_forward_pass_lacks_one_module(few_kernels: bool) -> None:
+    model = tiny_lora().eval()
+    fill_b(model)
+    if few_kernels:
+        assert use_few_kernels(model)
+    layers, modules = adapted_layers(model), adapted_modules(model)
+    tokens_T = torch.randint(0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(0))
+
+    def logits_of(rows: int) -> Tensor:
+        return model(input_ids=tokens_T.expand(rows, -1)).logits
+
+    with left_out(list(layers.values())):
+        rows_BTV = logits_of(1 + len(layers))
+    torch.testing.assert_close(rows_BTV[0], logits_of(1)[0])
+    for row_TV, name in zip(rows_BTV[1:], modules, strict=True):
+        with multiplied(modules, {name: 0.0}):
+            lacking_TV = logits_of(1)[0]
+        torch.testing.assert_close(row_TV, lacking_TV)
+        assert not torch.allclose(row_TV, rows_BTV[0]), name
+    torch.testing.assert_close(logits_of(2)[1], rows_BTV[0])  # the hooks are gone
+
+
+# ---------------------------------------------------------------- all weights
+
+
+class Receiver:
+    """Serves a copy of all weights, taken when it is sent them; `fault` says what it does wrong."""
+
+    def __init__(self, trainer: nn.Module, fault: str = "") -> None:
+        self.trainer = trainer
+        self.model: Any = copy.deepcopy(trainer).eval()
+        self.fault = fault
+        self.version = 3
+        self.had_change: list[bool] = []
+
+    @contextmanager
+    def sending(self, version: int) -> Iterator[None]:
+        yield
+        served, present = self.model.state_dict(), self.trainer.state_dict()
+        self.had_change.append(any(not torch.equal(served[name], present[name]) for name in served))
+        if self.fault == "ends while it is sent them":
+            raise ServerError("no answer")
+        self.version = version
+        is_kept = {"keeps its own": True, "keeps the change": version != PROOF_VERSION}.get(self.fault, False)
+        if not is_kept:
+            self.model.load_state_dict(present)
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
+        if self.fault == "ends while it is asked" and self.version == PROOF_VERSION:
+            raise ServerError("no answer")
+        tokens, logprobs = list(prompt), []
+        for _step in range(max_tokens):
+            row = torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
+            tokens.append(int(torch.multinomial(row.exp(), 1)))
+            logprobs.append([{tokens[-1]: float(row[tokens[-1]])}])
+        return GenerateResponse(
+            text=[""], prompt=None, finish_reasons=["length"], model="m", prompt_token_ids=prompt,
+            policy_version=9 if self.fault == "wrong version" else self.version,
+            token_ids=[tokens[len(prompt) :]], logprobs=[logprobs],
+        )  # fmt: skip
+
+
+def prove_weights(fault: str = "", info: BridgeInfo = INFO) -> tuple[Receiver, Proved | BridgeError | ServerError]:
+    """Prove a model to a server; return that, and what came of it. The weights are those of before in any case."""
+    model = random_model("qwen2").float().eval()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    server: Any = Receiver(model, fault)
+    try:
+        found = Proof(model, server).prove(info, WeightChange(model, 3, server.sending))
+    except (BridgeError, ServerError) as error:
+        found = error
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    return server, found
+
+
+def test_weight_change_an_honest_server_passes() -> None:
+    server, found = prove_weights()
+    assert isinstance(found, Proved) and server.had_change == [True, True] and server.version == 3
+    assert max(found.noise, found.synthetic, found.restored) < 1e-4 < 0.004 <= found.synthetic_moved
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "what"),
+    [
+        ("keeps its own", "(synthetic change)", UNSEEN),
+        ("keeps the change", "(change undone)", STALE),
+        ("wrong version", ": version", ""),
+    ],
+)
+def test_weight_change_each_planted_fault_is_caught_and_named(fault: str, stage: str, what: str) -> None:
+    _, found = prove_weights(fault)
+    assert isinstance(found, BridgeError) and found.field.endswith(stage) and what in found.summary
+
+
+@pytest.mark.parametrize("ends", ["ends while it is sent them", "ends while it is asked"])
+def test_weight_change_a_server_that_ends_leaves_the_trainers_weights(ends: str) -> None:
+    """A run with other servers goes on with them."""
+    server, found = prove_weights(ends)
+    assert isinstance(found, ServerError)
+    assert server.had_change == ([True, False] if "sent" in ends else [True, True])  # the last: sent as they were

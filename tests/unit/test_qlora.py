@@ -13,13 +13,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
 from grpo_trainer.model.lora import add_adapter
-from tests.unit.test_proof import INFO, FakeServer
+from tests.unit.test_proof import FakeServer, prove
 from tests.unit.tiny_lora import fill_b, tiny_qwen
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -102,7 +102,7 @@ def test_an_honest_server_passes_and_the_noise_is_told(tmp_path: Path) -> None:
     trainer, server = loaded(folder, in_4_bits=True), loaded(folder, in_4_bits=False)
     fill_b(trainer)
     fake = FakeServer(trainer, model=server)
-    noise = prove_lora(trainer, fake, fake.load, INFO).noise  # type: ignore[arg-type]
+    noise = prove(trainer, fake).noise
     assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding: the test shows something
     assert len(fake.adapters) == 3
 
@@ -117,7 +117,7 @@ def test_planted_faults_are_caught_above_the_noise_of_4_bits(tmp_path: Path, fau
         fill_b(trainer)
     fake = FakeServer(trainer, fault, model=server)
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, fake, fake.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, fake)
     assert failed.value.field.startswith(FAILED)
 
 
@@ -127,7 +127,7 @@ def test_a_base_model_that_4_bits_ruin_is_refused(tmp_path: Path) -> None:
     trainer, server = loaded(folder, in_4_bits=True), loaded(folder, in_4_bits=False)
     fake = FakeServer(trainer, model=server)
     with pytest.raises(BridgeError) as failed:
-        prove_lora(trainer, fake, fake.load, INFO)  # type: ignore[arg-type]
+        prove(trainer, fake)
     assert failed.value.field == f"{FAILED} (present adapter)"
 
 

@@ -13,9 +13,8 @@ from peft import PeftModel
 from torch import nn
 
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
-from grpo_trainer.alignment.model_proof import ModelProof
-from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, NOISE_MARGIN, prove_lora
+from grpo_trainer.alignment.probes import FAILED, computed_in_fp8, rounded_to_fp8
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, NOISE_MARGIN, Change, Proof
 from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.loop.processes import run_process
 from grpo_trainer.config.options import build
@@ -23,7 +22,7 @@ from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError
 from grpo_trainer.launch.plan import server_process
-from tests.unit.test_proof import INFO, FakeServer
+from tests.unit.test_proof import INFO, FakeServer, prove
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import GenerateResponse
 
@@ -81,6 +80,57 @@ def test_the_benchmark_of_the_loop_passes_it_on(tmp_path: Path) -> None:
     assert argv[argv.index("--server.quantization") + 1] == "fp8"
 
 
+# ---------------------------------------------------------------- the trainer in fp8, by values computed by hand
+
+ROWS = torch.tensor([[448.0, 17.0], [0.0, -896.0]])
+
+
+def test_a_number_is_rounded_to_three_bits_after_the_leading_one() -> None:
+    largest = torch.tensor(448.0)  # the greatest number of e4m3: the scale is 1
+    assert rounded_to_fp8(torch.tensor([448.0, 17.0, 18.9, -300.0, 0.0]), largest).tolist() == [
+        448.0,
+        16.0,
+        18.0,
+        -288.0,
+        0.0,
+    ]
+
+
+def test_the_scale_makes_the_largest_number_the_greatest_of_fp8() -> None:
+    assert rounded_to_fp8(torch.tensor([896.0, 34.0]), torch.tensor(896.0)).tolist() == [896.0, 32.0]
+    each_row = ROWS.abs().amax(-1, keepdim=True)
+    assert rounded_to_fp8(ROWS, each_row).tolist() == [[448.0, 16.0], [0.0, -896.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
+    assert rounded_to_fp8(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype)).tolist() == [0.0, 0.0]
+
+
+class Model(nn.Module):
+    """A linear layer, an adapter's, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lora_A, self.lm_head = (nn.Linear(2, 1, bias=False) for _ in range(3))
+        for each in (self.layer, self.lora_A, self.lm_head):
+            each.weight.data = torch.tensor([[448.0, 17.0]])
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def test_activations_have_a_scale_a_token_and_only_linear_layers_of_the_base_model_are_rounded_to_fp8() -> None:
+    model, tokens = Model(), torch.tensor([[448.0, 17.0], [0.0, 34.0]])
+    exact = [448.0 * 448 + 17 * 17, 34.0 * 17]
+    with torch.no_grad(), computed_in_fp8(model):
+        # the second token's scale is its own: 34 is its greatest number, which is exact
+        assert model.layer(tokens)[:, 0].tolist() == pytest.approx([448.0 * 448 + 16 * 16, 34.0 * 16])
+        for other in (model.lora_A, model.lm_head):
+            assert other(tokens)[:, 0].tolist() == exact
+    assert model.layer(tokens)[:, 0].tolist() == exact
+
+
 # ---------------------------------------------------------------- proof
 
 
@@ -117,7 +167,7 @@ def trainer() -> PeftModel:
 def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None:
     info = msgspec.structs.replace(INFO, quantization="fp8")
     server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
-    noise = prove_lora(trainer, server, server.load, info).noise  # pyright: ignore[reportArgumentType]
+    noise = prove(trainer, server, info).noise
     assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding to 32 bits: the test shows something
     config = trainer_of(quantization="fp8")
     alarm = drift_alarm(config, noise, trainer)
@@ -131,12 +181,12 @@ def test_a_model_that_rounding_moves_far_has_a_larger_limit(
     monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
     info = msgspec.structs.replace(INFO, quantization="fp8")
     server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
-    assert prove_lora(trainer, server, server.load, info).noise > 0.01  # pyright: ignore[reportArgumentType]
+    assert prove(trainer, server, info).noise > 0.01
     for wrong, kind in ((True, "fp8"), (False, "awq")):
         server = FakeServer(trainer, model=in_fp8(trainer, fault=wrong))  # pyright: ignore[reportArgumentType]
         with pytest.raises(BridgeError) as caught:
             info = msgspec.structs.replace(INFO, quantization=kind)
-            prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+            prove(trainer, server, info)
         assert caught.value.field.startswith(FAILED)
 
 
@@ -170,10 +220,10 @@ def test_a_wrong_scale_shows_through_noise_of_a_quarter_of_a_nat(scale: float) -
     trainer = tiny_lora()
     server = ScaledServer(trainer, scale)
     if scale == 1.0:
-        assert prove_lora(trainer, server, server.load, info).noise > 0.2  # pyright: ignore[reportArgumentType]
+        assert prove(trainer, server, info).noise > 0.2
         return
     with pytest.raises(BridgeError) as caught:
-        prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+        prove(trainer, server, info)
     assert caught.value.field.startswith(FAILED)
 
 
@@ -191,24 +241,25 @@ class WholeServer(FakeServer):
 def test_a_relaunched_server_in_fp8_may_be_off_by_as_much(
     trainer: PeftModel, monkeypatch: pytest.MonkeyPatch, quantization: str, fault: bool, passes: bool
 ) -> None:
-    monkeypatch.setattr("grpo_trainer.alignment.model_proof.NOISE_LIMIT_QUANTISED", 0.01)
+    monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
     info = msgspec.structs.replace(INFO, quantization=quantization)
     server = WholeServer(trainer, model=in_fp8(trainer, fault=fault))  # pyright: ignore[reportArgumentType]
     server.load("whole")
-    proof = ModelProof(trainer, server, "float32")  # pyright: ignore[reportArgumentType]
+    proof = Proof(trainer, server, "float32")  # pyright: ignore[reportArgumentType]
     if not passes:
         with pytest.raises(BridgeError):
-            proof.prove(info, 1)
+            proof.compare(info, Change(trainer, 1))
         return
-    noise = proof.prove(info, 1)
-    assert noise > 0.01
-    assert proof.prove(info, 1) <= NOISE_MARGIN * noise  # the second launch
+    noise, allowed = proof.compare(info, Change(trainer, 1))
+    assert 0.01 < noise <= allowed
+    again, allowed = proof.compare(info, Change(trainer, 1))  # the second launch
+    assert again <= allowed == pytest.approx(NOISE_MARGIN * noise)
 
 
 def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
     server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BridgeError):
-        prove_lora(trainer, server, server.load, INFO)  # pyright: ignore[reportArgumentType]
+        prove(trainer, server)
 
 
 def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
@@ -216,7 +267,7 @@ def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
     info = msgspec.structs.replace(INFO, quantization="fp8")
     server = FakeServer(trainer, model=in_fp8(trainer, fault=True))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BridgeError) as caught:
-        prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+        prove(trainer, server, info)
     assert caught.value.field.startswith(FAILED)
 
 

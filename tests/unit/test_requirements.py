@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.engine.head import ExactHead
+from grpo_trainer.weights.bridge import problems_of
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import tiny_qwen
 

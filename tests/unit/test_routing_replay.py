@@ -12,15 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from grpo_trainer.alignment.routing import check_routing, largest_share
+from grpo_trainer.alignment.drift import DriftAlarm
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.train import ComputeConfig, ModelConfig, TrainConfig
 from grpo_trainer.engine.forward import Forward, build_forward
-from grpo_trainer.engine.routing import CHANGED, CHANGED_MAX, ROUTERS
+from grpo_trainer.engine.routing import CHANGED, ROUTERS
 from grpo_trainer.errors import ConfigError, DriftError
 from grpo_trainer.rollouts.routed_experts import RoutedExperts
+from grpo_trainer.trainer import Trainer
 from tests.golden.models import SIZES, random_model
+from tests.unit.factories import batch, sample
 from vllm_server.protocol.routed_experts import RoutedShape
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -202,13 +204,33 @@ def test_experts_of_something_else_are_noticed(kind: str, fault: Fault) -> None:
     shape = RoutedShape(int(SIZES["num_hidden_layers"]), top_k, experts)
     metrics = metrics_of(forward, sound)
     assert metrics[CHANGED].value() < 0.1
-    check_routing(metrics, shape, "stop", 0)
+    DriftAlarm(0.1, "stop", "lora_only").check_routing(0, metrics, shape)
 
     metrics = metrics_of(forward, fault(sound))
     with pytest.raises(DriftError) as caught:
-        check_routing(metrics, shape, "stop", 0)
+        DriftAlarm(0.1, "stop", "lora_only").check_routing(0, metrics, shape)
     assert caught.value.problems[0].field == "routed_experts"
-    assert metrics[CHANGED_MAX].value() > largest_share(shape)
+
+
+@pytest.mark.parametrize("fault", [None, of_another_layer])
+def test_trainer_stops_before_it_learns_with_experts_of_something_else(fault: Fault | None) -> None:
+    model = model_of("mixtral")
+    config = TrainConfig(model=ModelConfig(name="m", dtype="float32"), loss=LossConfig(routing_replay="server"))
+    trainer = Trainer(model, config)
+    trainer.alarm = DriftAlarm(0.0, "stop", "lora_only")
+    chosen = with_experts(model, sequences(2), *shape_of(model))
+    chosen = fault(chosen) if fault else chosen
+    samples = [
+        replace(sample(PROMPT, one.tokens_T[len(PROMPT) :].tolist(), float(number)), experts=one.experts)
+        for number, one in enumerate(chosen)
+    ]
+    before = copy.deepcopy(model.state_dict())
+    if fault is None:
+        assert trainer.step(batch(samples), 0).updated
+        return
+    with pytest.raises(DriftError):
+        trainer.step(batch(samples), 0)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 def metrics_of(forward: Forward, chosen: list[TrainingSequence]) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from grpo_trainer.alignment.shared_proof import SyntheticChange
+from grpo_trainer.alignment.proof import WeightChange
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import memory
@@ -233,11 +234,10 @@ def test_the_change_of_a_proof_is_made_in_every_shard_and_undone() -> None:
     for each in (model, other):
         draw_weights(each, seed=3)
     given: list[Command] = []
-    change = SyntheticChange(model, lambda size: given.append(Vary(size)))
+    change = WeightChange(model, 0, lambda _: contextlib.nullcontext(), lambda size: given.append(Vary(size)))
     wanted = [own_weights(model)]
-    change.enlarge([[5, 6, 7, 8]], move=0.1)
-    wanted.append(own_weights(model))
-    change.restore()
+    with change.made([[5, 6, 7, 8]], move=0.1):
+        wanted.append(own_weights(model))
     wanted.append(own_weights(model))
     *sizes, undone = given
     assert sizes and undone == Vary(None)

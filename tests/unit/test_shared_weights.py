@@ -14,8 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.alignment.proof import OTHER_WEIGHTS
-from grpo_trainer.alignment.shared_proof import UNSEEN
+from grpo_trainer.alignment.proof import OTHER_WEIGHTS, UNSEEN
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError, TrainingError
