@@ -27,6 +27,7 @@ from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, SAME_MODEL, 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
+from vllm_server.protocol import BridgeInfo
 
 NEARER = 0.75
 """Under the synthetic adapter a quantised server is refused if another scale of the adapter explains its logprobs with
@@ -65,17 +66,16 @@ class AdapterChange(Change):
 
     Args:
         load: loads the model's present adapter into the server under a name, without making it the served version.
-        lora_name: first word of these names.
     """
 
     fix = f"nothing was trained; {SAME_MODEL}"
     quantised_margin = 2.0  # measured: 0.4 to 1.2 times the noise
 
-    def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], lora_name: str) -> None:
-        super().__init__(model, version=0)
+    def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
+        super().__init__(model, info.policy_version)
         self._server = server
         self._load = load
-        self._lora_name = lora_name
+        self._lora_name = info.lora_name
         self._layers = adapted_layers(model)
         self._modules = adapted_modules(model)
         self._loaded: dict[Stage, tuple[str, Modules]] = {}  # name in the server, weights

@@ -152,9 +152,8 @@ def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
     rows_B4[:, 0] = microbatch.versions_B
     rows_B4[:, 1].index_add_(0, microbatch.rows_N, known_N.double())
     rows_B4[:, 2].index_add_(0, microbatch.rows_N, gap_N.abs())
-    rows_B4[:, 3].index_add_(
-        0, microbatch.rows_N, gap_N.clamp(max=20.0).expm1() - gap_N
-    )  # k3; bounded, since e^800 is no number
+    divergence_N = gap_N.clamp(max=20.0).expm1() - gap_N  # k3; bounded, since e^800 is no number
+    rows_B4[:, 3].index_add_(0, microbatch.rows_N, divergence_N)
     return rows_B4
 
 
@@ -178,16 +177,13 @@ def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Met
 
     The cause of the first is rounding, precision and routing; older samples add what the policy has moved since.
     """
-    finite = [gap for gap in gaps if math.isfinite(gap.total) and None not in (version, gap.version)]
-    kinds = {
-        "": [gap for gap in finite if gap.version == version],
-        "_stale": [gap for gap in finite if gap.version != version],
-    }
+    known = [gap for gap in gaps if math.isfinite(gap.total) and None not in (version, gap.version)]
     metrics: dict[str, Metric] = {}
-    for kind, some in kinds.items():
+    for fresh, name, divergence in ((True, "", "_fresh"), (False, "_stale", "_stale")):
+        some = [gap for gap in known if (gap.version == version) is fresh]
         if tokens := sum(gap.tokens for gap in some):
-            metrics[f"train/logprob_gap{kind}"] = Mean(sum(gap.total for gap in some), tokens)
-            metrics[f"alignment/kl_rollout{kind or '_fresh'}"] = Mean(sum(gap.divergence for gap in some), tokens)
+            metrics[f"train/logprob_gap{name}"] = Mean(sum(gap.total for gap in some), tokens)
+            metrics[f"alignment/kl_rollout{divergence}"] = Mean(sum(gap.divergence for gap in some), tokens)
     return metrics
 
 
@@ -329,7 +325,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     The passes run one sequence at a time and keep no activations, because training may have filled the GPU's memory.
     If memory still runs out, the cause stays unknown.
     """
-    chosen = beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
+    chosen = beginnings(sequence for sequence in sequences if sequence.version == version)
     if not chosen:
         return UNKNOWN
     disabled: Any = getattr(forward.model, "disable_adapter", None)
@@ -347,7 +343,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
 
 
 def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
-    """Return the first few sequences, truncated to `RECHECKED_TOKENS` in all.
+    """Return the first few sequences with rollout logprobs, truncated to `RECHECKED_TOKENS` in all.
 
     Truncation is safe: a token's logprob does not depend on later tokens.
     """
@@ -357,24 +353,20 @@ def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
         if len(chosen) == RECHECKED:
             break
         trained = int(np.searchsorted(sequence.positions, room))  # trained tokens among those that still fit
-        if trained:
-            chosen.append(_cut(sequence, trained))
-            room -= len(chosen[-1].tokens_T)
+        if not trained or sequence.rollout_logprobs is None:
+            continue
+        beginning = replace(
+            sequence,
+            tokens_T=sequence.tokens_T[: sequence.positions[trained - 1] + 1],
+            positions=sequence.positions[:trained],
+            advantages=sequence.advantages[:trained],
+            rollout_logprobs=sequence.rollout_logprobs[:trained],
+            teacher=None,
+            masks=None if sequence.masks is None else sequence.masks.at(slice(0, trained)),
+        )
+        chosen.append(beginning)
+        room -= len(beginning.tokens_T)
     return chosen
-
-
-def _cut(sequence: TrainingSequence, trained: int) -> TrainingSequence:
-    """Return the sequence truncated after its first `trained` trained tokens, without a teacher's logprobs."""
-    assert sequence.rollout_logprobs is not None
-    return replace(
-        sequence,
-        tokens_T=sequence.tokens_T[: sequence.positions[trained - 1] + 1],
-        positions=sequence.positions[:trained],
-        advantages=sequence.advantages[:trained],
-        rollout_logprobs=sequence.rollout_logprobs[:trained],
-        teacher=None,
-        masks=None if sequence.masks is None else sequence.masks.at(slice(0, trained)),
-    )
 
 
 def _mean_difference(forward: Forward, sequences: Sequence[TrainingSequence]) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,12 +107,6 @@ def logprobs_of(model: nn.Module, prompts: list[list[int]]) -> Tensor:
 def gap(model: nn.Module, probes: list[Probe]) -> float:
     """Return mean |server - trainer| over all sampled tokens, in nats."""
     return float(torch.cat([(probe.server_logprobs - trainer_logprobs(model, probe)).abs() for probe in probes]).mean())
-
-
-def gap_of_base(model: PeftModel, probes: list[Probe]) -> float:
-    """Return mean |server - base model| over all sampled tokens, in nats."""
-    with model.disable_adapter():
-        return gap(model, probes)
 
 
 # ---------------------------------------------------------------- what 8 bits do to the trainer's own logprobs

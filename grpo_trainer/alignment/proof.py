@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -30,7 +30,6 @@ from grpo_trainer.alignment.probes import (
     Probe,
     ask,
     gap,
-    gap_of_base,
     logprobs_of,
     offset_of_fp8,
     probe_prompts,
@@ -125,7 +124,8 @@ class Change:
 
     def distance(self, probes: list[Probe]) -> float:
         """Return mean |server - model without the change|, in nats a token: the base model if there is an adapter."""
-        return (gap_of_base if isinstance(self.model, PeftModel) else gap)(self.model, probes)
+        with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
+            return gap(self.model, probes)
 
     def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
         """Name the fault of a server whose gap `own` to the trainer is above `allowed`."""

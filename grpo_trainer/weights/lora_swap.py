@@ -106,7 +106,7 @@ class LoraSwap(WeightBridge):
         def load(name: str) -> None:
             self.send(name, info.policy_version, activate=False)
 
-        change = AdapterChange(self._model, self._server, load, info.lora_name)
+        change = AdapterChange(self._model, self._server, load, info)
         self.proved = Proof(self._model, self._server).prove(info, change)
         return self.proved.noise
 

@@ -130,7 +130,7 @@ class FakeServer:
 
 def prove(trainer: PeftModel, server: Any, info: BridgeInfo = INFO) -> Proved:
     """Prove an adapter to a server that is a client too."""
-    return Proof(trainer, server).prove(info, AdapterChange(trainer, server, server.load, info.lora_name))
+    return Proof(trainer, server).prove(info, AdapterChange(trainer, server, server.load, info))
 
 
 @pytest.mark.parametrize(
