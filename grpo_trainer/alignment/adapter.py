@@ -256,7 +256,7 @@ def wrong_scales(model: PeftModel) -> Iterator[Suspicion]:
     """Yield the suspicion of each wrong scale."""
     layers = adapted_layers(model)
     scaling, rank = next((layer.scaling["default"], layer.r["default"]) for layer in layers.values())
-    factors = {"applied twice": scaling, "not applied": 1 / scaling, "rank-stabilised": rank**0.5}
+    factors: dict[str, float] = {"applied twice": scaling, "not applied": 1 / scaling, "rank-stabilised": rank**0.5}
     factors |= {"not rank-stabilised": rank**-0.5, "lora_alpha?": 2.0, "alpha?": 0.5}
     for reason, factor in factors.items():
         if factor != 1.0:
