@@ -22,14 +22,13 @@ from grpo_trainer.alignment.drift import (
     UNKNOWN,
     DriftAlarm,
     Recheck,
-    SampleGap,
     gap_metrics,
     recheck_version,
     row_gaps,
     sample_gaps,
 )
 from grpo_trainer.batch.batching import ReadyBatch, ready
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
+from grpo_trainer.batch.microbatches import MicroBatch, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import check_teacher, evaluating
 from grpo_trainer.engine.logprobs import TokenScores
@@ -326,28 +325,20 @@ class Trainer:
         gaps, version = [gap for of_rank, _ in found for gap in of_rank], batch.policy_version
         for _, of_rank in found:
             logprobs |= of_rank
-        self._world.raise_together(partial(self._alarmed, step, gaps, version, batch.sequences, metrics))
-        return gap_metrics(gaps, version)
 
-    def _alarmed(
-        self,
-        step: int,
-        gaps: Sequence[SampleGap],
-        version: int | None,
-        sequences: Sequence[TrainingSequence],
-        metrics: Metrics,
-    ) -> None:
-        """Run the drift alarm, which only rank 0 has."""
-        if self.alarm is None:
-            return
-        if self.forward.routing is not None:
-            self.alarm.check_routing(step, metrics, self.forward.routing.shape)
-
-        def recheck(version: int) -> Recheck:
+        def recheck(of_version: int) -> Recheck:
             # A process that holds only a shard can't compute a forward pass alone.
-            return recheck_version(self.forward, sequences, version) if self.holding.whole else UNKNOWN
+            return recheck_version(self.forward, batch.sequences, of_version) if self.holding.whole else UNKNOWN
 
-        self.alarm.check_samples(step, gaps, version, recheck)
+        def check() -> None:
+            if self.alarm is None:
+                return
+            if self.forward.routing is not None:
+                self.alarm.check_routing(step, metrics, self.forward.routing.shape)
+            self.alarm.check_samples(step, gaps, version, recheck)
+
+        self._world.raise_together(check)
+        return gap_metrics(gaps, version)
 
     def _of_all(self, own: Metrics) -> Metrics:
         """Return the merged metrics of all processes, sent as plain numbers."""

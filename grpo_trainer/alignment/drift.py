@@ -290,32 +290,24 @@ class DriftAlarm:
 def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm:
     """Return the alarm that the options ask for.
 
+    The default limit follows from the noise that the bridge proof measured. Without a proof it is the largest noise
+    that a proof accepts for a server in bfloat16, or the ceiling of quantised sides.
+
     Args:
-        noise: the noise that the bridge proof measured, in nats a token; None: the proof was skipped.
+        noise: in nats a token; None: the proof was skipped.
     """
-    limit = config.drift.drift_limit
     in_4_bits, in_8_bits = config.model.load_in_4bit, config.vllm.in_8_bits
+    quantised = in_4_bits or in_8_bits
+    limit = config.drift.drift_limit
     if limit is None:
-        limit = default_limit(noise, computing_dtype(model, config.model), quantised=in_4_bits or in_8_bits)
+        floor, margin = FLOOR[computing_dtype(model, config.model)], MARGIN_QUANTISED if quantised else MARGIN
+        limit = NOISE_LIMIT["bfloat16"] if noise is None else max(floor, margin * noise)
+        if quantised:
+            limit = CEILING_QUANTISED if noise is None else min(limit, CEILING_QUANTISED)
     if limit:
         log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
     fresh = Cause.QUANTISATION if in_4_bits else Cause.COARSE_SERVER if in_8_bits else Cause.FRESH
     return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, fresh)
-
-
-def default_limit(noise: float | None, computes: torch.dtype, *, quantised: bool) -> float:
-    """Return the limit that follows from the measured noise, in nats a token.
-
-    Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16, or the
-    ceiling of quantised sides.
-
-    Args:
-        computes: dtype of the trainer's forward pass.
-    """
-    if noise is None:
-        return CEILING_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
-    limit = max(FLOOR[computes], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
-    return min(limit, CEILING_QUANTISED) if quantised else limit
 
 
 @torch.no_grad()
