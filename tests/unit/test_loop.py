@@ -47,6 +47,7 @@ from grpo_trainer.versions import VersionOffset, VersionOffsets
 from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.lora_swap import LoraSwap
+from tests.unit.factories import TinyModel
 from tests.unit.tiny_lora import tiny_lora
 
 
@@ -58,7 +59,7 @@ class Fakes:
         faults: what a call of a method raises: by the method's name and the call's number, from 1.
     """
 
-    model = None
+    model = TinyModel()
 
     def __init__(self, *lands: bool, faults: Mapping[tuple[str, int], Exception] | None = None) -> None:
         self.lands = lands
