@@ -5,7 +5,7 @@ import traceback
 
 from vllm_server import arguments, forking
 from vllm_server.errors import FatalError, gist
-from vllm_server.start_checks import check_key, check_model_path, check_port_free, check_vllm_installed, keys_of
+from vllm_server.start_checks import check_key, check_model_path, check_port_free, check_vllm, keys_of
 
 
 def main(argv: list[str]) -> int:
@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         if arguments.HELP_ALL in argv:
-            check_vllm_installed()
+            check_vllm()
             arguments.set_environment()
             arguments.parse(["--help"])  # prints and exits
         # Cheap checks run first: importing vLLM takes seconds, and loading the model takes longer.
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
             check_port_free(early.host, early.port)
         if early.model is not None:
             check_model_path(early.model)
-        check_vllm_installed()
+        check_vllm()
         arguments.set_environment()
         forking.start()  # imports the engine's half while this process imports its own
         return _serve(argv)

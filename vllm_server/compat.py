@@ -1,7 +1,7 @@
 """Every place where this server depends on vLLM's internals.
 
-vLLM 0.25 to 0.33 have the same things in different modules. Each seam is found by capability, never by version
-number. `assert_seams` runs at start: if a vLLM has moved something, the server refuses to start and names the symbol.
+The places are those of vLLM 0.32. `assert_seams` runs at start: if another vLLM has moved something, the server refuses
+to start and names the symbol.
 """
 
 import asyncio
@@ -23,15 +23,14 @@ from starlette.applications import Starlette
 from grpo_common.http import address, connection_limit
 from vllm_server import forking, output_blocks
 from vllm_server.deliveries import Delivery
-from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
+from vllm_server.errors import EngineEndedError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
 from vllm_server.publisher import Installed
 from vllm_server.seams import found, moved, seam
 from vllm_server.worker import lifeline
 
-_LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
-_CLI_ARGS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
-_PARSERS = ("vllm.utils.argparse_utils", "vllm.utils")
+_LAUNCHER = "vllm.entrypoints.launchers.api_server.entry"
+_CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 
 # In the launcher: callers of the functions that we replace.
 _REPLACED = (
@@ -88,10 +87,8 @@ def dispatch_key() -> str:
 
 
 def cpu_head_sizes() -> list[int]:
-    """Return head sizes for which the CPU build has attention kernels; empty if it does not list them."""
-    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
-    sizes = getattr(backend, "get_supported_head_sizes", list)
-    return list(sizes())
+    """Return head sizes for which the CPU build has attention kernels."""
+    return list(found("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend").get_supported_head_sizes())
 
 
 def default_max_num_seqs(world_size: int) -> int:
@@ -103,7 +100,7 @@ def default_max_num_seqs(world_size: int) -> int:
 
 def server_parser(program: str, description: str) -> ArgumentParser:
     """Return vLLM's argument parser, with every flag of `vllm serve`."""
-    parser_class = seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
+    parser_class = found("vllm.utils.argparse_utils", "FlexibleArgumentParser")
     cli = seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
     return cli.make_arg_parser(parser_class(prog=program, description=description))
 
@@ -119,11 +116,7 @@ def assert_seams() -> None:
     _launcher()
     _engine_process()
     for module in _STARTERS:
-        seam((module,), "get_mp_context")
-    if not hasattr(uvicorn.Server, "capture_signals"):
-        raise IncompatibleError(
-            "has no Server.capture_signals", field="uvicorn", wanted="0.30 or later", fix="upgrade it"
-        )
+        seam(module, "get_mp_context")
     sampling_params_class()
     lora_request_class()
     output_kind(stream=False)
@@ -145,10 +138,10 @@ def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]
 
 
 def _launcher() -> ModuleType:
-    module = seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker", "serve_http")
+    module = seam(_LAUNCHER, "build_app", "init_app_state", "run_server", "run_server_worker", "serve_http")
     # We replace module attributes, which has an effect only if the launcher looks them up when it runs.
     for caller, called in _REPLACED:
-        if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
+        if f"{called}(" not in inspect.getsource(found(_LAUNCHER, caller)):
             raise moved(f"{module.__name__}.{caller} that calls {called}")
     return module
 
@@ -178,7 +171,7 @@ def run(
     launcher = _launcher()
     _extend_app(launcher, extend, ready_state)
     _end_promptly(launcher)
-    if not getattr(args, "numa_bind", False):  # NUMA binding works on a new program, not on a fork
+    if not args.numa_bind:  # NUMA binding works on a new program, not on a fork
         _fork_engines()
     output_blocks.unpack()
     found("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
@@ -229,9 +222,6 @@ def _end_promptly(launcher: ModuleType) -> None:
         await run_server_worker(*positional, **named)
 
     run_server_worker = _replace(launcher, "run_server_worker", start_killable)
-    # vLLM's handlers are on the event loop. With vLLM 0.25 uvicorn's handlers would replace them, and these wait for
-    # in-flight requests before the engine stops. Later vLLMs disable uvicorn's handlers in the same way.
-    _replace(uvicorn.Server, "capture_signals", _leave_signals)
     # After a signal vLLM looks up the command line of another process that holds the server's port. An engine that vLLM
     # itself forks holds it; it is a zombie by then, for which the look-up fails.
     vars(importlib.import_module(launcher.serve_http.__module__))["find_process_using_port"] = lambda port: None
@@ -243,7 +233,7 @@ def _end_promptly(launcher: ModuleType) -> None:
 def _fork_engines() -> None:
     """Have vLLM fork engines from the preloaded process, if a fork is safe."""
     for name in _STARTERS:
-        module = seam((name,), "get_mp_context")
+        module = seam(name, "get_mp_context")
 
         def context(vllms: Callable[[], Any] = module.get_mp_context) -> Any:
             return forking.context() or vllms()
@@ -277,11 +267,6 @@ def _told_to_stop() -> Iterator[None]:
         raise EngineEndedError("the engine has ended", fix="see its last lines above")
 
 
-@contextmanager
-def _leave_signals(_: uvicorn.Server) -> Iterator[None]:
-    yield
-
-
 async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
     """Return the prompt as the engine takes it: text is tokenised, and the prompt is checked.
 
@@ -305,14 +290,13 @@ def output_kind(*, stream: bool) -> Any:
 
 
 def lora_request_class() -> Any:
-    """Return `LoRARequest`. Build it by keyword only: vLLM versions order its fields differently."""
+    """Return `LoRARequest`."""
     return found("vllm.lora.request", "LoRARequest")
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for a bad request: ValueErrors in older versions, a separate family in newer ones."""
-    own = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", ValueError)
-    return (ValueError, TypeError, own)
+    """Return what vLLM raises for a bad request."""
+    return (ValueError, TypeError, found("vllm.exceptions", "VLLMClientError"))
 
 
 def engine_dead_error() -> type[Exception]:

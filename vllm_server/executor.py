@@ -24,7 +24,7 @@ _SHM, _QUOTA, _GPUS = Path("/dev/shm"), Path("/sys/fs/cgroup/cpu.max"), Path("/p
 def choose(args: Namespace) -> None:
     """Set `distributed_executor_backend` for a single worker, unless the user has set it."""
     degrees = ("tensor", "pipeline", "data", "prefill_context")
-    if any(getattr(args, f"{degree}_parallel_size", 1) > 1 for degree in degrees):
+    if any(getattr(args, f"{degree}_parallel_size") > 1 for degree in degrees):
         return  # vLLM has a process for each worker
     on_cpu = compat.device_type() == "cpu"
     if args.distributed_executor_backend is None:

@@ -47,8 +47,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 def _text_generators() -> frozenset[str]:
     """Return architectures that vLLM implements for text generation."""
-    registry = importlib.import_module("vllm.model_executor.models.registry")
-    return frozenset(getattr(registry, "_TEXT_GENERATION_MODELS", ()))  # empty: vLLM's own check decides
+    return frozenset(seams.found("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"))
 
 
 def _check_by_vllm(model: str, names: str, trust_remote_code: bool) -> None:
@@ -72,7 +71,7 @@ def _check_head_size(model: str, config: dict[str, Any]) -> None:
     if compat.device_type() != "cpu" or not size:
         return
     sizes = compat.cpu_head_sizes()
-    if sizes and size not in sizes:
+    if size not in sizes:
         wanted = f"one that the CPU kernels have ({', '.join(map(str, sizes))})"
         fix = "choose another model or serve it on a GPU"
         raise _refused(model, f"attention heads of size {size}", wanted, fix)

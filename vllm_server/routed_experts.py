@@ -34,7 +34,7 @@ def check(config: Any, workers: Sequence[WorkerInfo]) -> None:
     if config.kv_transfer_config is not None:
         why = "experts of tokens whose KV cache comes from elsewhere are not recorded"
         raise FatalError(why, field=FLAG, got="a KV connector", wanted="none", fix="leave one of them out")
-    sizes = {name: getattr(parallel, f"{name}_parallel_size", 1) for name in ("data", "pipeline", *CONTEXT)}
+    sizes = {name: getattr(parallel, f"{name}_parallel_size") for name in ("data", "pipeline", *CONTEXT)}
     if any(size > 1 for size in sizes.values()):
         got = ", ".join(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)
         raise FatalError(field=FLAG, got=got, wanted="1 of each", fix="use --tensor-parallel-size, or more servers")

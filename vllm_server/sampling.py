@@ -76,9 +76,8 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
         )
     params.output_kind = compat.output_kind(stream=stream)
     # Flat logprobs are one list for all positions instead of many small objects: faster, and less work for the garbage
-    # collector. Not for streams: vLLM up to 0.25 fails on empty slices. Not for prompts: the flat form loses the first
-    # position's None.
-    params.flat_logprobs = not stream and params.prompt_logprobs is None
+    # collector. Not for prompts: the flat form loses the first position's None.
+    params.flat_logprobs = params.prompt_logprobs is None
     return params
 
 

@@ -1,30 +1,29 @@
-"""Find what this server uses of vLLM's internals, by capability: versions have the same things in different modules."""
+"""Find what this server uses of vLLM's internals, and name what the installed vLLM does not have."""
 
 import importlib
 from types import ModuleType
 from typing import Any
 
 from vllm_server.errors import IncompatibleError
+from vllm_server.protocol import VLLM_RUN
 
 
-def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
-    """Return the first of `modules` that exists; it must have all `names`.
+def seam(module: str, *names: str) -> ModuleType:
+    """Return one of vLLM's modules; it must have all `names`.
 
     Raises:
-        FatalError: none exists, or a name is missing; the message names it.
+        FatalError: the module does not exist, or a name is missing; the message names it.
     """
-    for module_name in modules:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not module_name.startswith(error.name or "\0"):
-                raise  # the module exists, but one of its imports does not
-            continue
-        missing = [name for name in names if not hasattr(module, name)]
-        if missing:
-            raise moved(f"{module_name}.{missing[0]}")
-        return module
-    raise moved(" or ".join(modules))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or "\0"):
+            raise  # the module exists, but one of its imports does not
+        raise moved(module) from error
+    for name in names:
+        if not hasattr(found, name):
+            raise moved(f"{module}.{name}")
+    return found
 
 
 def found(module: str, name: str, *members: str) -> Any:
@@ -33,7 +32,7 @@ def found(module: str, name: str, *members: str) -> Any:
     Raises:
         FatalError: it does not exist, or lacks a member; the message names that.
     """
-    value = getattr(seam((module,), name), name)
+    value = getattr(seam(module, name), name)
     for member in members:
         if not hasattr(value, member):
             raise moved(f"{name}.{member}")
@@ -43,7 +42,7 @@ def found(module: str, name: str, *members: str) -> Any:
 def moved(symbol: str) -> IncompatibleError:
     """Return the error for a symbol that this vLLM does not have."""
     return IncompatibleError(
-        f"has no {symbol}", field=f"vLLM {vllm_version()}", wanted="vLLM 0.25 to 0.33", fix="install one of them"
+        f"has no {symbol}", field=f"vLLM {vllm_version()}", wanted=f"vLLM {VLLM_RUN}", fix="install it"
     )
 
 

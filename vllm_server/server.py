@@ -25,7 +25,6 @@ from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
 from vllm_server.weights import WeightChannels
-from vllm_server.worker import logits_are_exact
 
 logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format
 
@@ -222,7 +221,7 @@ class PolicyServer:
             machine=machine_id(),
             workers=list(self.workers),
             bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
-            logits_dtype=_logits_dtype(model),
+            logits_dtype=str(model.head_dtype).removeprefix("torch."),
             max_num_seqs=config.scheduler_config.max_num_seqs,
             quantization=model.quantization,
             kv_cache_dtype=str(config.cache_config.cache_dtype),
@@ -239,10 +238,3 @@ class PolicyServer:
             last_stall_seconds=self.fence.last_stall_seconds,
             in_flight={v.name: v.in_flight for v in (self.registry.base, *self.registry.versions)},
         )
-
-
-def _logits_dtype(model_config: Any) -> str | None:
-    """Return the dtype of the workers' logits; None for a quantized model, whose head is not known before the load."""
-    if model_config.quantization is not None:
-        return None
-    return "float32" if logits_are_exact() else str(model_config.dtype).removeprefix("torch.")

@@ -12,13 +12,13 @@ import msgspec
 from vllm_server import arguments, forking
 from vllm_server.__main__ import main as serve
 from vllm_server.errors import FatalError
-from vllm_server.start_checks import check_vllm_installed
+from vllm_server.start_checks import check_vllm
 
 
 def main() -> int:
     """Return the server's exit status; 0 if there was nothing to serve."""
     try:
-        check_vllm_installed()
+        check_vllm()
         arguments.set_environment()
         forking.start()
         import_all()

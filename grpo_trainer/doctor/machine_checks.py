@@ -11,12 +11,12 @@ from packaging.version import InvalidVersion, Version
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import GB
-from vllm_server.protocol import WORKER_QUEUE_BYTES
+from vllm_server.protocol import VLLM_RUN, WORKER_QUEUE_BYTES
 
 SUPPORTED = {
     "python": ">=3.11,<3.13",
     "torch": ">=2.11,<3",
-    "vllm": ">=0.25,<0.34",
+    "vllm": f">={VLLM_RUN},<0.34",
     "transformers": ">=5,<6",
     "peft": ">=0.18,<1",
 }
@@ -47,6 +47,10 @@ def check_package(machine: Machine, name: str) -> Finding:
     version = machine.version(found) if found else None
     if found is None or version is None:
         return fail(name, "not installed", wanted, f"pip install 'grpo-trainer[{build}]'")
+    if name == "vllm" and Version(version).release[:2] > Version(VLLM_RUN).release:
+        return warn(
+            name, f"{found} {version}", f"{VLLM_RUN}, the newest that was run", f"pip install '{found}=={VLLM_RUN}.*'"
+        )
     if Version(version) not in SpecifierSet(wanted, prereleases=True):
         return fail(name, f"{found} {version}", wanted, f"pip install '{found}{wanted}'")
     if name == "vllm" and machine.on_gpu and not machine.serves_on_gpu:

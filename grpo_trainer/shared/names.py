@@ -10,7 +10,7 @@ vLLM fuses matrices that transformers keeps separate, pads the vocabulary, and h
 
 All other parameters have the same name on both sides. Equal names and shapes do not prove an equal order of rows, so
 matrices must be on a list of modules whose layout is known to be equal on both sides. A matrix that is not on the list
-is refused, and so is a parameter of either side without a counterpart. The rules are those of vLLM 0.25.1 and 0.32 and
+is refused, and so is a parameter of either side without a counterpart. The rules are those of vLLM 0.32 and
 transformers 5.
 """
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from grpo_trainer.engine.head import HeadPlan, head_scores
 from grpo_trainer.engine.head import product as trainers
-from vllm_server.worker.logits import product as servers
 
 H, V, N = 512, 151_936, 700
 
@@ -21,6 +23,13 @@ def made(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((N, H), (V, H), (V,))
     drawn = [torch.randn(*shape, device="cuda", generator=generator) for shape in shapes]
     return drawn[0].to(dtype), (drawn[1] * 8 * H**-0.5).to(dtype), drawn[2].to(dtype)
+
+
+def servers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """vLLM's product for a head in fp32."""
+    processor: Any = SimpleNamespace(head_dtype=torch.float32)
+    head: Any = SimpleNamespace(quant_method=UnquantizedEmbeddingMethod(), weight=weight)
+    return LogitsProcessor._apply_head(processor, head, hidden, bias)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -65,7 +74,7 @@ def test_logprobs_and_ranks_of_sampled_tokens_are_vllms(rows: int, dtype: torch.
 
     from vllm_server.worker import sampled_logprobs
 
-    (name,) = [name for name in sampled_logprobs.NAMES if hasattr(sampler, name)]
+    name = sampled_logprobs.NAME
     vllms = getattr(sampler, name)
     generator = torch.Generator("cuda").manual_seed(1)
     logits = (torch.randn(rows, V, device="cuda", generator=generator) * 8).to(dtype)

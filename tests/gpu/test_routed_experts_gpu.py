@@ -1,16 +1,39 @@
-"""Routing replay on a GPU, with CUDA graphs: the tests of the CPU lane, on the models and the server of this lane."""
+"""Routing replay on a GPU, with CUDA graphs: the tests of the CPU lane, on the models and the server of this lane.
+
+The last test compares the experts that vLLM itself returns (`--enable-return-routed-experts`) with ours. If it passes,
+ours can go.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from environments.peers.inference import Completion
-from tests.integration.test_routed_experts import at_the_trainer, gaps, served
-from vllm_server.protocol.routed_experts import unpack
+from tests.integration.test_routed_experts import (
+    LAYERS,
+    PROMPTS,
+    TOKENS,
+    at_the_trainer,
+    gaps,
+    mixture_server,
+    near_ties,
+    served,
+)
+from vllm_server.protocol.routed_experts import RoutedShape, pack, unpack
 
 __all__ = ["served"]
+
+NATIVE = ("--enable-return-routed-experts", "--enable-scale-out")
+"""Flags of vLLM: return experts, and serve the route that has them in its answers."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -27,3 +50,37 @@ def test_replay_closes_most_of_the_gap(served: tuple[nn.Module, str, list[Comple
     assert changed < 0.5 * (1 - shape.top_k / shape.experts)
     assert float(replayed.abs().mean()) <= float(without.abs().mean()) / (1 if dtype == "float32" else 2)
     assert torch.isfinite(replayed).all()
+
+
+def test_vllms_own_experts_close_the_gap_as_ours_do(
+    served: tuple[nn.Module, str, list[Completion]], tmp_path: Path
+) -> None:
+    model, dtype, completions = served
+    kind = "mixtral" if "Mixtral" in type(model).__name__ else "qwen3_moe"
+    near_ties(kind, tmp_path / "model", getattr(torch, dtype))
+    with mixture_server(tmp_path / "model", dtype, *NATIVE) as url:
+        native = [each for prompt in PROMPTS for each in sampled(url, str(tmp_path / "model"), prompt)]
+    model = model.to("cuda")
+    ours, changed = gaps(model, dtype, at_the_trainer(completions), "server")
+    theirs, theirs_changed = gaps(model, dtype, at_the_trainer(native), "server")
+    print(f"{dtype}: {float(ours.abs().mean()):.2e} and {changed:.2%} with ours,", end=" ")
+    print(f"{float(theirs.abs().mean()):.2e} and {theirs_changed:.2%} with vLLM's own")
+    assert float(theirs.abs().mean()) <= 1.25 * float(ours.abs().mean()) + 1e-6
+    assert theirs_changed <= 1.25 * changed + 0.005
+
+
+def sampled(url: str, model: str, prompt: list[int]) -> list[Completion]:
+    """Completions of vLLM's route for tokens, with the experts that vLLM returns: all tokens' but the last one's."""
+    sampling = {"n": 5, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    body = {"model": model, "token_ids": prompt, "sampling_params": sampling}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return [completion_of(prompt, choice) for choice in answer.json()["choices"]]
+
+
+def completion_of(prompt: list[int], choice: dict[str, Any]) -> Completion:
+    rows_TLK = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert rows_TLK.shape == (len(prompt) + len(choice["token_ids"]) - 1, LAYERS, 2)
+    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    experts = pack(RoutedShape(LAYERS, 2, 8), rows_TLK.astype(np.uint8).tobytes())
+    return Completion(prompt, choice["token_ids"], logprobs, "", "length", 0, routed_experts=experts)

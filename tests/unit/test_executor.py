@@ -33,7 +33,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def chosen(**given: Any) -> str | None:
     """Return the executor for a server's arguments."""
-    args = Namespace(**{"distributed_executor_backend": None, "tensor_parallel_size": 1} | given)
+    degrees = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "data", "prefill_context")}
+    args = Namespace(**{"distributed_executor_backend": None} | degrees | given)
     executor.choose(args)
     return args.distributed_executor_backend
 

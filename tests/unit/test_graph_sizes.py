@@ -18,6 +18,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, default: int = 1024, **given: Any) 
         "cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None, "max_num_seqs": None,
         "compilation_config": SimpleNamespace(cudagraph_capture_sizes=None), "speculative_config": None,
         "enforce_eager": False, "pipeline_parallel_size": 1, "tensor_parallel_size": 1,
+        "performance_mode": "balanced",
     }  # fmt: skip
     args = Namespace(**unset | given)
     arguments._plan_graphs(args)

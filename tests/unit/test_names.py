@@ -1,7 +1,6 @@
 """Where vLLM keeps each parameter: against what vLLM reported of ten architectures, and against every kind of mistake.
 
 `tests/golden/*.json` hold vLLM 0.32's names and shapes, and where each parameter was found in its memory by content.
-The modules of vLLM 0.25.1 that these names come from were compared: they bear the same names.
 """
 
 from __future__ import annotations

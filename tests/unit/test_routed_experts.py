@@ -171,7 +171,8 @@ def test_a_lost_row_is_noticed(processor: Any) -> None:
 
 
 def test_a_server_that_records_none_does_not_start() -> None:
-    parallel = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
+    kinds = ("data", "pipeline", "decode_context", "prefill_context")
+    parallel = SimpleNamespace(**{f"{kind}_parallel_size": 1 for kind in kinds})
     text = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
     config = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, kv_transfer_config=None, model_config=text

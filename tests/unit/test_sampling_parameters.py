@@ -20,8 +20,6 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "seeds")
 def vllms() -> Iterator[Callable[..., object]]:
     """vLLM's own `add_request`."""
     with pytest.MonkeyPatch.context() as patch:
-        if not hasattr(buffer_utils, "NonUvaBuffer"):
-            pytest.skip("vLLM before 0.32 keeps sampling parameters only where there is a GPU")
         patch.setattr(buffer_utils, "is_uva_available", lambda: False)  # in main memory
         for name in ("add_request", "apply_staged_writes"):
             patch.setattr(SamplingStates, name, getattr(SamplingStates, name))  # vLLM's own, after the module

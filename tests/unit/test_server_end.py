@@ -57,7 +57,6 @@ def serve_http() -> object:
 def test_vllm_does_not_look_up_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     # All are set so that what is replaced here comes back.
     monkeypatch.setattr(sys.modules[__name__], "find_process_using_port", find_process_using_port)
-    monkeypatch.setattr(uvicorn.Server, "capture_signals", uvicorn.Server.capture_signals)
     monkeypatch.setattr(lifeline, "replaced", None)
     monkeypatch.setattr(compat, "_engine_process", lambda: SimpleNamespace(run_engine_core=None))
     launcher: Any = SimpleNamespace(serve_http=serve_http, run_server_worker=None)

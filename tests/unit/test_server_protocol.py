@@ -101,3 +101,19 @@ def test_without_vllm_the_command_says_how_to_install_it(
     assert main(["--port", "0"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("vllm_server: ") and "'grpo-trainer[gpu]'" in said
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused", "warned"),
+    [("0.31.9", True, False), ("0.32.0", False, False), ("0.32.4+cu130", False, False), ("0.33.0", False, True)],
+)
+def test_older_versions_of_vllm_are_refused_and_newer_ones_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str, refused: bool, warned: bool
+) -> None:
+    monkeypatch.setattr("vllm_server.start_checks.metadata.version", lambda name: installed)
+    monkeypatch.setattr("vllm_server.arguments.set_environment", lambda: None)
+    monkeypatch.setattr("vllm_server.forking.start", lambda: None)
+    monkeypatch.setattr("vllm_server.__main__._serve", lambda argv: 0)
+    assert main(["--port", "0"]) == refused
+    said = capsys.readouterr().err
+    assert (installed in said) is (refused or warned)

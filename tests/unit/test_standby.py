@@ -20,7 +20,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         did.append(argv)
         return 7
 
-    monkeypatch.setattr(standby, "check_vllm_installed", lambda: did.append("installed"))
+    monkeypatch.setattr(standby, "check_vllm", lambda: did.append("installed"))
     monkeypatch.setattr(forking, "start", lambda: did.append("forkserver"))
     monkeypatch.setattr(standby, "import_all", lambda: did.append("imports"))
     monkeypatch.setattr(standby, "serve", serve)
@@ -65,6 +65,6 @@ def test_what_keeps_any_server_from_starting_is_one_line(
     def missing() -> None:
         raise IncompatibleError("no vLLM")
 
-    monkeypatch.setattr(standby, "check_vllm_installed", missing)
+    monkeypatch.setattr(standby, "check_vllm", missing)
     assert tell(monkeypatch, "[]\n") == 1
     assert done == [] and capsys.readouterr().err == "vllm_server: no vLLM\n"

@@ -14,7 +14,7 @@ TOKENS = st.integers(min_value=0, max_value=50)
 
 @given(st.lists(TOKENS, max_size=30), TOKENS)
 def test_they_are_a_list_for_vllm_and_its_workers(ids: list[int], token: int) -> None:
-    """vLLM 0.25 asserts that the ids are a list, also where they come out of a pickle in a worker."""
+    """vLLM asserts that the ids are a list, also where they come out of a pickle in a worker."""
     stops = StopIds(ids)
     assert isinstance(stops, list) and stops == ids
     assert (token in stops) is (token in ids)

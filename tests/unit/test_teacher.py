@@ -29,7 +29,7 @@ def position(token: int) -> dict[int, float]:
 def routes(kind: str) -> dict[str, Any]:
     if kind == "grpo":
         return {"/bridge/info": {"boot_id": "b", "policy_version": 0}}
-    return {"/version": {"version": "0.25"}, "/v1/models": {"data": [{"id": "big", "owned_by": "vllm"}]}}
+    return {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "big", "owned_by": "vllm"}]}}
 
 
 async def annotated(url: str, group: wire.ScoredData, **changes: Any) -> wire.ScoredData:

@@ -95,6 +95,7 @@ from vllm_server.protocol.versions import (
     LONGEST_NAME,
     PROOF_VERSION,
     SPARE_ADAPTERS,
+    VLLM_RUN,
     parse_version,
     servable_rank,
     version_name,

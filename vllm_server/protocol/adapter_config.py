@@ -1,7 +1,7 @@
 """Decide which LoRA adapters vLLM serves, from PEFT's `adapter_config.json` alone.
 
 Both sides use one table: the server refuses an adapter that it cannot serve, and the trainer refuses to start with it.
-The table follows vLLM 0.25 and 0.32 (`vllm/lora/peft_helper.py`). It has the fields that vLLM refuses, and the fields
+The table follows vLLM 0.32 (`vllm/lora/peft_helper.py`). It has the fields that vLLM refuses, and the fields
 that vLLM ignores and would therefore serve wrongly.
 """
 

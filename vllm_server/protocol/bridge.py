@@ -37,7 +37,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     `boot_id` is new for each server process: versions of another boot are unknown here. `max_lora_rank` and
     `lora_dtype` are null if the server was started without LoRA. `last_update_time` is in Unix seconds, 0.0 before a
     publish. `machine` is the server's `machine_id()`. `bridge_config_path` is set while weights are shared.
-    `logits_dtype` is the dtype of the logits behind logprobs; null if it is not known. `max_num_seqs` is the engine's
+    `logits_dtype` is the dtype of the logits behind logprobs; null for an older server. `max_num_seqs` is the engine's
     limit of concurrent sequences; null for an older server. `receives_weights`: a trainer may send all weights.
     `quantization` is vLLM's name of the method, `kv_cache_dtype` that of the KV cache. `format` is the number of the
     format of all messages between this server and its clients.

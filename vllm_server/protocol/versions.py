@@ -1,6 +1,9 @@
-"""Names of the policy's versions, and ranks of adapters."""
+"""The version of vLLM, names of the policy's versions, and ranks of adapters."""
 
 from typing import Final
+
+VLLM_RUN: Final = "0.32"
+"""The version of vLLM that this project was run with. Older ones are refused, newer ones cause a warning."""
 
 DEFAULT_LORA_NAME: Final = "policy"
 DEFAULT_KEEP_VERSIONS: Final = 4

@@ -88,10 +88,7 @@ def _telling(lease: Lease, send: Send) -> Send:
 
 
 def _refusing(server: PolicyServer, scope: Scope, receive: Receive, send: Send) -> Send:
-    """Return a `send` that replaces vLLM's error by our refusal if the engine has failed or the weights are torn.
-
-    After an output that vLLM 0.25 can't decode, it blames the request: its status is then 400.
-    """
+    """Return a `send` that replaces vLLM's error by our refusal if the engine has failed or the weights are torn."""
     refused = False
 
     async def answer(message: Message) -> None:

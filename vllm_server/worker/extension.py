@@ -20,7 +20,6 @@ from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker import (
-    logits,
     routed_experts,
     sampled_logprobs,
     sampling_masks,
@@ -40,7 +39,6 @@ if current_platform.is_cuda():
     sampled_logprobs.prepare_worker()
 elif current_platform.is_cpu():
     seeds.prepare_worker()
-logits.prepare_worker()
 sampling_masks.prepare_worker()
 routed_experts.prepare_worker()
 

@@ -22,13 +22,12 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Run vLLM's engine with the checks of this server; replaces `EngineCoreProc.run_engine_core` as process target."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    from vllm_server.worker import kv_blocks, messages, output_blocks, stops, workers
+    from vllm_server.worker import kv_blocks, output_blocks, stops, workers
 
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     stops.look_up_in_sets()
     kv_blocks.skip_needless_bookkeeping()
     output_blocks.send_in_blocks()
-    messages.keep_until_sent()
     workers.fork()
     run = replaced or EngineCoreProc.run_engine_core
     run(*args, **kwargs)

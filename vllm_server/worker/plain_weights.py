@@ -71,9 +71,6 @@ def keep_weights_plain() -> None:
             raise AttributeError(f"this vLLM has no {module.__name__}.{name}, which turns off its packing")
     vars(operators)["_supports_onednn"] = False
     vars(utils)["check_cpu_sgl_kernel"] = lambda n, k, dtype: False
-    try:
-        experts = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
-    except (ModuleNotFoundError, AttributeError):
-        return  # vLLM before 0.32, which is not supported for CPUs with experts
+    experts = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
     for name in ("process_weights_after_loading", "apply"):
         setattr(experts, name, getattr(PlainExperts, name))

@@ -16,8 +16,8 @@ from vllm_server import seams
 logger = logging.getLogger("vllm.grpo.logprobs")
 
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
-NAMES = ("compute_topk_logprobs", "compute_topk_scores")
-"""Names of vLLM's function: in 0.25, and in later versions."""
+NAME = "compute_topk_scores"
+"""vLLM's function."""
 KNOWN = frozenset(
     {
         *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
@@ -28,13 +28,12 @@ KNOWN = frozenset(
 
 
 def prepare_worker() -> None:
-    """Replace vLLM's function if it is one that this module knows. Call this in each worker on an NVIDIA GPU."""
-    module = seams.seam((SAMPLER,))
-    name = next((name for name in NAMES if hasattr(module, name)), None)
-    if name is None or not KNOWN.issuperset(inspect.signature(vars(module)[name]).parameters):
-        logger.warning("vLLM computes the logprobs of sampled tokens itself: %s.%s is not as before", SAMPLER, name)
+    """Replace vLLM's function if its parameters are known. Call this in each worker on an NVIDIA GPU."""
+    module = seams.seam(SAMPLER, NAME)
+    if not KNOWN.issuperset(inspect.signature(vars(module)[NAME]).parameters):
+        logger.warning("vLLM computes the logprobs of sampled tokens itself: %s.%s is not as before", SAMPLER, NAME)
         return
-    vars(module)[name] = in_place_of(vars(module)[name], seams.found("vllm.v1.outputs", "LogprobsTensors"))
+    vars(module)[NAME] = in_place_of(vars(module)[NAME], seams.found("vllm.v1.outputs", "LogprobsTensors"))
 
 
 def in_place_of(vllms: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:

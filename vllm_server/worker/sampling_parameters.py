@@ -24,7 +24,7 @@ def copy_when_changed() -> None:
 
     def add_request(self: Any, *args: Any, **more: Any) -> Any:
         vars(self)[_COPIED] = False
-        return add(self, *args, **more)  # newer versions return whether the parameters change logits
+        return add(self, *args, **more)  # whether the parameters change logits
 
     def apply_staged_writes(self: Any) -> None:
         if not vars(self).get(_COPIED):

@@ -175,10 +175,7 @@ class AdapterSlots:
 def _renames(model: Any) -> Any:
     """Return vLLM's renaming of checkpoint names, without its merging of q, k, v and of gate, up."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.25
-        if hasattr(mapper, method):
-            return getattr(mapper, method)()
-    return mapper
+    return None if mapper is None else mapper.get_rename_mapper()
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:

@@ -11,7 +11,7 @@ def fork() -> None:
     Raises:
         FatalError: this vLLM starts workers elsewhere.
     """
-    executor = seams.seam(("vllm.v1.executor.multiproc_executor",), "get_mp_context")
+    executor = seams.seam("vllm.v1.executor.multiproc_executor", "get_mp_context")
     vllms = executor.get_mp_context
 
     def context() -> Any:
