@@ -159,26 +159,3 @@ def end_file(path: Path) -> None:
     with suppress(FileNotFoundError), path.open("r+") as file:
         file.seek(0, os.SEEK_END)
         file.write('{"ph":"M","pid":0,"name":"process_sort_index","args":{"sort_index":0}}\n]\n')
-
-
-def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the events of a timeline, also while processes still write it, and the number of lines that are none.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    found: list[dict[str, Any]] = []
-    unreadable = 0
-    for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line break is not whole yet
-        text = line.strip().removesuffix(b",")
-        if text in (b"", b"[", b"]"):
-            continue
-        try:
-            event = json.loads(text)
-        except (ValueError, RecursionError):
-            event = None
-        if isinstance(event, dict):
-            found.append(event)
-        else:
-            unreadable += 1
-    return found, unreadable

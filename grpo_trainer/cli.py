@@ -308,18 +308,27 @@ def report(
         ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page every 5 s until the run ends.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each run's figures and verdict as a JSON list, and write no page.")
+    ] = False,
 ) -> None:
     """Write an HTML page with a run's plots, samples, configuration and events; with several runs compare them."""
-    from grpo_trainer.report import command
+    from grpo_trainer.report import page
     from grpo_trainer.servers import newest
 
     run_dirs = run_dirs or [newest()]
-    path = command.report_path(run_dirs, output)
+    if as_json and (output or watch):
+        got = "--output" if output else "--watch"
+        raise ConfigError(field="--json", got=f"{got}, too", wanted="one of them", fix=f"leave out {got}")
+    if as_json:
+        typer.echo(page.as_json(run_dirs))
+        return
+    path = page.report_path(run_dirs, output)
     if watch:
         typer.echo(f"{path}: refreshed until the run is done; Ctrl-C ends that")
-        command.watch(run_dirs, path)
+        page.watch(run_dirs, path)
     else:
-        command.write_report(run_dirs, path)
+        page.write_report(run_dirs, path)
     typer.echo(path)
 
 

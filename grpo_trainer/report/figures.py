@@ -1,18 +1,22 @@
-"""Which metrics make which plot."""
+"""What the page draws, as data for its scripts: the table of figures, their lines, and samples.
+
+A long run makes a small page: lines are thinned, and samples are those of steps that are spread over the run.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 from grpo_trainer.logs.times import PHASES
-from grpo_trainer.report.plots import Line, Plot
 from grpo_trainer.report.read import Run
 
 TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "Environments", "Machine", "More metrics"
 """Headings, in their order on the page."""
-
 TIME_SPLIT, HISTOGRAM, QUANTILES = "Where the time went", "Rewards by value", "Reward distribution"
 """Titles; of the last two, a run has the histogram if its rewards have few values, and else the quantiles."""
 SHARE = "reward/share/"
@@ -20,18 +24,16 @@ SHARE = "reward/share/"
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot of some keys; a key that ends in `*` stands for all that begin so.
-
-    Attributes:
-        bands: key -> the lower key down to which the space is filled.
-    """
+    """A plot of some keys; a key that ends in `*` stands for all that begin so."""
 
     title: str
-    keys: Mapping[str, str]  # key -> its name in the plot
+    keys: Mapping[str, str]
+    """Key of metrics.jsonl -> its name in the plot."""
     note: str = ""
     percent: bool = False
     section: str = TRAINING
     bands: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the lower key down to which the space is filled."""
 
 
 FIGURES = (
@@ -98,26 +100,71 @@ FIGURES = (
     ),
     Figure("CPU utilisation", {"host/cpu": "busy"}, "of all cores", percent=True, section=MACHINE),
 )
-
 HIDDEN = ("train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
+MOST_POINTS = 400
+"""Of a line on the page; of more points, each is the mean of its neighbours."""
+MOST_POINTS_IN_ALL = 1000
+"""Of one figure of all runs together."""
+
+Value = float | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line; where `ys` is None it has a gap."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[Value]
+    key: str = ""
+    """Of metrics.jsonl, if it is one figure of it."""
+    run: int = 0
+    """The number of its run on the page."""
+    colour: int = 0
+    dash: int = 0
+    """0: solid."""
+    marked: bool = False
+    """Every point has a marker, because there are few."""
+    band: int | None = None
+    """How many lines further on the line is down to which the space is filled; None: it is not."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with its lines."""
+
+    title: str
+    lines: Sequence[Line]
+    note: str = ""
+    section: str = ""
+    stacked: bool = False
+    """Lines are shares of a whole, one upon the other."""
+    percent: bool = False
+    """Values are shares, written as such."""
 
 
 def all_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Every figure that has numbers, section by section."""
-    figures = [*FIGURES, *_evaluations(runs), *_of_environments(runs)]
+    """Return every figure that has numbers, section by section."""
+    keys = sorted({key for run in runs for key in run.series})
+    figures = [*FIGURES, *_evaluations(keys)]
+    figures += [
+        Figure(key.removeprefix("env/"), {key: "measured"}, section=ENVIRONMENTS) for key in keys if key[:4] == "env/"
+    ]
     plots = [plot for figure in figures if (plot := _plot(runs, figure)).lines]
     if histograms := [_histogram(run, number, len(runs)) for number, run in enumerate(runs) if _shares(run)]:
         plots = [plots[0], *histograms, *(plot for plot in plots[1:] if plot.title != QUANTILES)]
-    splits = [time_split(run, number, len(runs)) for number, run in enumerate(runs) if run.rows]
-    plots = [*plots, *splits, *_others(runs, figures)]
+    plots += [_time_split(run, number, len(runs)) for number, run in enumerate(runs) if run.rows]
+    shown = {key for figure in figures for run in runs for key in _keys_of(run, figure)} | {*PHASES.values(), *HIDDEN}
+    others = [key for key in keys if key not in shown and not key.startswith(("reward/env", SHARE))]
+    plots += [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in others]
     order = (TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER)
     return sorted(plots, key=lambda plot: order.index(plot.section))
 
 
-def _evaluations(runs: Sequence[Run]) -> list[Figure]:
+def _evaluations(keys: Sequence[str]) -> list[Figure]:
     """One for each figure that environments measured on held-out items, with its confidence interval if it has one."""
-    found = {key for run in runs for key in run.series if key.startswith("eval/") and not key.endswith("/samples")}
+    found = {key for key in keys if key.startswith("eval/") and not key.endswith("/samples")}
     bounds = {key for key in found if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in found}
     return [
         Figure(
@@ -131,21 +178,6 @@ def _evaluations(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _of_environments(runs: Sequence[Run]) -> list[Figure]:
-    """One for each figure that environments wrote themselves: parts of the reward, lengths, groups."""
-    found = sorted({key for run in runs for key in run.series if key.startswith("env/")})
-    return [Figure(key.removeprefix("env/"), {key: "measured"}, section=ENVIRONMENTS) for key in found]
-
-
-def _others(runs: Sequence[Run], figures: Sequence[Figure]) -> list[Plot]:
-    """One for each metric that no figure shows."""
-    shown = {key for figure in figures for run in runs for key in _keys_of(run, figure)}
-    shown |= {*PHASES.values(), *HIDDEN}
-    shown |= {key for run in runs for key in run.series if key.startswith(("reward/env", SHARE))}
-    left = sorted({key for run in runs for key in run.series} - shown)
-    return [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in left]
-
-
 def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
     """In a comparison the colour says which run, in a single run which key; edges of bands are dashed."""
     names = {key: name for run in runs for key, name in _keys_of(run, figure).items()}
@@ -154,8 +186,7 @@ def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
     for number, run in enumerate(runs):
         own = [key for key in keys if key in run.series]
         for index, key in enumerate(own):
-            lower = figure.bands.get(key)
-            place = keys.index(key)
+            lower, place = figure.bands.get(key), keys.index(key)
             lines.append(
                 Line(
                     names[key] if len(figure.keys) > 1 else "",
@@ -185,9 +216,9 @@ def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
     return found
 
 
-def time_split(run: Run, number: int, runs: int) -> Plot:
+def _time_split(run: Run, number: int, runs: int) -> Plot:
     """Seconds of each step by phase."""
-    parts: dict[str, list[float]] = {name: _numbers(run, key) for name, key in PHASES.items() if key in run.series}
+    parts = {name: _numbers(run, key) for name, key in PHASES.items() if key in run.series}
     known = [sum(values) for values in zip(*parts.values(), strict=True)] if parts else [0.0] * len(run.rows)
     whole = _numbers(run, "train/seconds")
     parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
@@ -220,3 +251,125 @@ def _stacked(
 
 def _numbers(run: Run, key: str) -> list[float]:
     return [float(row.get(key) or 0.0) for row in run.rows]
+
+
+# Data for the scripts ----------------------------------------------------------------------------------------
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return everything that the scripts draw; `xs` of a line is the number of its `places`."""
+    most = min(MOST_POINTS, max(50, MOST_POINTS_IN_ALL // len(runs)))
+    places: dict[tuple[Value, ...], int] = {}  # most lines share theirs
+    plots = []
+    for plot in all_plots(runs):
+        lines = []
+        for line in plot.lines:
+            thin = thinned(line, most)
+            xs = places.setdefault(tuple(rounded(x, 7) for x in thin.xs), len(places))
+            lines.append({**vars(line), "xs": xs, "ys": [rounded(y) for y in thin.ys]})
+        plots.append({**vars(plot), "lines": lines})
+    with_samples = [(number, run) for number, run in enumerate(runs) if run.samples]
+    share = MOST_BYTES // max(len(with_samples), 1)
+    return {
+        "runs": [_run_data(run) for run in runs],
+        "plots": plots,
+        "places": [*places],
+        "samples": [sample_data(run.samples, number, share) for number, run in with_samples],
+    }
+
+
+def _run_data(run: Run) -> dict[str, Any]:
+    """Its seconds of training at some steps, and what is marked in its plots."""
+    seconds, total = [], 0.0
+    for row in run.rows:
+        total += row.get("train/seconds") or 0.0
+        seconds.append(total)
+    steps = [float(row["step"]) for row in run.rows]
+    clock = thinned(Line("", steps, seconds))
+    return {
+        "name": run.name,
+        "steps": [rounded(step, 7) for step in clock.xs],
+        "seconds": [rounded(value, 6) for value in clock.ys],
+        "resumed": run.resumed,
+        "episodes": [
+            {"key": each.sign.check.key, "ends": [steps[each.first], steps[each.last]]}
+            for own in run.unhealthy.values()
+            for each in own
+        ],
+    }
+
+
+def thinned(line: Line, most: int = MOST_POINTS) -> Line:
+    """Return at most `most` points, each the mean of its neighbours."""
+    each = -(-len(line.xs) // most)
+    if each <= 1:
+        return line
+    starts = range(0, len(line.xs), each)
+    xs = [sum(line.xs[at : at + each]) / len(line.xs[at : at + each]) for at in starts]
+    return replace(line, xs=xs, ys=[_mean(line.ys[at : at + each]) for at in starts])
+
+
+def rounded(value: Value, digits: int = 4) -> Value:
+    """Return the number rounded to `digits` significant digits; None if the value is not a finite number."""
+    if not _is_number(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _mean(values: Sequence[Value]) -> Value:
+    numbers = [value for value in values if _is_number(value)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _is_number(value: Value) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+MOST_BYTES = 800_000
+"""Of all samples on a page."""
+SEPARATOR = "\x1f"
+"""Between tokens; no tokenizer makes it of text."""
+UNKNOWN, NOT_TRAINED, SAME = "~", "!", ord("P")
+"""In the place of a ratio: it is not known, the token is not trained; a ratio of 1."""
+UNIT, MOST_UNITS = 0.04, 28
+"""A ratio is e to this, times the distance of its character from `SAME`: 4 % is what a reader can tell apart."""
+
+
+def sample_data(rows: Sequence[Mapping[str, Any]], run: int, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Return the samples of one run: all of them, or those of steps that are evenly spread."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(_sample(row))
+    sizes = {step: len(json.dumps(own, ensure_ascii=False).encode()) for step, own in by_step.items()}
+    kept = steps = sorted(by_step)
+    while len(kept) > 1 and (size := sum(sizes[step] for step in kept)) > most:
+        kept = evenly(steps, max(1, min(len(kept) - 1, int(len(kept) * most / size))))
+    return {"run": run, "of": len(rows), "samples": [sample for step in kept for sample in by_step[step]]}
+
+
+def evenly(steps: Sequence[int], count: int) -> list[int]:
+    """Return `count` steps at even distances, the first and the last included; if `count` is 1, the last."""
+    if count == 1:
+        return [steps[-1]]
+    return [steps[round(at * (len(steps) - 1) / (count - 1))] for at in range(count)]
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    pieces = zip(row["ratios"], row["trained"], strict=True)
+    return {
+        **{key: row[key] for key in ("step", "version", "environment", "group", "cut", "prompt")},
+        **{key: round(row[key], 4) for key in ("reward", "advantage")},
+        "pieces": SEPARATOR.join(piece.replace(SEPARATOR, "") for piece in row["pieces"]),
+        "ratios": "".join(character(ratio, trained=trained) for ratio, trained in pieces),
+    }
+
+
+def character(ratio: float | None, *, trained: bool) -> str:
+    """Return one character for a token: how much likelier the policy makes it than it was when it was sampled."""
+    if not trained:
+        return NOT_TRAINED
+    if ratio is None:
+        return UNKNOWN
+    units = round(math.log(max(ratio, 1e-9)) / UNIT)
+    return chr(SAME + max(-MOST_UNITS, min(MOST_UNITS, units)))

@@ -1,98 +1,222 @@
-"""The report as a whole: plain HTML, and the data from which the page's scripts draw plots and samples."""
+"""`grpo report`: a run, or several side by side, on one page that asks nobody else for anything; or as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+import time
 from collections.abc import Sequence
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from grpo_common.pages.document import document, plotting
-from grpo_trainer.report import parts
-from grpo_trainer.report.figures import all_plots
-from grpo_trainer.report.plots import Line, plot_data, rounded, thinned
-from grpo_trainer.report.read import Run
-from grpo_trainer.report.samples import MOST_BYTES, sample_data
+import jinja2
+import tomli_w
 
-STATIC = Path(__file__).parent / "static"
+from grpo_common.pages.document import document, plotting
+from grpo_common.text import BIDI
+from grpo_trainer.files import replace_file
+from grpo_trainer.metrics.health import learnt, outcome
+from grpo_trainer.metrics.remaining import duration
+from grpo_trainer.metrics.rows import ENDS
+from grpo_trainer.report.figures import page_data
+from grpo_trainer.report.read import Run, read_run
+
+REPORT_FILE = "report.html"
+MOST_OF_NAMES = 50
+"""Characters of the runs' names in a comparison's file name; a file name may have 255 bytes."""
+WATCH_SECONDS = 5
+MOST_EVALUATIONS = 4
+"""Tiles of them."""
+HERE = Path(__file__).parent
 SCRIPTS = ("controls.js", "samples.js")
 
 
+def report_path(folders: Sequence[Path], output: Path | None) -> Path:
+    """Where the page goes: into the run's folder, or the first one's, unless said otherwise.
+
+    A comparison is named after the runs, so that each has its own file; long names end with a digest of them all.
+    """
+    names = "-".join(folder.resolve().name for folder in folders)
+    if len(names) > MOST_OF_NAMES:
+        names = f"{names[:MOST_OF_NAMES]}-{sha256(names.encode()).hexdigest()[:8]}"
+    return output or folders[0] / (REPORT_FILE if len(folders) == 1 else f"comparison-{names}.html")
+
+
+def write_report(folders: Sequence[Path], path: Path, *, refresh_seconds: int = 0) -> bool:
+    """Write the page, whole or not at all; returns whether all runs have taken their last step.
+
+    Raises:
+        ConfigError: a folder holds no run.
+    """
+    runs = [read_run(folder, may_be_empty=bool(refresh_seconds)) for folder in folders]
+    done = all(run.is_done for run in runs)
+    html = page(runs, made=datetime.now(), refresh_seconds=0 if done else refresh_seconds)
+    replace_file(path, html.encode(errors="replace"))  # text of models may hold half characters
+    return done
+
+
+def watch(folders: Sequence[Path], path: Path) -> None:
+    """Write the page every few seconds until the runs are done, or Ctrl-C; the last one does not reload itself."""
+    try:
+        while not write_report(folders, path, refresh_seconds=WATCH_SECONDS):
+            time.sleep(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        write_report(folders, path)
+
+
+def as_json(folders: Sequence[Path]) -> str:
+    """Return figures and verdict of each run as a JSON list."""
+    return json.dumps([summary(read_run(folder)) for folder in folders], indent=1)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Return the figures that say how a run goes; None where nothing was measured.
+
+    `verdict` is None for a run of too few steps. `unhealthy` has a row for each figure that left its usual range, in
+    the order in which they did; `evaluations` each environment's main figure: the one with a confidence interval, or
+    its first; `last` the last value of each figure.
+    """
+    found = outcome(run.rows)
+    rewards, speeds = run.numbers("reward/mean"), run.numbers("train/tokens_per_second")
+    published = run.rows[-1].get("publish/version") if run.rows else None
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "steps": run.steps,
+        "total_steps": run.total_steps,
+        "done": run.is_done,
+        "verdict": found.verdict if found else None,
+        "says": str(found) if found else learnt(run.rows),
+        "unhealthy": [
+            {
+                "figure": own[0].sign.check.key,
+                "says": str(own[0].sign),
+                "first_step": run.rows[own[0].first]["step"],
+                "steps": sum(each.last + 1 - each.first for each in own),
+            }
+            for own in run.unhealthy.values()
+        ],
+        "reward": {
+            "first": statistics.fmean(rewards[:ENDS]) if rewards else None,
+            "last": statistics.fmean(rewards[-ENDS:]) if rewards else None,
+            **_best(run, "reward/mean"),
+        },
+        "evaluations": {key.removeprefix("eval/"): _evaluation(run, key) for key in _main_evaluations(run)},
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "seconds": sum(run.numbers("train/seconds")),
+        "version": None if published is None else int(published),
+        "checkpoints": [*run.checkpoints],
+        "last": {key: series.values[-1] for key, series in run.series.items()},
+    }
+
+
+def _main_evaluations(run: Run) -> list[str]:
+    own: dict[str, list[str]] = {}
+    for key in sorted(key for key in run.series if key.startswith("eval/") and run.numbers(key)):
+        if not key.endswith(("_low", "_high", "/samples")):
+            own.setdefault(key.split("/")[1], []).append(key)
+    return [next((key for key in keys if f"{key}_low" in run.series), keys[0]) for keys in own.values()]
+
+
+def _evaluation(run: Run, key: str) -> dict[str, Any]:
+    last = next(value for value in reversed(run.series[key].values) if value is not None)
+    return {"last": last, "step": run.series[key].steps[-1], **_best(run, key)}
+
+
+def _best(run: Run, key: str) -> dict[str, float | None]:
+    """The highest value, and its first step."""
+    series = run.series.get(key)
+    pairs = [] if series is None else zip(series.values, series.steps, strict=True)
+    value, step = max(((value, -step) for value, step in pairs if value is not None), default=(None, None))
+    return {"best": value, "best_step": None if step is None else -step}
+
+
+def _tiles(run: Run, figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and note of the figures that say at a glance how it goes."""
+    reward, seconds = figures["reward"], figures["seconds"]
+    found = [("step", str(run.steps), f"of {run.total_steps}" if run.total_steps else "")]
+    if reward["last"] is not None:
+        note = f"first {ENDS}: {reward['first']:.3f}; best: {reward['best']:.3f} (step {reward['best_step']:g})"
+        found.append((f"reward, last {ENDS} steps", f"{reward['last']:.3f}", note))
+    for name, each in [*figures["evaluations"].items()][:MOST_EVALUATIONS]:
+        note = f"step {each['step']:g}; best: {each['best']:.3g} (step {each['best_step']:g})"
+        found.append((f"evaluation, {name}", f"{each['last']:.3g}", note))
+    if figures["tokens_per_second"] is not None:
+        found.append(("tokens/s", f"{figures['tokens_per_second']:,.0f}", "median of the steps"))
+    found.append(("training", duration(seconds), f"{seconds / max(len(run.rows), 1):.2f} s a step"))
+    if figures["version"] is not None:
+        found.append(("version", f"v{figures['version']}", "published last"))
+    found.append(("checkpoints", str(len(run.checkpoints)), run.checkpoints[-1] if run.checkpoints else "none"))
+    return found
+
+
+def _comparison(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A head, and a row for each run."""
+    rows = [["run", "steps", f"reward, first {ENDS}", f"last {ENDS}", "best", "tokens/s", "training"]]
+    for each in figures:
+        reward = each["reward"]
+        numbers = [math.nan if reward[key] is None else reward[key] for key in ("first", "last", "best")]
+        speed = math.nan if each["tokens_per_second"] is None else each["tokens_per_second"]
+        cells = [str(each["steps"]), *(f"{number:.3f}" for number in numbers), f"{speed:,.0f}"]
+        rows.append([each["name"], *cells, duration(each["seconds"])])
+    return rows
+
+
+def _differences(runs: Sequence[Run]) -> list[list[str]]:
+    """A head, and a row for each option of trainer and environments in which the runs differ."""
+    settings = [run.settings for run in runs]
+    keys = sorted({key for each in settings for key in each})
+    different = [key for key in keys if len({json.dumps(each.get(key), default=str) for each in settings}) > 1]
+    rows = [[key, *(str(each.get(key, "–")) for each in settings)] for key in different]
+    return [["option", *(run.name for run in runs)], *rows]
+
+
+def _banner(number: int, run: Run, figures: dict[str, Any]) -> dict[str, Any] | None:
+    """Whether the run learnt, and a line for each figure that left its usual range, with the first thing to try."""
+    if not run.rows:
+        return None
+    tone = {"it learnt": "good", "it got worse": "bad", "not healthy": "bad"}.get(figures["verdict"], "")
+    edge, said = "warn" if run.unhealthy and tone != "bad" else tone, figures["says"]
+    unhealthy = [{**each, "of": len(run.rows)} for each in figures["unhealthy"]]
+    line = f"{said[0].upper()}{said[1:]}."
+    return {"number": number, "name": run.name, "tone": tone, "edge": edge, "line": line, "unhealthy": unhealthy}
+
+
 def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
-    """The whole report, of one run, or of several side by side.
+    """Return the whole report: plain HTML, and the data from which the page's scripts draw plots and samples.
 
     Args:
         made: when; it is said on the page.
         refresh_seconds: the browser loads the page again after so long; 0: it does not.
     """
-    alone = len(runs) == 1
-    body = [f"<header><h1>{parts.text(' · '.join(run.name for run in runs))}</h1>"]
-    state = "refreshed during the run" if refresh_seconds else "a snapshot"
-    body.append(f"<small>grpo report, {made:%Y-%m-%d %H:%M:%S}, {state}</small></header>")
-    body.append(parts.tiles(runs[0]) if alone else parts.comparison(runs))
-    body += [parts.banner(run, None if alone else number) for number, run in enumerate(runs)]
-    body += [parts.unreadable(run) for run in runs]
-    body.append((STATIC / "controls.html").read_text())
-    body.append('<main id="plots"></main>')
-    if not alone:
-        body.append(f"<h2>Options that differ</h2>{parts.differences(runs)}")
-    body.append(_samples(runs))
-    for run in runs:
-        of_it = "" if alone else f" of {parts.text(run.name)}"
-        if alone or run.timeline:
-            body.append(f"<h2>Timeline{of_it}</h2>{parts.timeline(run)}")
-        body.append(f"<h2>Events{of_it}</h2>{parts.events(run)}")
-        body.append(f"<h2>Configuration{of_it}</h2>{parts.configuration(run)}")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=_upright, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["toml"] = tomli_w.dumps
+    figures = [summary(run) for run in runs]
+    body = environment.get_template("page.html.j2").render(
+        runs=runs,
+        made=f"{made:%Y-%m-%d %H:%M:%S}",
+        state="refreshed during the run" if refresh_seconds else "a snapshot",
+        tiles=_tiles(runs[0], figures[0]),
+        comparison=_comparison(figures),
+        banners=[_banner(number, run, each) for number, (run, each) in enumerate(zip(runs, figures, strict=True))],
+        differences=_differences(runs),
+    )
     style, scripts = plotting()
     return document(
         f"{runs[0].name}: grpo report",
-        "".join(body),
+        body,
         style=style,
-        scripts=[*scripts, *((STATIC / name).read_text() for name in SCRIPTS)],
+        scripts=[*scripts, *((HERE / "static" / name).read_text() for name in SCRIPTS)],
         data=page_data(runs),
         refresh_seconds=refresh_seconds,
     )
 
 
-def _samples(runs: Sequence[Run]) -> str:
-    if not any(run.samples for run in runs):
-        how = "None were logged: <code>--log-samples 4</code> writes four of each step."
-        return f'<h2>Samples</h2><p class="dim">{how}</p>'
-    return (STATIC / "samples.html").read_text()
-
-
-def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything that the scripts draw; `xs` of a line is the number of its `places`."""
-    with_samples = [(number, run) for number, run in enumerate(runs) if run.samples]
-    most = MOST_BYTES // max(len(with_samples), 1)
-    plots = [{"section": plot.section, **plot_data(plot, len(runs))} for plot in all_plots(runs)]
-    places: dict[tuple[float, ...], int] = {}  # most lines share theirs
-    for line in (line for plot in plots for line in plot["lines"]):
-        line["xs"] = places.setdefault(tuple(line["xs"]), len(places))
-    return {
-        "runs": [_run_data(run) for run in runs],
-        "plots": plots,
-        "places": [*places],
-        "samples": [sample_data(run.samples, number, most) for number, run in with_samples],
-    }
-
-
-def _run_data(run: Run) -> dict[str, Any]:
-    """Its seconds of training at some steps, and what is marked in its plots."""
-    seconds, total = [], 0.0
-    for row in run.rows:
-        total += row.get("train/seconds") or 0.0
-        seconds.append(total)
-    steps = [float(row["step"]) for row in run.rows]
-    clock = thinned(Line("", steps, seconds))
-    return {
-        "name": run.name,
-        "steps": [rounded(step, 7) for step in clock.xs],
-        "seconds": [rounded(value, 6) for value in clock.ys],
-        "resumed": run.resumed,
-        "episodes": [
-            {"key": each.sign.check.key, "ends": [steps[each.first], steps[each.last]]}
-            for own in run.unhealthy.values()
-            for each in own
-        ],
-    }
+def _upright(value: Any) -> Any:
+    """Show characters that turn the direction of text as escapes: text of others is on the page."""
+    return value if hasattr(value, "__html__") else str(value).translate(BIDI)

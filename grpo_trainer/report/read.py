@@ -1,63 +1,78 @@
-"""A run's folder as the report needs it. Everything but metrics.jsonl may be missing."""
+"""A run's folder as the report needs it: figures over steps, samples, options and events.
+
+Everything but metrics.jsonl may be missing.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_common.redaction import HIDDEN, Redaction, redact
-from grpo_common.trace import read_events as read_trace
-from grpo_trainer.config.run import SET_BY_THE_RUN, TRACE_FILE
+from grpo_common.redaction import HIDDEN, Redaction, redact, redacted_text
+from grpo_trainer.config.run import SET_BY_THE_RUN
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.metrics.health import Episode, episodes
 from grpo_trainer.metrics.rows import Check, Row, a_sample, figures, read_file
-from grpo_trainer.report.events import Event, read_events
-from grpo_trainer.report.series import Series, read_environments, read_series
-from grpo_trainer.report.timeline import Interval, intervals
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
+Rows = Sequence[Mapping[str, Any]]
 DERIVED = frozenset({*SET_BY_THE_RUN, "resume"})
 """Options of the trainer that a run sets, or that say nothing of what was trained."""
 CONFIG_FILE = Path("config", "trainer.toml")
 
 
+@dataclass
+class Series:
+    """Values of one figure over steps; None is a value that was not finite."""
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something out of the ordinary."""
+
+    source: str
+    text: str
+    routine: bool = False
+    """A warning of a server that was starting, or anything from one that was ending; there are always some."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run's folder.
-
-    Attributes:
-        rows: of metrics.jsonl, one a step.
-        unhealthy: the episodes during which a figure was out of its usual range, by name of the check.
-        series: every figure over its steps, those of environments under their names.
-        samples: of samples.jsonl, with names of environments.
-        configs: process -> the tables of its file, without secrets.
-        unreadable: what of the folder could not be read, and is left out, as sentences.
-        total_steps: what it set out to do; None: not known.
-        checkpoints: names of the folders.
-        final_step: the step of what the run left at its end; None: there is none.
-        timeline: the stages that `--trace` recorded.
-    """
+    """A run's folder."""
 
     name: str
     folder: Path
-    rows: Sequence[Mapping[str, Any]]
+    rows: Rows
+    """Of metrics.jsonl, one a step."""
     unhealthy: Mapping[str, Sequence[Episode]]
+    """The episodes during which a figure was out of its usual range, by name of the check."""
     series: Mapping[str, Series]
-    samples: Sequence[Mapping[str, Any]]
+    """Every figure over its steps, those of environments under their names."""
+    samples: Rows
+    """Of samples.jsonl, with names of environments."""
     configs: Mapping[str, Mapping[str, Any]]
+    """Process -> the tables of its file, without secrets."""
     events: Sequence[Event]
     total_steps: int | None
+    """What it set out to do; None: not known."""
     checkpoints: Sequence[str]
+    """Names of the folders."""
     final_step: int | None = None
-    timeline: Sequence[Interval] = ()
+    """The step of what the run left at its end; None: there is none."""
     unreadable: Sequence[str] = ()
+    """What of the folder could not be read, and is left out, as sentences."""
 
     @property
     def steps(self) -> int:
@@ -73,7 +88,7 @@ class Run:
         return [row["step"] for row in self.rows if row.get("train/resumed")]
 
     def numbers(self, key: str) -> list[float]:
-        """What was measured and finite."""
+        """Return what was measured and finite."""
         return [value for value in self.series.get(key, Series()).values if value is not None]
 
     @property
@@ -83,10 +98,9 @@ class Run:
         for name, tables in self.configs.items():
             if not name.startswith("env-"):
                 continue
-            kind, own = name.removeprefix("env-"), tables.get("env")
+            kind, own, data = name.removeprefix("env-"), tables.get("env"), tables.get("data")
             own = own if isinstance(own, Mapping) else {}
             found |= {f"{kind}.{key}": value for key, value in own.items() if key not in SET_FOR_ENVIRONMENTS}
-            data = tables.get("data")
             found |= {f"{kind}.data.{key}": value for key, value in (data if isinstance(data, Mapping) else {}).items()}
             if rewards := tables.get("rewards"):
                 found[f"{kind}.rewards"] = rewards
@@ -106,6 +120,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_bytes().decode("utf-8-sig")) if os.access(path, os.R_OK) else {}
 
 
+def final_step(folder: Path) -> int | None:
+    """Of the newest `*_final`, which is being written or replaced while this looks."""
+    steps = []
+    for path in folder.glob("*_final"):
+        with suppress(OSError, DamagedError):
+            steps.append(read_state(path).progress.step)
+    return max(steps, default=None)
+
+
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     """Read a run's folder.
 
@@ -115,28 +138,35 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     Raises:
         ConfigError: it holds no run.
     """
-    path = folder / METRICS_FILE
+    path, logs = folder / METRICS_FILE, folder / "logs"
     if not path.exists() and not (may_be_empty and folder.is_dir()):
-        raise ConfigError(
-            field=str(folder), got=f"no {METRICS_FILE}", wanted="a run's folder (--run-dir, or --log-dir)"
-        )
+        wanted = "a run's folder (--run-dir, or --log-dir)"
+        raise ConfigError(field=str(folder), got=f"no {METRICS_FILE}", wanted=wanted)
     unreadable: list[str] = []
 
     def read(file: Path, check: Check = figures) -> list[Row]:
         found = read_file(file, check)
-        unreadable.extend(_left_out(file.relative_to(folder), found.unreadable))
+        if lines := found.unreadable:
+            said = "line is" if lines == 1 else "lines are"
+            unreadable.append(f"{file.relative_to(folder)}: {lines} {said} unreadable and left out")
         return found.rows
 
     rows = read(path)
-    own = [read(file) for file in sorted((folder / "logs").glob("env-*.metrics.jsonl"))]
-    series, environments = read_series(rows, read_environments(folder / "logs", own))
+    own = [read(file) for file in sorted(logs.glob("env-*.metrics.jsonl"))]
+    series, environments = read_series(rows, logs / "api.log", own)
     samples = read(folder / SAMPLES_FILE, a_sample)
     for sample in samples:
         number = sample["environment"]
         sample["environment"] = None if number is None else environments.get(number, f"environment {number}")
-    found = _read_configs(folder / "config", unreadable)
+    found: dict[str, Redaction] = {}
+    for file in sorted((folder / "config").glob("*.toml")):
+        if not os.access(file, os.R_OK):
+            continue  # another user's
+        try:
+            found[file.stem] = redact(tomllib.loads(file.read_bytes().decode("utf-8-sig")))
+        except (OSError, ValueError, RecursionError) as error:
+            unreadable.append(f"config/{file.name} is not TOML: {error}")
     configs = {name: each.value for name, each in found.items()}
-    secrets = {secret for each in found.values() for secret in each.secrets}
     steps = configs.get("trainer", {}).get("training_steps")
     return Run(
         name=folder.resolve().name,
@@ -146,45 +176,168 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         series=series,
         samples=samples,
         configs=configs,
-        events=read_events(rows, folder / "logs", secrets),
+        events=read_events(rows, logs, {secret for each in found.values() for secret in each.secrets}),
         total_steps=steps if isinstance(steps, int) else None,
         checkpoints=[path.name for path in folders_named(folder / "checkpoints", r"[^.].*", containing=STATE_FILE)],
         final_step=final_step(folder / "checkpoints"),
-        timeline=_timeline(folder / TRACE_FILE, unreadable),
         unreadable=unreadable,
     )
 
 
-def _read_configs(folder: Path, unreadable: list[str]) -> dict[str, Redaction]:
-    """Return the tables of each process's file without secrets; say which files can't be read."""
-    found = {}
-    for path in sorted(folder.glob("*.toml")):
-        if not os.access(path, os.R_OK):
-            continue  # another user's
-        try:
-            found[path.stem] = redact(tomllib.loads(path.read_bytes().decode("utf-8-sig")))
-        except (OSError, ValueError, RecursionError) as error:
-            unreadable.append(f"config/{path.name} is not TOML: {error}")
+# Figures over steps ------------------------------------------------------------------------------------------
+
+OF_ENVIRONMENT = re.compile(r"reward/env_(\d+)(_std)?")
+EVALUATION = re.compile(r"eval/([^/]+)/(.+)")
+REGISTERED = re.compile(r"environment (\d{1,15}) registered: (\S+),")
+"""A line of the rollout API's log: which number has which name, such as `sums_0`; both again after a resume."""
+NOT_MEASURED = re.compile(r"step|time|format|train/resumed|health/.*")
+"""Keys of rows that have no plot; the report marks resumes and health in the other plots."""
+Column = tuple[str, str, Series]
+"""Name of an environment or nothing, key with `{name}` in its place, values."""
+
+
+def read_series(rows: Rows, api_log: Path, own: Sequence[Rows]) -> tuple[dict[str, Series], dict[int, str]]:
+    """Return every figure of a run over its steps, and what each environment's number stands for.
+
+    Keys are those of metrics.jsonl, but `reward/env/NAME` and `reward/env_std/NAME` for an environment's rewards,
+    `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
+
+    Args:
+        api_log: the rollout API's; a trainer that was started by hand has none.
+        own: rows of each `env-NAME.metrics.jsonl`; keys begin with that name.
+    """
+    registered = REGISTERED.findall(api_log.read_text(errors="replace")) if api_log.exists() else []
+    names = {int(number): name for number, name in registered}
+    found = [*_of_rows(_columns(rows), names)]
+    for each in own:
+        for key, series in _columns(_newest_of_each_step(each)).items():
+            name, _, figure = key.partition("/")
+            if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
+                found.append((name, f"env/{{name}}/{_escaped(figure)}", series))
+    labels = labels_of({name for name, _, _ in found if name})
+    series = {key.format(name=labels[name]) if name else key: each for name, key, each in found}
+    return series, {number: labels[name] for number, name in names.items() if name in labels}
+
+
+def _columns(rows: Rows) -> dict[str, Series]:
+    found: defaultdict[str, Series] = defaultdict(Series)
+    for row in rows:
+        for key, value in row.items():
+            found[key].steps.append(row["step"])
+            found[key].values.append(value)
     return found
 
 
-def _timeline(path: Path, unreadable: list[str]) -> list[Interval]:
-    if not path.exists():
-        return []
-    events, lines = read_trace(path)
-    unreadable += _left_out(path.name, lines)
-    return intervals(events)
+def _newest_of_each_step(rows: Rows) -> Rows:
+    """Without rows of steps that a resumed run took again: the file only grows."""
+    kept: list[Mapping[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
-def _left_out(name: object, lines: int) -> list[str]:
-    """Return a sentence about the lines of a file that can't be read; none if there are none."""
-    return [f"{name}: {lines} {'line is' if lines == 1 else 'lines are'} unreadable and left out"] if lines else []
+def _of_rows(columns: Mapping[str, Series], names: Mapping[int, str]) -> Iterator[Column]:
+    for key, series in columns.items():
+        if NOT_MEASURED.fullmatch(key):
+            continue
+        if own := OF_ENVIRONMENT.fullmatch(key):
+            name = names.get(int(own[1]), f"environment_{own[1]}")
+            yield name, f"reward/env{own[2] or ''}/{{name}}", series
+        elif own := EVALUATION.fullmatch(key):
+            if own[2] != "step":
+                evaluated = columns.get(f"eval/{own[1]}/step", Series())
+                at = dict(zip(evaluated.steps, evaluated.values, strict=True))
+                steps = [step if (value := at.get(step)) is None else value for step in series.steps]
+                yield own[1], f"eval/{{name}}/{_escaped(own[2])}", Series(steps, series.values)
+        else:
+            yield "", key, series
 
 
-def final_step(folder: Path) -> int | None:
-    """Of the newest `*_final`, which is being written or replaced while this looks."""
-    steps = []
-    for path in folder.glob("*_final"):
-        with suppress(OSError, DamagedError):
-            steps.append(read_state(path).progress.step)
-    return max(steps, default=None)
+def _escaped(key: str) -> str:
+    return key.replace("{", "{{").replace("}", "}}")
+
+
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return what to call each numbered name: `sums` for the first `sums_N`, and `sums (2)` for the second."""
+
+    def stem(name: str) -> tuple[str, int]:
+        before, _, number = name.rpartition("_")
+        return (before, int(number)) if before and number.isdecimal() else (name, 0)
+
+    by_stem: dict[str, list[str]] = {}
+    for name in sorted(names, key=stem):
+        by_stem.setdefault(stem(name)[0], []).append(name)
+    return {
+        name: f"{each} ({place})" if place > 1 else each
+        for each, own in by_stem.items()
+        for place, name in enumerate(own, start=1)
+    }
+
+
+# Events ------------------------------------------------------------------------------------------------------
+
+LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+PLACES = re.compile(r"^\$ |^\(\w+ pid=\d+\) |\d+")
+"""What differs between two lines that say the same: who said it, when, and its figures."""
+STARTED, SHUTDOWN = "Application startup complete.", "[shutdown]"
+"""What ends a server's start in its log, and what begins its end. vLLM warns of dozens of things before and after."""
+COMMAND = "$ "
+"""How the line begins with which the supervisor starts a process."""
+UNUSUAL = {
+    "train/skipped": "skipped: nothing to learn from, or a loss or gradient that is not finite",
+    "rollout/dropped_stale_groups": "groups dropped as too old",
+    "rollout/refused_groups": "groups left out that can't be trained on",
+}
+"""Counts among a step's metrics that are events if they are not 0."""
+NEWEST_LINES, LOG_BYTES, MOST_OF_LINE = 60, 1 << 20, 400
+"""Of each log: how many loud lines are shown, out of how much of its end, and how many characters of each."""
+
+
+def read_events(rows: Rows, logs: Path, secrets: Iterable[str]) -> list[Event]:
+    """Return the events of a run's steps, then the newest warnings and errors of each process, equal ones once.
+
+    Args:
+        secrets: of the run's options; they are hidden wherever a log repeats them.
+    """
+    found = [*_of_steps(rows)]
+    for path in sorted(logs.glob("*.log")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        loud = {PLACES.sub("", text): (text, routine) for text, routine in _loud(lines)}
+        for text, routine in list(loud.values())[-NEWEST_LINES:]:
+            found.append(Event(path.stem, redacted_text(text, secrets)[:MOST_OF_LINE], routine))
+    return found
+
+
+def _of_steps(rows: Rows) -> Iterator[Event]:
+    """One for consecutive steps of which the same is to be said."""
+    spans: dict[str, list[tuple[int, int, float]]] = {}  # first row, last row, how often
+    for at, row in enumerate(rows):
+        counts = {text: row.get(key) or 0 for key, text in UNUSUAL.items()}
+        counts["losses not finite"] = int("train/loss" in row and row["train/loss"] is None)
+        for text in (text for text, count in counts.items() if count > 0):
+            own = spans.setdefault(text, [])
+            first, _, before = own.pop() if own and own[-1][1] == at - 1 else (at, at, 0)
+            own.append((first, at, before + counts[text]))
+    found = sorted((first, last, count, text) for text, own in spans.items() for first, last, count in own)
+    for first, last, count, text in found:
+        a, b = rows[first]["step"], rows[last]["step"]
+        yield Event(f"step {a}" if a == b else f"steps {a} to {b}", f"{count:g} × {text}")
+
+
+def _loud(lines: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each warning and error, and whether it is routine."""
+    starts = STARTED in "\n".join(lines)
+    starting = starts and not any(line.startswith(COMMAND) for line in lines)  # a log that nobody else began
+    ending = False
+    for line in lines:
+        if line.startswith(COMMAND):
+            starting, ending = starts, False
+        elif STARTED in line:
+            starting = False
+        ending = ending or SHUTDOWN in line
+        if found := LOUD.search(line):
+            yield line.strip()[: 10 * MOST_OF_LINE], ending or (starting and found[1] == "WARNING")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.report.command import write_report
 from grpo_trainer.report.figures import TIME_SPLIT
+from grpo_trainer.report.page import write_report
 from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, Page, browser, wait_for
 from tests.unit.test_report import EVIL, a_sample, row, write_run
 

@@ -31,8 +31,8 @@ from grpo_trainer.launch.requests import FOLDER as REQUESTS
 from grpo_trainer.launch.requests import Answer, Request, answer_all
 from grpo_trainer.logs.sinks import JsonlSink
 from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.report.read import read_series
 from grpo_trainer.report.runs import list_runs
-from grpo_trainer.report.series import Environments, read_series
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.copies import CheckpointCopies
 from grpo_trainer.saving.finding import newest_whole
@@ -246,7 +246,7 @@ def test_what_is_written_has_its_number(tmp_path: Path) -> None:
     sink.close()
     for name in ("state.json", "metrics.jsonl"):
         assert json.loads((tmp_path / name).read_text())["format"] == 1
-    series, _ = read_series(read_rows(tmp_path / "metrics.jsonl"), Environments())
+    series, _ = read_series(read_rows(tmp_path / "metrics.jsonl"), tmp_path / "api.log", [])
     assert series.keys() == {"loss"}, "the number is no figure"
 
 

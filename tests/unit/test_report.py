@@ -5,28 +5,44 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from html import escape
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from typer.testing import CliRunner
 
 from grpo_common.pages.document import plotting
+from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.times import PHASES
 from grpo_trainer.metrics.health import CHECKS
-from grpo_trainer.report import command
-from grpo_trainer.report.command import report_path, watch, write_report
-from grpo_trainer.report.figures import EVALUATION, FIGURES, HISTOGRAM, OTHER, QUANTILES, TIME_SPLIT, all_plots
-from grpo_trainer.report.page import SCRIPTS, page, page_data
-from grpo_trainer.report.parts import banner, comparison, differences, events, tiles
-from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
-from grpo_trainer.report.read import Run, read_run
-from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
-from grpo_trainer.report.series import labels_of
+from grpo_trainer.report import page as page_module
+from grpo_trainer.report.figures import (
+    EVALUATION,
+    FIGURES,
+    HISTOGRAM,
+    NOT_TRAINED,
+    OTHER,
+    QUANTILES,
+    SAME,
+    TIME_SPLIT,
+    UNKNOWN,
+    Line,
+    Plot,
+    all_plots,
+    character,
+    evenly,
+    page_data,
+    rounded,
+    sample_data,
+    thinned,
+)
+from grpo_trainer.report.page import SCRIPTS, page, report_path, watch, write_report
+from grpo_trainer.report.read import Run, labels_of, read_run
 from grpo_trainer.saving.manifest import Progress, seal
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -117,8 +133,8 @@ def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: 
 def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "a", [row(1)], vllm_api_key="hunter2", tokenizer_name="m", max_tokens=5))
     assert "hunter2" not in html
-    for shown in ("vllm_api_key = &quot;…&quot;", "tokenizer_name = &quot;m&quot;", "max_tokens = 5"):
-        assert shown in html
+    for shown in ('vllm_api_key = "…"', 'tokenizer_name = "m"', "max_tokens = 5"):
+        assert shown in unescape(html)
 
 
 def test_secrets_are_hidden_in_whatever_form_they_have(tmp_path: Path) -> None:
@@ -183,7 +199,7 @@ def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
     log = folder / "logs" / "server.log"
     log.write_text(start + ready + later)
     assert [event.routine for event in read_run(folder).events] == [True, False, False]
-    shown, folded = events(read_run(folder)).split("<details>")
+    shown, folded = html_of(folder).split("<h2>Events</h2>")[1].split("<details>", 1)
     assert "late" in shown and "bad" in shown and "odd" in folded
     log.write_text(start + ready + start.replace("pid=1) WARNING 1", "pid=7) WARNING 5"))
     assert [event.routine for event in read_run(folder).events] == [True, False], "a second start says the same"
@@ -204,15 +220,15 @@ def plots_of(*runs: Run) -> dict[str, Plot]:
 
 
 def test_gaps_and_what_is_no_number() -> None:
-    data = plot_data(Plot("t", [Line("l", [1, 2, 3], [0.123456, None, float("inf")])]), runs=1)
-    assert data["lines"][0]["xs"] == [1, 2, 3] and data["lines"][0]["ys"] == [0.1235, None, None]
+    assert [rounded(value) for value in (0.123456, None, float("inf"), 3.0)] == [0.1235, None, None, 3]
 
 
-def test_long_runs_are_thinned() -> None:
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
     line = thinned(Line("l", list(range(1000)), [float(x) for x in range(1000)]))
     assert len(line.xs) == 334 and line.ys[0] == line.xs[0] == 1.0  # of 0, 1 and 2
-    of_ten = plot_data(Plot("t", [Line("l", list(range(1000)), [0.0] * 1000)]), runs=10)
-    assert len(of_ten["lines"][0]["xs"]) == 100
+    folder = write_run(tmp_path / "a", [row(n) for n in range(1000)])
+    data = page_data([read_run(folder)] * 10)
+    assert {len(data["places"][line["xs"]]) for plot in data["plots"] for line in plot["lines"]} == {100}
 
 
 def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> None:
@@ -250,7 +266,7 @@ def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
 def test_the_card_says_the_last_and_the_best(tmp_path: Path) -> None:
     measured = zip((2, 4, 6), (0.25, 0.75, 0.5), strict=True)
     rows = [row(step, **{"eval/g_0/right": value, "eval/g_0/step": step - 1}) for step, value in measured]
-    html = tiles(read_run(write_run(tmp_path / "a", rows)))
+    html = html_of(write_run(tmp_path / "a", rows))
     assert "<b>0.5</b><small>step 5; best: 0.75 (step 3)</small>" in html
     # reward/mean is step / 10: mean of 0.2, 0.4 and 0.6; the best is the last
     assert "<b>0.400</b><small>first 5: 0.400; best: 0.600 (step 6)</small>" in html
@@ -289,13 +305,37 @@ def test_the_banner_says_whether_it_learnt_and_what_to_try(tmp_path: Path) -> No
     check = next(check for check in CHECKS if check.name == "grad_norm")
     norms = [(step, 1.0 if step <= 2 else 20.0) for step in range(1, 13)]
     sick = read_run(write_run(tmp_path / "a", [row(step, **{"train/grad_norm": norm}) for step, norm in norms]))
-    html = banner(sick)
+    html = html_of(sick.folder)
     assert "<b>Step 4</b>, 9 of 12 steps" in html and escape(check.fix) in html and "20" in html
     well = read_run(write_run(tmp_path / "b", [row(step) for step in range(1, 13)]))
-    assert "<li>" not in banner(well) and "banner good" in banner(well), "its rewards rise: it learnt"
-    assert banner(sick) in html_of(sick.folder)
+    alone = html_of(well.folder)
+    assert "<li>" not in alone and "banner good" in alone, "its rewards rise: it learnt"
     both = html_of(sick.folder, well.folder)
-    assert all(banner(run, number) in both for number, run in enumerate((sick, well)))
+    assert both.count("<b>Step 4</b>") == 1 and "banner good" in both and "banner bad" in both
+
+
+def test_json_has_figures_and_verdict(tmp_path: Path) -> None:
+    key = "eval/g_0/right"
+    rows = [row(step, **{"train/grad_norm": 1.0 if step <= 2 else 20.0}) for step in range(1, 13)]
+    rows[3] |= {key: 0.75, "eval/g_0/step": 3}
+    rows[9] |= {key: 0.5, "eval/g_0/step": 9}
+    sick = write_run(tmp_path / "a", rows, steps=12)
+    well = write_run(tmp_path / "b", [row(1)])
+    done = CliRunner().invoke(app, ["report", str(sick), str(well), "--json"])
+    first, second = json.loads(done.stdout)
+    assert (first["name"], first["folder"], first["steps"], first["total_steps"]) == ("a", str(sick), 12, 12)
+    assert first["done"] and not second["done"]
+    assert (first["verdict"], second["verdict"]) == ("not healthy", None)
+    (left,) = first["unhealthy"]
+    assert (left["figure"], left["first_step"], left["steps"]) == ("train/grad_norm", 4, 9)
+    # reward/mean is step / 10: means of 0.1 to 0.5 and of 0.8 to 1.2
+    assert first["reward"] == pytest.approx({"first": 0.3, "last": 1.0, "best": 1.2, "best_step": 12})
+    assert first["evaluations"] == {"g/right": {"last": 0.5, "step": 9, "best": 0.75, "best_step": 3}}
+    assert (first["tokens_per_second"], first["seconds"], first["version"]) == (100.0, 24.0, 12)
+    assert first["last"]["train/grad_norm"] == 20.0 and second["unhealthy"] == []
+    assert not (sick / "report.html").exists()
+    refused = CliRunner().invoke(app, ["report", str(sick), "--json", "--watch"]).exception
+    assert isinstance(refused, ConfigError) and refused.field == "--json"
 
 
 # environments ------------------------------------------------------------------------------------------------
@@ -408,11 +448,10 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
     assert [(line.name, line.run, line.dash) for line in kl.lines] == [(of_reference, 0, 0), (of_rollout, 1, 1)]
     names = ["lr", "sums.data.path", "sums.group_size", "sums.rewards"]
-    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == names
-    assert "0.0005" in differences(runs)
-    assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
-    assert differences(runs) in html and html.count(TIME_SPLIT) >= 2
+    table = html.split("<h2>Options that differ</h2>")[1].split("</table>")[0]
+    assert re.findall("<tr><td>(.+?)</td>", table) == names and "0.0005" in table
+    assert html.split("</table>")[0].count("<tr>") == 3 and html.count(TIME_SPLIT) >= 2
 
 
 def test_where_it_is_written(tmp_path: Path) -> None:
@@ -437,7 +476,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seen: list[bool] = []
 
     def pause(seconds: float) -> None:
-        assert seconds == command.WATCH_SECONDS
+        assert seconds == page_module.WATCH_SECONDS
         seen.append('http-equiv="refresh"' in path.read_text())
         if len(seen) == 1:
             (folder / "config").mkdir()
@@ -445,16 +484,18 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             write("training_steps = 2\n")
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row(n + 1)) + "\n" for n in range(len(seen))))
 
-    watch([folder], path, pause)
+    monkeypatch.setattr(page_module.time, "sleep", pause)
+    watch([folder], path)
     assert seen == [True, True], "before the first step, and after it"
     assert 'http-equiv="refresh"' not in path.read_text() and "Reward" in path.read_text()
 
 
-def test_watching_may_be_stopped(tmp_path: Path) -> None:
+def test_watching_may_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", [row(1)])
 
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    watch([folder], folder / "report.html", interrupt)
+    monkeypatch.setattr(page_module.time, "sleep", interrupt)
+    watch([folder], folder / "report.html")
     assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()
