@@ -1,27 +1,39 @@
-"""Where a step's numbers go: the console, an object in metrics.jsonl, trackers on request."""
+"""Where a step's numbers go: the console, an object in metrics.jsonl, trackers on request (`--log-to`)."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
+from uuid import uuid4
+
+import psutil
 
 from grpo_common.formats import KEY, ROWS_FORMAT
+from grpo_common.redaction import redacted
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.files import METRICS_FILE, replace_file
 from grpo_trainer.logs.console import RunConsole
-from grpo_trainer.logs.machine import machine_metrics
-from grpo_trainer.logs.trackers import SINKS
 from grpo_trainer.metrics.health import WINDOW, Row, baseline, episodes, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, rows_so_far
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 log = logging.getLogger(__name__)
+
+DEFAULT_PROJECT = "grpo"
+RUN_ID_FILE = "tracked_as"
+"""In the log folder."""
+GIB = 2.0**30
 
 
 class Sink(Protocol):
@@ -116,6 +128,117 @@ class JsonlSink:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def machine_metrics() -> dict[str, float]:
+    """Return figures of the host, and of the trainer's current GPU if it has one.
+
+    Utilisation is the share of the time since the last call (host), or of the last second at most (GPU, where NVIDIA's
+    `pynvml` is installed). Memory in use is that of all processes; a server on the same GPU is in it.
+    """
+    found = {
+        "host/memory_used_gib": psutil.virtual_memory().used / GIB,
+        "host/memory_trainer_gib": psutil.Process().memory_info().rss / GIB,
+        "host/cpu": psutil.cpu_percent() / 100,
+    }
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return found
+    free, total = torch.cuda.mem_get_info()
+    found |= {
+        "gpu/memory_used_gib": (total - free) / GIB,
+        "gpu/memory_trainer_gib": torch.cuda.memory_reserved() / GIB,
+    }
+    if find_spec("pynvml") is not None:
+        # Of a slice of a GPU (MIG), NVIDIA's library does not say it; and a figure is no reason to end a run.
+        with suppress(importlib.import_module("pynvml").NVMLError, RuntimeError):
+            found["gpu/utilisation"] = torch.cuda.utilization() / 100
+    return found
+
+
+# Trackers of others: the keys are those of metrics.jsonl
+
+
+def public(config: TrainConfig) -> dict[str, Any]:
+    """The configuration with its secrets hidden."""
+    return redacted(config.model_dump(mode="json"))
+
+
+def run_id(config: TrainConfig, steps_done: int) -> str:
+    """Return a tracker's id of this run. It is kept in the log folder, so a resumed run has the same.
+
+    Args:
+        steps_done: that it has taken before; 0: it begins, and what lies there is of another.
+    """
+    path = config.log_dir / RUN_ID_FILE
+    kept = path.read_bytes().decode(errors="replace").strip() if steps_done and path.is_file() else ""
+    if not re.fullmatch(r"[\w-]{1,64}", kept):
+        kept = uuid4().hex[:12]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, f"{kept}\n".encode())
+    return kept
+
+
+class WandbSink:
+    """Weights & Biases; offline with WANDB_MODE=offline. A resumed run does not change steps that W&B has."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
+        self._run = importlib.import_module("wandb").init(
+            id=os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done),
+            resume="allow",
+            project=config.logging.wandb_project or DEFAULT_PROJECT,
+            group=config.logging.wandb_group,
+            dir=str(config.log_dir),
+            config=public(config),
+        )
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """TensorBoard's event files in LOG_DIR/tensorboard: `tensorboard --logdir LOG_DIR`."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
+        self._writer = importlib.import_module("tensorboard.summary").Writer(str(config.log_dir / "tensorboard"))
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackioSink:
+    """trackio's database on this machine (TRACKIO_DIR, by default in Hugging Face's cache): `trackio show`."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
+        self._run = importlib.import_module("trackio").init(
+            name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # identifies the run
+            resume="allow",
+            project=config.logging.wandb_project or DEFAULT_PROJECT,
+            group=config.logging.wandb_group,
+            config=public(config),
+            embed=False,
+            auto_log_gpu=False,  # under keys that trackio chooses
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
+        self._run.log(finite, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
 
 
 def build_metric_log(config: TrainConfig, console: RunConsole, steps_done: int) -> MetricLog:

@@ -20,8 +20,7 @@ from grpo_trainer.errors import StoppedError
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.start import StartWatch
-from grpo_trainer.logs.console import Output, RunConsole
-from grpo_trainer.logs.lines import live_line, sparkline, step_line
+from grpo_trainer.logs.console import Output, RunConsole, live_line, sparkline, step_line
 from grpo_trainer.metrics.rows import NewRows, keep_steps
 from grpo_trainer.phases import REPORT_FILE
 from grpo_trainer.run import supervise

@@ -34,9 +34,8 @@ from grpo_trainer.doctor.run_checks import check_run_folder
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.start import read_report
 from grpo_trainer.logs.console import RunConsole
-from grpo_trainer.logs.sinks import build_metric_log
+from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.logs.times import time_split
-from grpo_trainer.logs.trackers import RUN_ID_FILE, run_id
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
 from grpo_trainer.policy import build_policy
 from grpo_trainer.record import write_record

@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from grpo_trainer.logs.console import RunConsole
-from grpo_trainer.logs.lines import live_line, step_line, waits_line
+from grpo_trainer.logs.console import RunConsole, live_line, step_line, waits_line
 from grpo_trainer.phases import IN_WORDS, LOGGED, STARTING, Wait
 
 

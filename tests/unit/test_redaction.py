@@ -24,7 +24,7 @@ from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, Tra
 from grpo_trainer.dry_run import as_json, rows_of
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.watched import command_line
-from grpo_trainer.logs.trackers import public
+from grpo_trainer.logs.sinks import public
 from tests.unit.test_report import html_of, row, write_run
 
 SECRETS = (

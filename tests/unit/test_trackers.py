@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
-from grpo_trainer.logs import trackers
+from grpo_trainer.logs import sinks
 from grpo_trainer.logs.console import RunConsole
-from grpo_trainer.logs.sinks import build_metric_log
-from grpo_trainer.logs.trackers import TensorBoardSink, TrackioSink, WandbSink, run_id
+from grpo_trainer.logs.sinks import TensorBoardSink, TrackioSink, WandbSink, build_metric_log, run_id
 from grpo_trainer.metrics.types import Mean
 from tests.processes import wait_for
 
@@ -94,8 +93,8 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
         def close(self) -> None:
             written[f"{self.name} closed"] = []
 
-    for name in trackers.SINKS:
-        monkeypatch.setitem(trackers.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
+    for name in sinks.SINKS:
+        monkeypatch.setitem(sinks.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
     config = config_of(tmp_path, "tensorboard", "trackio", use_wandb=True)
     assert config.logging.trackers == ("tensorboard", "trackio", "wandb")
     log = build_metric_log(config, RunConsole(Console(file=(tmp_path / "out").open("w")), 3), 0)
