@@ -1,4 +1,7 @@
-"""Read `vllm_bridge_config.json`, and refuse it unless it describes a running server of this user and machine."""
+"""Read `vllm_bridge_config.json`, and refuse it unless it describes a running server of this user and machine.
+
+A file of mode 0600 that this user owns is trusted to agree with itself: only a server of this user can have written it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -160,47 +162,12 @@ def _problems(config: BridgeConfigFile, written: float, rank: int, ranks: int) -
         yield Problem("dp_shard_degree", str(config.dp_shard_degree), "1", summary="each worker holds a part only")
     if not (config.shared_weights_enabled and config.single_copy_enabled):
         yield Problem("shared_weights_enabled", "false", fix="start the server with --shared-weights")
-    if [each.rank for each in config.further_ranks] != [*range(1, ranks)]:
-        got = ", ".join(str(each.rank) for each in config.further_ranks) or "none"
-        yield Problem("further_ranks", got, f"ranks 1 to {ranks - 1}", "start the server again", "the file is damaged")
-        return
-    yield from _contradictions(config.of_rank(rank))
-    owners = [{storage_of(handle) for handle in config.of_rank(each).ipc_handles.values()} for each in range(ranks)]
-    if len(set().union(*owners)) < sum(map(len, owners)):
-        fix, why = "start the server again", "the file is damaged"
-        yield Problem("ipc_handles", "one memory for two workers", "another for each", fix, why)
-
-
-def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:
-    """Yield contradictions between parts of the file, by which memory would be misread."""
-    damaged = partial(Problem, fix="start the server again", summary="the file is damaged")
-    names = set(config.param_names)
-    if not names or len(names) != len(config.param_names) or config.num_params != len(names):
-        yield damaged("num_params", f"{config.num_params} for {len(names)} names in param_names")
-    for field, keys in (("param_mappings", set(config.param_mappings)), ("ipc_handles", set(config.ipc_handles))):
-        if different := sorted(names ^ keys):
-            yield damaged(field, f"{different[0]} in one of it and param_names only")
-            return
-    for name in config.param_names:
-        mapping, handle = config.param_mappings[name], config.ipc_handles[name]
-        if (mapping.shape, mapping.dtype) != (handle.shape, handle.dtype):
-            own, other = (f"{place.dtype} {place.shape}" for place in (mapping, handle))
-            yield damaged(name, f"{own} in param_mappings, {other} in ipc_handles")
-        elif handle.dtype not in ITEM_BYTES:
+    own = config.of_rank(rank)
+    for name, handle in own.ipc_handles.items():
+        if handle.dtype not in ITEM_BYTES:
             yield Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
-        elif isinstance(handle, CudaIpcHandle) != (config.kind == "cuda_ipc"):
-            yield damaged(name, f"a {type(handle).__name__}", f"one of kind {config.kind}")
-        elif not _is_place(handle):
-            yield damaged(name, f"offset {start_of(handle)}, strides {handle.stride}", f"a place of {handle.shape}")
-    yield from _overlaps(config)
-
-
-def _is_place(handle: Handle) -> bool:
-    return (
-        len(handle.stride) == len(handle.shape)
-        and min([start_of(handle), *handle.shape, *handle.stride]) >= 0
-        and start_of(handle) % ITEM_BYTES[handle.dtype] == 0
-    )
+            return
+    yield from _overlaps(own)
 
 
 def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:

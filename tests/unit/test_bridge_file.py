@@ -107,13 +107,11 @@ def test_several_workers(tmp_path: Path, config: BridgeConfigFile, field: str) -
 # several workers -------------------------------------------------------------------------------------------
 
 
-def of_two(tmp_path: Path, config: BridgeConfigFile, *, rank: int = 1, same_memory: bool = False) -> BridgeConfigFile:
+def of_two(tmp_path: Path, config: BridgeConfigFile) -> BridgeConfigFile:
     """The file of a server with a second worker."""
-    memory = config.ipc_handles
-    if not same_memory:
-        memory = write_tensors(tmp_path / "second", {name: torch.ones(2) for name in config.param_names})
+    memory = write_tensors(tmp_path / "second", {name: torch.ones(2) for name in config.param_names})
     shapes = {name: msgspec.structs.replace(config.param_mappings[name], shape=memory[name].shape) for name in memory}
-    other = RankWeights(rank=rank, param_mappings=shapes, ipc_handles=memory, gpu_uuid="")
+    other = RankWeights(rank=1, param_mappings=shapes, ipc_handles=memory, gpu_uuid="")
     return changed(config, tp_degree=2, further_ranks=[other])
 
 
@@ -126,19 +124,6 @@ def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfig
     with pytest.raises(BridgeError) as caught:
         read_bridge_config(write_config(tmp_path, config), 1, 2)
     assert caught.value.field.endswith("tp_degree") and caught.value.got == "1"
-
-
-@pytest.mark.parametrize(
-    ("fault", "field"),
-    [({"rank": 2}, "further_ranks"), ({"same_memory": True}, "ipc_handles"), (None, "further_ranks")],
-)
-def test_workers_that_are_missing_or_in_one_memory(
-    tmp_path: Path, config: BridgeConfigFile, fault: dict[str, Any] | None, field: str
-) -> None:
-    faulty = changed(config, tp_degree=2) if fault is None else of_two(tmp_path, config, **fault)
-    with pytest.raises(BridgeError) as caught:
-        read_bridge_config(write_config(tmp_path, faulty), 1, 2)
-    assert caught.value.field.endswith(field)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "one"}', "\x00\xff"])
@@ -168,11 +153,6 @@ def test_a_server_that_shares_nothing(tmp_path: Path, config: BridgeConfigFile) 
     refused(path, "shared_weights_enabled", "false", fix="--shared-weights")
 
 
-def handle(config: BridgeConfigFile, name: str = "norm.weight", **fields: Any) -> dict[str, Any]:
-    """All handles, one of them changed."""
-    return dict(config.ipc_handles) | {name: msgspec.structs.replace(config.ipc_handles[name], **fields)}
-
-
 CUDA = CudaIpcHandle(
     device_index=0,
     ipc_handle_b64="aGFuZGxl",
@@ -189,29 +169,11 @@ CUDA = CudaIpcHandle(
 )
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "got"),
-    [
-        (lambda good: {"num_params": 2}, "num_params", "2 for 3 "),
-        (lambda good: {"param_names": []}, "num_params", "3 for 0 "),
-        (lambda good: {"param_names": ["norm.weight"] * 3}, "num_params", "3 for 1 "),
-        (lambda good: {"param_mappings": {}}, "param_mappings", "embed.weight"),
-        (lambda good: {"ipc_handles": dict(good.ipc_handles) | {"more": CUDA}}, "ipc_handles", "more"),
-        (lambda good: {"ipc_handles": handle(good, dtype="bfloat16")}, "norm.weight", "bfloat16 [8] in ipc_handles"),
-        (lambda good: {"ipc_handles": handle(good, shape=[4])}, "norm.weight", "float32 [4] in ipc_handles"),
-        (lambda good: {"ipc_handles": handle(good, stride=[])}, "norm.weight", "strides []"),
-        (lambda good: {"ipc_handles": handle(good, stride=[-1])}, "norm.weight", "strides [-1]"),
-        (lambda good: {"ipc_handles": handle(good, offset=-4)}, "norm.weight", "offset -4"),
-        (lambda good: {"ipc_handles": handle(good, offset=126)}, "norm.weight", "offset 126"),
-        (lambda good: {"ipc_handles": dict(good.ipc_handles) | {"norm.weight": CUDA}}, "norm.weight", "CudaIpcHandle"),
-        # embed.weight is 4 * 8 * 4 = 128 bytes from 0
-        (lambda good: {"ipc_handles": handle(good, offset=124)}, "embed.weight and norm.weight", ""),
-    ],
-)
-def test_a_file_that_contradicts_itself(
-    tmp_path: Path, config: BridgeConfigFile, fields: Any, field: str, got: str
-) -> None:
-    refused(write_config(tmp_path, changed(config, **fields(config))), field, got)
+def test_parameters_that_overlap(tmp_path: Path, config: BridgeConfigFile) -> None:
+    """embed.weight is 4 * 8 * 4 = 128 bytes from 0."""
+    moved = msgspec.structs.replace(config.ipc_handles["norm.weight"], offset=124)
+    handles = dict(config.ipc_handles) | {"norm.weight": moved}
+    refused(write_config(tmp_path, changed(config, ipc_handles=handles)), "embed.weight and norm.weight")
 
 
 def test_quantised_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
