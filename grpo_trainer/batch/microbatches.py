@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_trainer.batch.shared_prompts import families, plan_shared
 from grpo_trainer.batch.token_masks import TokenMasks
-from grpo_trainer.losses.segments import Segments
+from grpo_trainer.losses.surrogates import Segments
 from grpo_trainer.rollouts.routed_experts import RoutedExperts
 from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Teacher

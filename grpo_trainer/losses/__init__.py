@@ -3,12 +3,12 @@
 Notation: `lp` the trainer's logprob now, `old` the logprob before the first update on this batch, `roll` the one that
 the server sampled with, `ref` the reference model's, `A` the advantage.
 
-`LOSSES` of `config/loss.py` is the table of built-in losses. Ratios and surrogates are in `surrogates.py`; the loss is
+`LOSSES` of `config/loss.py` is the table of built-in losses. The terms are in `surrogates.py`; the loss is
 
     sum of weight x (-w x gain + kl_beta x KL)  - entropy_coef x mean entropy  + distill_coef x mean cross-entropy
 
-with w from `corrections.py`, KL and cross-entropy from `regularisers.py`. A supervised token (the override `sft`) has
--A lp in place of the bracket, and A = 1. The weight is a token's share in the loss's mean. For every loss, the
+where w corrects the mismatch of server and trainer. A supervised token (the override `sft`) has -A lp in place of the
+bracket, and A = 1. The weight is a token's share in the loss's mean. For every loss, the
 entropy's mean is over all tokens of the batch that the policy sampled, and the cross-entropy's over all tokens with a
 teacher. A stale sequence with a lower weight (`--on-stale downweight`) has it in each of these means.
 """
@@ -25,10 +25,14 @@ from grpo_trainer import import_paths
 from grpo_trainer.config.loss import LOSSES, LossConfig, TokenMean
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.losses import surrogates
-from grpo_trainer.losses.corrections import Correction, mismatch_correction
-from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
-from grpo_trainer.losses.segments import Segments
-from grpo_trainer.losses.surrogates import Surrogate
+from grpo_trainer.losses.surrogates import (
+    Correction,
+    Segments,
+    Surrogate,
+    divergence,
+    mismatch_correction,
+    teacher_cross_entropy,
+)
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
 
 LARGEST_LOG_RATIO = 20.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_trainer.config.loss import LOSSES, LossConfig
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss, token_weight
-from grpo_trainer.losses.segments import Segments
+from grpo_trainer.losses.surrogates import Segments
 from grpo_trainer.metrics.types import reduce
 from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
 
