@@ -37,6 +37,12 @@ OF_ENVIRONMENT = MappingProxyType(
 """What others, and ourselves, call options that every environment has. `grpo run` accepts these names."""
 OF_RUN = MappingProxyType({"dataset": "data", "dataset_name": "data", "reward_funcs": "reward"})
 """What others call flags of `grpo run` that are not options of a table. It accepts these names."""
+GONE = MappingProxyType(
+    {
+        "vllm_standby": "leave it out: vLLM is imported at each restart",
+    }
+)
+"""Options of earlier versions, and what to do instead."""
 FEW = 15
 """A message lists at most this many names."""
 
@@ -48,9 +54,10 @@ def unknown_key(key: str, known: Collection[str], where: str = "") -> Problem:
         key: as it was written, a flag or a key; what is suggested is written alike.
     """
     dashes, plain = "--" if key.startswith("--") else "", key.removeprefix("--").replace("-", "_")
-    return Problem(
-        f"{dashes}{where}{key.removeprefix('--')}", fix=_hint(plain, dashes, known, where), summary="unknown option"
-    )
+    field = f"{dashes}{where}{key.removeprefix('--')}"
+    if (instead := GONE.get(plain.removeprefix("no_"))) is not None:
+        return Problem(field, fix=instead, summary="this option has been removed")
+    return Problem(field, fix=_hint(plain, dashes, known, where), summary="unknown option")
 
 
 def _hint(plain: str, dashes: str, known: Collection[str], where: str) -> str:

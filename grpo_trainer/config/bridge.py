@@ -75,10 +75,6 @@ class RestartOptions(ProofOptions):
     """The trainer starts vLLM itself, and again on newer weights."""
 
     vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
-    vllm_standby: bool = option(
-        True,
-        help="Import vLLM for the next restart in advance, in a standby process, which uses no GPU memory.",
-    )
 
 
 MODE_HELP = (

@@ -124,6 +124,10 @@ COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 
 
+OLD_OPTIONS = frozenset({"vllm_standby"})
+"""Options of earlier versions that did not change what is trained: a run that has them continues without them."""
+
+
 def read_stored(folder: Path) -> dict[str, Any]:
     """Return the tables of a run's folder; empty: it holds no run.
 
@@ -141,7 +145,8 @@ def read_stored(folder: Path) -> dict[str, Any]:
         ) from None
     try:
         tables = tomllib.loads(content.decode("utf-8-sig"))
-        return tables if path.name == RUN_FILE else _of_old_files(folder, tables)
+        tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
+        return {**tables, "trainer": {k: v for k, v in tables.get("trainer", {}).items() if k not in OLD_OPTIONS}}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--resume {path}", fix="correct the file there") from None
     except (TypeError, AttributeError) as error:  # a value of another kind

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
+from grpo_trainer.config.bridge import LoraOnly, LoraOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import BUCKET_BYTES, shards_update, shards_weights, wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
@@ -26,8 +26,6 @@ room for the difference."""
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_PROCESS = int(1.2 * GB)
-CPU_STANDBY = int(0.9 * GB)
-"""Bytes of a standby process, which has made its imports: measured, with its forkserver."""
 HEAD_CHUNK = 64 << 20
 """Bytes of the logits that exist at one time (`engine.head.HeadPlan`); their fp32 copies are a few times that."""
 CACHE = "key-value cache"
@@ -213,13 +211,11 @@ class Setup:
         layers = -(-model.layers // server.pipeline_parallel)
         token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
         if not self.on_gpu:  # all workers share its memory
-            standby = isinstance(config.bridge, RestartOptions) and config.bridge.vllm_standby
             rows = {
                 "weights": model.parameters * item * server.replicas,
                 "adapter slots": slots * server.workers,
                 CACHE: CPU_CACHE_BYTES * server.workers,
                 "process": CPU_PROCESS * server.workers,
-                "standby process": CPU_STANDBY * server.replicas if standby else 0,
             }
             return [MemoryRow(0, "server", what, size) for what, size in rows.items() if size], CPU_CACHE_BYTES // token
         weights = model.parameters * item // server.parts

@@ -55,7 +55,7 @@ def _server(config: TrainConfig, *, on_gpu: bool) -> str:
         path = bridge.config_path if isinstance(bridge, LoraOnly | SharedVllm) else None
         flags = (*flags, "--shared-weights", *(("--bridge-config-path", str(path)) if path else ()))
     spec = server_process(config, python="python", on_gpu=on_gpu, model=config.model.name, flags=flags)
-    command = _typed(["grpo", "serve", *spec.arguments], KEY_VARIABLE if config.vllm.api_key else None)
+    command = _typed(["grpo", "serve", *spec.argv[3:]], KEY_VARIABLE if config.vllm.api_key else None)
     gpus = spec.env.get("CUDA_VISIBLE_DEVICES")
     return f"CUDA_VISIBLE_DEVICES={gpus} {command}" if gpus else command
 

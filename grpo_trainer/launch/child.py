@@ -12,14 +12,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.watched import LAST_LINES, Listener, Watched, command_line
+from grpo_trainer.launch.watched import LAST_LINES, Listener, Watched
 
 KILL_SECONDS = 1.0
 """Time for the kernel to remove killed processes."""
@@ -52,7 +51,7 @@ class Child(Watched):
         self.process = subprocess.Popen(
             spec.argv,
             env={**os.environ, **spec.env},
-            stdin=subprocess.PIPE if spec.standby else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,20 +75,6 @@ class Child(Watched):
             if not continues:
                 on_line(line.removesuffix("\n"))
             continues = not line.endswith("\n")
-
-    def tell(self, spec: ProcessSpec, line: str) -> None:
-        """Send a standby process the line that it waits for; from now on it is the process of `spec`.
-
-        Raises:
-            BrokenPipeError: the standby process has ended.
-        """
-        assert self.spec.standby and self.process.stdin is not None, "it was not started as a standby process"
-        with self.process.stdin as stdin:
-            stdin.write(f"{line}\n")
-        self.spec = spec
-        self.started = time.monotonic()
-        with self._lock:
-            self._write(command_line(spec))
 
     @property
     def pid(self) -> int:
@@ -121,8 +106,3 @@ class Child(Watched):
     def drain(self) -> None:
         for reader in self._readers:
             reader.join(timeout=1.0)
-
-    def close(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        super().close()

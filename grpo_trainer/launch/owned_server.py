@@ -1,18 +1,12 @@
 """An inference server that the trainer owns: it starts the server on a model, stops it, and starts it on another.
 
-Most of a start is imports, which need no weights. So a standby process can start while the server still serves
-(`prepare`): it makes the imports, and waits for the arguments of the next server.
-
-The server and its standby process end with the trainer: in order when the context exits, and by the kernel's SIGTERM
-(`PR_SET_PDEATHSIG`) if the trainer is killed.
+The server ends with the trainer: in order when the context exits, and by the kernel's SIGTERM (`PR_SET_PDEATHSIG`) if
+the trainer is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +19,7 @@ from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, from_os_error
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
+from grpo_trainer.launch.plan import ProcessSpec, server_process
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.supervisor import POLL_SECONDS
 from grpo_trainer.phases import SERVER, START, report_at
@@ -45,8 +39,6 @@ class OwnedServer:
         link: path of a symbolic link to the served model folder. vLLM keys its compilation cache by the model's path,
             so with one path for all folders only the first launch compiles.
         check_stop: called while waiting; raises to end the wait.
-        standby: returns the standby process for a server: it has the same environment, and reads the server's
-            arguments as a line of JSON. None: no standby process.
     """
 
     def __init__(
@@ -55,15 +47,12 @@ class OwnedServer:
         log_path: Path,
         link: Path,
         check_stop: Callable[[], None] = lambda: None,
-        standby: Callable[[ProcessSpec], ProcessSpec] | None = None,
     ) -> None:
         self._launch = launch
         self.log_path = log_path
         self._link = link
         self._check_stop = check_stop
-        self._standby = standby
         self._child: Child | None = None
-        self._waiting: Child | None = None
 
     def __enter__(self) -> OwnedServer:
         return self
@@ -72,23 +61,13 @@ class OwnedServer:
         self.close()
 
     def close(self) -> None:
-        """End the server and its standby process for good."""
-        try:
-            self.stop()
-        finally:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                _end(waiting)
+        """End the server for good."""
+        self.stop()
         self._link.unlink(missing_ok=True)
 
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
-
-    @property
-    def waiting_pid(self) -> int | None:
-        """Process id of the standby process."""
-        return self._waiting.pid if self._waiting else None
 
     def start(self, model: str, version: int) -> str:
         """Launch the server on a folder or a hub name, and return the server's name for it; call `wait_ready` next."""
@@ -97,33 +76,8 @@ class OwnedServer:
         path = self._linked(Path(model)) if Path(model).is_dir() else model
         spec = self._launch(path, version)
         log.info("starting the inference server on %s as version %d", model, version)
-        self._child = self._told(spec) or self._launched(spec)
+        self._child = Child(spec, self.log_path, last_lines=LAST_LINES)
         return path
-
-    def prepare(self) -> None:
-        """Start the standby process, so that its imports are done when `start` is called.
-
-        If it ends before that, `start` logs a warning and launches the server from scratch.
-        """
-        assert self._child is not None, "start comes first"
-        if self._standby is not None and self._waiting is None:
-            self._waiting = self._launched(self._standby(self._child.spec))
-
-    def _launched(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self.log_path, last_lines=LAST_LINES)
-
-    def _told(self, spec: ProcessSpec) -> Child | None:
-        """Return the standby process after sending it the server's arguments; None: there is none, or it has ended."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return None
-        if waiting.exit_code is None:
-            with contextlib.suppress(BrokenPipeError):  # it ended just now
-                waiting.tell(spec, json.dumps(spec.arguments))
-                return waiting
-        log.warning("the server starts from scratch, because the standby process has ended: %s", _why(waiting))
-        _end(waiting)
-        return None
 
     def _linked(self, folder: Path) -> str:
         self._link.parent.mkdir(parents=True, exist_ok=True)
@@ -181,13 +135,6 @@ class OwnedServer:
         return time.monotonic() - started
 
 
-def _why(child: Child) -> str:
-    """Return why a standby process is unusable. Call this before `_end`, which would itself become the reason."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.process.wait(1.0)
-    return f"it has closed its input; {child.last_words()}" if child.exit_code is None else str(child.ended())
-
-
 def _end(child: Child) -> None:
     """End a process and all processes that it started."""
     started = time.monotonic()
@@ -235,4 +182,4 @@ def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: C
         )
 
     link = config.log_dir / name.replace("server", "served_model")
-    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop, waiting_server)
+    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)

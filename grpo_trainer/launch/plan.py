@@ -52,7 +52,6 @@ class ProcessSpec:
         ends_run: the run is over when this process exits with 0.
         may_end: an exit with 0 is no failure.
         stop_seconds: seconds between SIGTERM and SIGKILL.
-        standby: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
         place: the machine and the GPUs that a cluster gives it.
         restarts: processes with the same name here restart together when one of them ends unexpectedly; empty: it does
             not restart.
@@ -70,17 +69,11 @@ class ProcessSpec:
     ends_run: bool = False
     may_end: bool = False
     stop_seconds: float = 3.0
-    standby: bool = False
     place: Place = HERE
     restarts: str = ""
     after_errors: bool = False
     again: tuple[str, ...] = ()
     seed: str | None = None
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The arguments after `python -m MODULE`."""
-        return self.argv[3:]
 
 
 @dataclass(frozen=True)
@@ -272,12 +265,6 @@ def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
 def gives(extra_args: tuple[str, ...], name: str) -> bool:
     """Return whether the user's arguments for vLLM have a flag."""
     return any(key_of(flag) == key_of(name) for flag, _ in arguments(extra_args))
-
-
-def waiting_server(server: ProcessSpec) -> ProcessSpec:
-    """Return the standby process for a server: it makes the imports, then serves once it receives the arguments."""
-    python = server.argv[0]
-    return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, standby=True)
 
 
 def _server_processes(

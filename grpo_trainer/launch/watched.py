@@ -44,11 +44,6 @@ Listener = Callable[[str], None]
 """Gets each line of a process's output, or the first piece of a long one, without its end of line."""
 
 
-def command_line(spec: ProcessSpec) -> str:
-    """Return the line of a log with the command that begins its next part."""
-    return f"$ {shlex.join(redacted_arguments(spec.argv))}\n"
-
-
 class Watched(ABC):
     """A running process, its log file and its last lines.
 
@@ -70,7 +65,7 @@ class Watched(ABC):
         self._lock = threading.Lock()
         self._log = log_path.open("a", buffering=1, errors="replace")
         self._log_size = log_path.stat().st_size
-        self._write(command_line(spec))
+        self._write(f"$ {shlex.join(redacted_arguments(spec.argv))}\n")
 
     # what each kind of process does in its own way ----------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The bridges that restart the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
 
 The trainer owns its servers, one or more. Every `--vllm-restart-interval` versions the bridge writes the weights as a
-plain model folder while the old server still serves. Then it stops that server and starts a new one, in a standby
-process that has already imported its modules (`--vllm-standby`), and the proof compares the new server with the
-trainer. Between restarts the server serves the version of its last launch, and its answers name that version.
+plain model folder while the old server still serves. Then it stops that server and starts a new one, and the proof
+compares the new server with the trainer. Between restarts the server serves the version of its last launch, and its
+answers name that version.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class CheckpointRestart(WeightBridge):
         last_version: int,
     ) -> None:
         self._interval = config.vllm_restart_interval
-        self._standby = config.vllm_standby
         self._models = models
         self._launched = tuple(launched)
         self._seq_len = seq_len
@@ -252,10 +251,6 @@ class CheckpointRestart(WeightBridge):
             self._check(info, version, path, before.infos[number] if before else None)
         self._served = _Served(version, model, infos)
         self._models.serving(model)
-        next_restart = (version // self._interval + 1) * self._interval
-        if self._standby and next_restart < self._last_version:
-            for one in self._launched:
-                one.server.prepare()
         log.info(
             "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
             *(version, model, saved, stopped, ready),

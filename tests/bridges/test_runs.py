@@ -102,14 +102,12 @@ def check_timeline(trace: Path, mode: str) -> None:
 
 
 def check_relaunches(run_dir: Path, done: list[dict[str, Any]], said: str) -> None:
-    """The server was relaunched on every second version, each time from a process that had made its imports."""
+    """The server was relaunched on every second version."""
     assert [row["publish/served_version"] for row in done] == SERVED
     assert [row["step"] for row in done if "publish/start_time" in row] == [2, 4]
     assert re.findall(r"bridge proved.*\bversion (\d+)", said) == ["0", "2", "3", "4"]
     # The batch of step 5 was sampled by version 4 less its staleness: by one that a relaunch brought.
     assert 4 - done[-1]["rollout/staleness_max"] >= 2
-    assert (run_dir / "logs" / "server.log").read_text().count("-m vllm_server.standby") == 2
-    assert "from scratch" not in said
     assert " WARNING " not in (run_dir / "logs" / "env-arithmetic.log").read_text(), "the server's absence was expected"
 
 

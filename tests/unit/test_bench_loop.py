@@ -173,7 +173,6 @@ def test_roles_of_processes() -> None:
         (f"python -m {' '.join(environment_command(ENVIRONMENT))} serve", "run", "environment"),
         (server, "run", "server"),
         (server, "trainer", "server"),
-        ("python -m vllm_server.standby", "trainer", "server"),
         ("VLLM::EngineCore", "server", "engine"),
         (server, "server", "engine"),  # forked, and not named otherwise
         ("VLLM::Worker", "engine", "engine"),

@@ -42,7 +42,6 @@ class FakeServer:
         self.model: PreTrainedModel | None = None
         self.info: BridgeInfo = INFO
         self.calls: list[str] = []
-        self.prepared: list[int] = []
 
     def start(self, model: str, version: int) -> str:
         assert self.model is None, "two servers at a time"
@@ -62,9 +61,6 @@ class FakeServer:
 
     def wait_ready(self) -> float:
         return 1.0
-
-    def prepare(self) -> None:
-        self.prepared.append(self.info.policy_version)
 
     def stop(self) -> float:
         if self.model is not None:
@@ -105,14 +101,13 @@ class Bridge:
         last: int = 100,
         keep: int = 0,
         faults_of_others: tuple[str, ...] = (),
-        standby: bool = True,
     ):
         base = str(save_tiny(folder / "base"))
         self.root = folder / "run"
         self.servers = [FakeServer(each) for each in (fault, *faults_of_others)]
         self.server = self.servers[0]
         self.model, self.change, models = (lora if mode == "lora_restart" else full)(base, self.root, keep)
-        options = RestartOptions(vllm_restart_interval=interval, vllm_standby=standby)
+        options = RestartOptions(vllm_restart_interval=interval)
         fakes: list[Any] = [*self.servers]
         launched = [Launched(fake, fake, Proof(self.model, fake, "float32")) for fake in fakes]
         self.bridge = CheckpointRestart(options, models, launched, 64, last)
@@ -168,24 +163,6 @@ def test_the_server_is_restarted_every_few_versions_and_each_publish_says_which_
     assert made.server.calls == [
         "start base v0", "stop", f"start {name}_2 v2", "stop", f"start {name}_4 v4", "stop"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("interval", "last", "standby", "prepared"),
-    [(2, 6, True, [0, 2]), (2, 7, True, [0, 2, 4]), (3, 2, True, []), (3, 4, True, [0]), (2, 6, False, [])],
-)
-def test_the_next_server_is_prepared_if_there_is_to_be_one(
-    tmp_path: Path, interval: int, last: int, standby: bool, prepared: list[int]
-) -> None:
-    made = Bridge("lora_restart", tmp_path, interval=interval, last=last, standby=standby, faults_of_others=("",))
-    with made.bridge as bridge:
-        bridge.connect(0)
-        for version in range(1, last + 1):
-            made.change(version)
-            bridge.publish(version)
-    for server in made.servers:  # each preparation is followed by a start that uses it
-        assert server.prepared == prepared
-        assert len([said for said in server.calls if said.startswith("start")]) - 1 == len(prepared) or not standby
 
 
 @MODES

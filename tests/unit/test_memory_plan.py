@@ -16,7 +16,6 @@ from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.memory import (
-    CPU_STANDBY,
     SERVER_CONTEXT,
     SERVER_WORKSPACE,
     Devices,
@@ -299,11 +298,3 @@ def test_only_what_helps_is_advised(tried: Planned, ways: list[str]) -> None:
 def test_several_options_are_advised_together_where_they_cost_less_than_one_alone() -> None:
     together, *alone = advice(planned(trainer(seq_len=4096))).split("; or ")
     assert together.split(" with ")[-1] == "--optimizer adamw_8bit" and "--weight-bridge-mode lora_only" in alone
-
-
-def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:
-    cpu, what = Devices("cpu", 24 << 30), ("server", "standby process")
-    assert parts(trainer("none"), devices=cpu, replicas=2)[what] == 2 * CPU_STANDBY
-    assert what not in parts(trainer("none", vllm_standby=False), devices=cpu)
-    assert what not in parts(trainer("lora_only"), devices=cpu)
-    assert what not in parts(trainer("none"))  # on a GPU it is main memory that it takes

@@ -98,6 +98,10 @@ def test_a_doctors_verdict(findings: list[Finding], verdict: str) -> None:
         ({"lr_schedul": "linear"}, "lr_schedul: unknown option; did you mean lr_schedule?"),
         ({"--lr-schedul": "linear"}, "--lr-schedul: unknown option; did you mean --lr-schedule?"),
         (
+            {"--no-vllm-standby": True},
+            "--no-vllm-standby: this option has been removed; leave it out: vLLM is imported at each restart",
+        ),
+        (
             {"lora_r": 8},
             "--lora-r: belongs to another mode; got --weight-bridge-mode none, "
             "wanted --weight-bridge-mode lora_only, lora_restart; "

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, StoppedError
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
-from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
+from grpo_trainer.launch.plan import ProcessSpec
 from tests.processes import ROOT, alive, free_port, wait_for
 
 SERVER = """
@@ -63,36 +59,6 @@ def server(
         )
 
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
-
-
-WAITS = f"""
-import json, subprocess, sys
-importer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.DEVNULL)
-print("waiting with", importer.pid, flush=True)
-line = sys.stdin.readline()
-if not line:
-    print("nothing", flush=True)
-    importer.kill()
-    sys.exit(0)
-sys.argv[1:] = json.loads(line)
-exec({SERVER!r})
-"""
-"""A process that imports nothing until it gets its arguments."""
-
-
-def standby(script: str = WAITS) -> Callable[[ProcessSpec], ProcessSpec]:
-    return lambda server: replace(waiting_server(server), argv=(sys.executable, "-c", script))
-
-
-def waits(owned: OwnedServer, times: int = 1) -> list[int]:
-    """Pids of the last process that was prepared and of what it has started."""
-
-    def importers() -> list[str]:
-        return re.findall(r"^waiting with (\d+)$", owned.log_path.read_text(), re.MULTILINE)
-
-    wait_for("one that waits", lambda: len(importers()) == times, owned.log_path, 30)
-    importer = psutil.Process(int(importers()[-1]))
-    return [importer.ppid(), importer.pid]
 
 
 @pytest.fixture
@@ -215,104 +181,20 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         from grpo_trainer.launch.owned_server import OwnedServer
-        from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
+        from grpo_trainer.launch.plan import ProcessSpec
         spec = ProcessSpec("server", (sys.executable, "-c", {SERVER!r}, "m", "{port}"), ready_url="http://127.0.0.1:{port}/")
-        waits = lambda spec: ProcessSpec("server", (sys.executable, "-c", {WAITS!r}), standby=True)
-        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log", Path("none"), standby=waits)
+        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log", Path("none"))
         owned.start("m", 0)
         owned.wait_ready()
-        owned.prepare()
-        print(owned.pid, owned.waiting_pid, flush=True)
+        print(owned.pid, flush=True)
         time.sleep(600)
     """)
     with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()]
+        pids = [int(process.stdout.readline())]
         assert httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).text == "m"
         process.kill()
-    wait_for("the end of both", lambda: not alive(pids), tmp_path / "log", 10)
-
-
-def test_the_process_that_waits_is_the_next_server(tmp_path: Path) -> None:
-    with server(tmp_path, standby=standby()) as owned:
-        owned.start("model", 0)
-        owned.wait_ready()
-        owned.prepare()
-        next_one, importer = waits(owned)
-        owned.prepare()  # it is there: nothing to do
-        assert owned.pid != next_one
-        owned.stop()
-        assert alive([next_one, importer])
-        owned.start("model", 3)
-        assert owned.wait_ready() > 0 and owned.pid == next_one
-        said = owned.log_path.read_text()
-        assert "serving model-v3" in said and " model-v3 " in said, "what it says, and its command"
-        owned.prepare()
-        waiting = waits(owned, 2)
-    assert not alive([next_one, importer, *waiting])
-
-
-@pytest.mark.parametrize("moment", ["before it waited", "while it waited"])
-def test_one_that_died_waiting_is_made_good_by_a_start_from_scratch(
-    tmp_path: Path, moment: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    script = DIES if moment == "before it waited" else WAITS
-    with server(tmp_path, standby=standby(script)) as owned:
-        owned.start("model", 0)
-        owned.wait_ready()
-        owned.prepare()
-        if script == WAITS:
-            os.kill(waits(owned)[0], signal.SIGKILL)
-        waiting = owned.waiting_pid
-        assert waiting is not None
-        wait_for("its end", lambda: not alive([waiting]), owned.log_path, 30)
-        owned.check()  # the one that serves is well
-        owned.stop()
-        owned.start("model", 1)
-        owned.wait_ready()
-        assert "serving model-v1" in owned.log_path.read_text()
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert all(word in warning for word in (("exit code 3", "giving up") if script == DIES else ("SIGKILL",)))
-
-
-def test_one_that_fails_when_it_is_told_fails_as_any_start_does(tmp_path: Path) -> None:
-    script = WAITS.replace("json.loads(line)", f"sys.exit({CAUSE!r})")
-    with server(tmp_path, standby=standby(script)) as owned:
-        owned.start("model", 0)
-        owned.wait_ready()
-        owned.prepare()
-        pids = waits(owned)
-        owned.stop()
-        owned.start("model", 1)
-        with pytest.raises(ProcessFailedError) as error:
-            owned.wait_ready()
-    assert (error.value.field, error.value.got) == ("server", "exit code 1") and CAUSE in error.value.fix
-    wait_for("all have ended", lambda: not alive(pids), tmp_path / "logs" / "server.log", 10)
-
-
-def test_without_a_standby_nothing_is_prepared(tmp_path: Path) -> None:
-    with server(tmp_path) as owned:
-        owned.start("model", 0)
-        owned.prepare()
-        assert owned.log_path.read_text().count("$ ") == 1
-
-
-def test_the_end_of_its_input_ends_one_that_waits(tmp_path: Path) -> None:
-    spec = ProcessSpec("server", (sys.executable, "-c", WAITS), standby=True)
-    child = Child(spec, tmp_path / "log", print, print)
-    assert child.process.stdin is not None
-    child.process.stdin.close()
-    assert child.process.wait(30) == 0
-    child.close()
-    assert list(child.last_lines)[-1:] == ["nothing"]
-
-
-def test_what_waits_for_a_real_server_has_its_environment_and_is_told_its_arguments(tmp_path: Path) -> None:
-    config = build(TrainConfig, {"model": "m", "vllm_port": 9001, "save_path": str(tmp_path), "vllm_api_key": "k"})
-    spec = server_process(config, python="py", on_gpu=False, model="m")
-    waiting = waiting_server(spec)
-    assert waiting.argv == ("py", "-m", "vllm_server.standby") and waiting.env == spec.env and spec.env
-    assert spec.arguments[:2] == ("--model", "m") and (*spec.argv[:3], *spec.arguments) == spec.argv
+    wait_for("its end", lambda: not alive(pids), tmp_path / "log", 10)
 
 
 def test_a_busy_port_is_refused_with_its_holder(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from grpo_trainer import __version__
@@ -17,7 +18,15 @@ from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
 from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.config.stored import RUN_FILE, claim_folder, link_latest, newest_run, next_folder, run_file
+from grpo_trainer.config.stored import (
+    OLD_OPTIONS,
+    RUN_FILE,
+    claim_folder,
+    link_latest,
+    newest_run,
+    next_folder,
+    run_file,
+)
 from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.model import ModelShape
@@ -114,6 +123,14 @@ def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str,
     trainer = again.trainer.model_copy(update={"checkpoints": checkpoints})
     assert (trainer, again.server, again.api) == (config.trainer, config.server, config.api)
     assert (again.options, again.environments) == (config.options, config.environments)
+
+
+def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) -> None:
+    config = stored(tmp_path / "r", weight_bridge_mode="none")
+    tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
+    tables["trainer"] |= dict.fromkeys(OLD_OPTIONS, True)
+    (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
+    assert continued(tmp_path / "r").trainer.bridge == config.trainer.bridge
 
 
 def test_data_and_rewards_are_stored(tmp_path: Path) -> None:

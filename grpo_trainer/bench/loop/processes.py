@@ -64,7 +64,6 @@ ROLES = (
     ("api", "environments.api"),
     ("environment", " ".join(environment_command(ENVIRONMENT))),
     ("server", "vllm_server"),
-    ("server", "vllm_server.standby"),  # the next one
     ("trainer", "grpo_trainer train"),
 )
 """What each process of a run is started as."""

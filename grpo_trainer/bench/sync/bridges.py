@@ -251,7 +251,7 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
             values |= {"broadcast_transport": choice.transport, "broadcast_staging": choice.staging}
             values |= {} if choice.lora_root is None else {"broadcast_root": choice.lora_root}
         elif choice.bridge == "none":
-            values |= {"vllm_restart_interval": 1, "vllm_standby": False}
+            values |= {"vllm_restart_interval": 1}
         config = configured(options, place, **values)
         early = None if config.shares_weights else Loaded.of(config, place)
         if place.on_gpu:
