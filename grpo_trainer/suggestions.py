@@ -39,6 +39,7 @@ OF_RUN = MappingProxyType({"dataset": "data", "dataset_name": "data", "reward_fu
 """What others call flags of `grpo run` that are not options of a table. It accepts these names."""
 GONE = MappingProxyType(
     {
+        "activation_offload": "use --gradient-checkpointing, which keeps the inputs of layers on the GPU",
         "vllm_standby": "leave it out: vLLM is imported at each restart",
     }
 )

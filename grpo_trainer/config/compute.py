@@ -38,9 +38,6 @@ class ComputeConfig(Section):
         "parameters and runs of at least 20 steps (compiling takes about a minute), but not for a "
         "tensor-parallel server's weights.",
     )
-    activation_offload: bool = option(
-        False, help="Keep the inputs of recomputed layers in main memory; turns on --gradient-checkpointing."
-    )
     trainer_memory_gb: float | None = option(
         None,
         help="GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the "

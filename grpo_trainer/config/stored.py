@@ -124,7 +124,7 @@ COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 
 
-OLD_OPTIONS = frozenset({"vllm_standby"})
+OLD_OPTIONS = frozenset({"activation_offload", "vllm_standby"})
 """Options of earlier versions that did not change what is trained: a run that has them continues without them."""
 
 

@@ -285,25 +285,24 @@ class Setup:
     @property
     def chooses(self) -> bool:
         """Whether it is the trainer that decides how many layers are recomputed."""
-        config = self.config
-        return config.model.gradient_checkpointing is None and self.on_gpu and not config.compute.activation_offload
+        return self.config.model.gradient_checkpointing is None and self.on_gpu
 
     def _recomputed(self, free: float) -> int:
         """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
         layers = self.model.layers
         if self.chooses:
             return next((count for count in range(layers) if self._activations(count) <= free), layers)
-        return layers if self.config.model.gradient_checkpointing or self.config.compute.activation_offload else 0
+        return layers if self.config.model.gradient_checkpointing else 0
 
     def _activations(self, recomputed: int) -> float:
         """Bytes at the peak of the largest pass: what layers keep, all or their inputs, and one layer's gradients.
 
-        Inputs that are moved to main memory count nothing. Compiled layers can keep something between
-        (`engine.activations.Kept`), and then less is recomputed than this says.
+        Compiled layers can keep something between (`engine.activations.Kept`), and then less is recomputed than this
+        says.
         """
-        tokens, offloaded = self.config.largest_pass, self.config.compute.activation_offload and self.on_gpu
+        tokens = self.config.largest_pass
         layer = tokens * layer_bytes_per_token(self.config, self.model, self.item)
-        inputs = 0.0 if offloaded else float(tokens * self.model.hidden * self.item)
+        inputs = float(tokens * self.model.hidden * self.item)
         kept = (self.model.layers - recomputed) * layer + recomputed * inputs
         return kept + (1 if recomputed < self.model.layers else 2) * layer
 

@@ -1,4 +1,4 @@
-"""Activation memory: measure what layers keep for the backward pass; keep, recompute or offload it as memory allows."""
+"""Activation memory: measure what layers keep for the backward pass; keep or recompute it as memory allows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -150,19 +148,13 @@ def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
     return found if is_known else None
 
 
-def recompute(layers: nn.ModuleList, count: int, *, offload: bool, random: bool) -> None:
+def recompute(layers: nn.ModuleList, count: int, *, random: bool) -> None:
     """Make the first `count` layers keep only their input and the others everything, by torch's activation checkpoints.
 
     Args:
-        offload: keep the recomputed layers' inputs in main memory.
         random: layers draw random numbers (dropout), and the recomputation must draw the same ones.
     """
     plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
-
-    def moved(function: Callable[..., Any], *args: Any) -> Any:
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return plain(function, *args)
-
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # transformers' own flag
-        layer._gradient_checkpointing_func = moved if offload else plain  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = plain  # type: ignore[assignment]

@@ -96,7 +96,7 @@ class Fitting:
         self.states_over = states_over
         self.is_sharded = isinstance(forward.model, FSDPModule)
         self.random = _draws_random_numbers(forward.model)
-        self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_sharded or self.random)
+        self.recomputes_in_graphs = not (self.is_sharded or self.random)
         """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
 
     def fit(self) -> None:
@@ -200,9 +200,9 @@ class Fitting:
 
     def _set_recomputed(self) -> None:
         config, count = self.config, len(self.layers)
-        wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
-        if wanted is not None or offload or not on_gpu(self.head.weight.device):
-            self._keep(Recomputation(count if wanted or offload else 0))
+        wanted = config.model.gradient_checkpointing
+        if wanted is not None or not on_gpu(self.head.weight.device):
+            self._keep(Recomputation(count if wanted else 0))
             return
         memory = self._measured(in_graphs=self._recomputing_layers() is not None)
         self.before_measuring()
@@ -253,8 +253,7 @@ class Fitting:
                 compiled = None
         if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
             return False
-        offload = self.config.compute.activation_offload
-        recompute(self.layers, plan.count if compiled is None else 0, offload=offload, random=self.random)
+        recompute(self.layers, plan.count if compiled is None else 0, random=self.random)
         self.forward.recomputation = plan
         return True
 
