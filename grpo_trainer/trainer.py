@@ -30,7 +30,7 @@ from grpo_trainer.alignment.drift import (
 from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.batch.microbatches import MicroBatch, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine.forward import check_teacher, evaluating
+from grpo_trainer.engine.forward import check_teacher
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.errors import CommonTrainingError, CommonWeightsError
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
@@ -51,9 +51,6 @@ T = TypeVar("T")
 
 Logprobs = dict[int, NDArray[np.float32]]
 """By the number of a sample in the batch."""
-
-CLEAN_PASSES = 2
-"""If the adapter has dropout, this many passes of a step are repeated without it, for the drift alarm."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +174,6 @@ class Trainer:
         self.norms = NormHistory(config.optimizer.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
-        self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-        if self._drops and self._world.leads:
-            log.warning(
-                "--lora-dropout adds noise to the trainer's logprobs, to ratios against the server's logprobs, and to "
-                "those of a second update on a batch; the drift alarm compares samples without dropout"
-            )
 
     @property
     def shards(self) -> ShardedStates | None:
@@ -285,8 +276,6 @@ class Trainer:
             for _ in range(idle):
                 microbatch = idle_microbatch(self.forward.packed, self.forward.shared)
                 self._accumulate(Pass(microbatch), batch.counts, 0.0, [])
-        if self._drops and look is not None:
-            rows = self._clean_rows(passes[:CLEAN_PASSES])
         self.holding.finish_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -368,16 +357,6 @@ class Trainer:
         rows.append(row_gaps(microbatch, scores.logprobs_N))
         routed = {} if self.forward.routing is None else self.forward.routing.metrics()
         return {**output.metrics, **routed, "train/loss": Sum(output.loss.detach())}
-
-    @torch.no_grad()
-    def _clean_rows(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Return the gap of each sequence, computed without dropout.
-
-        Only adapters have dropout, and a model with an adapter is never sharded, so no other process has to take part.
-        """
-        with evaluating(self.model):
-            moved = [one.microbatch.to(self.device) for one in passes]
-            return [row_gaps(microbatch, self.forward.scores(microbatch).logprobs_N) for microbatch in moved]
 
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)

@@ -5,6 +5,7 @@ One class for each `--weight-bridge-mode`; an illegal combination can't be built
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,8 @@ from vllm_server.protocol.lora import Transport
 from vllm_server.protocol.weights import Staging, WeightTransport
 
 SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
+log = logging.getLogger(__name__)
+
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -27,7 +30,13 @@ class LoraOptions(Section):
     r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
     alpha: float = option(32.0, help="Scale the adapter by alpha / r.", flags=("--lora-alpha",), gt=0)
     rslora: bool = option(False, help="Rank-stabilised LoRA: scale by alpha / sqrt(r).", flags=("--lora-rslora",))
-    dropout: float = option(0.0, help="Dropout on the adapter's input.", flags=("--lora-dropout",), ge=0, lt=1)
+    dropout: float = option(
+        0.0,
+        help="Accepted, without effect: the server samples without dropout, so adapters train without it.",
+        flags=("--lora-dropout",),
+        ge=0,
+        lt=1,
+    )
     target_modules: tuple[str, ...] = option(
         ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
     )
@@ -50,6 +59,13 @@ class LoraOptions(Section):
             fitting = next((rank for rank in LEGAL_LORA_RANKS if rank >= value), LEGAL_LORA_RANKS[-1])
             raise ConfigError(wanted=f"a rank that vLLM serves: {SERVED_RANKS}", fix=f"use {fitting}")
         return value
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value:
+            log.warning("--lora-dropout: got %g, taken as 0: the server samples without dropout", value)
+        return 0.0
 
     @field_validator("target_modules", mode="before")
     @classmethod

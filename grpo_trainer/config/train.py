@@ -55,7 +55,7 @@ class ModelConfig(Section):
         help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
         "free memory allows; off on a CPU).",
     )
-    seed: int = option(0, help="Seed of the adapter's initial weights, of dropout and of the servers' sampling.")
+    seed: int = option(0, help="Seed of the adapter's initial weights and of the servers' sampling.")
 
     @field_validator("name")
     @classmethod

@@ -148,13 +148,9 @@ def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
     return found if is_known else None
 
 
-def recompute(layers: nn.ModuleList, count: int, *, random: bool) -> None:
-    """Make the first `count` layers keep only their input and the others everything, by torch's activation checkpoints.
-
-    Args:
-        random: layers draw random numbers (dropout), and the recomputation must draw the same ones.
-    """
-    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
+def recompute(layers: nn.ModuleList, count: int) -> None:
+    """Make the first `count` layers keep only their input (torch's activation checkpoints), the others everything."""
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # layers draw no random numbers
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # transformers' own flag
-        layer._gradient_checkpointing_func = plain  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = again  # type: ignore[assignment]

@@ -362,7 +362,7 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode within the block: no checkpointed layers, and no dropout of an adapter."""
+    """Put the model into eval mode within the block: its layers are not recomputed."""
     before = model.training
     model.eval()
     try:

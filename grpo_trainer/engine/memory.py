@@ -95,8 +95,7 @@ class Fitting:
         self.before_measuring = before_measuring
         self.states_over = states_over
         self.is_sharded = isinstance(forward.model, FSDPModule)
-        self.random = _draws_random_numbers(forward.model)
-        self.recomputes_in_graphs = not (self.is_sharded or self.random)
+        self.recomputes_in_graphs = not self.is_sharded
         """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
 
     def fit(self) -> None:
@@ -253,7 +252,7 @@ class Fitting:
                 compiled = None
         if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
             return False
-        recompute(self.layers, plan.count if compiled is None else 0, random=self.random)
+        recompute(self.layers, plan.count if compiled is None else 0)
         self.forward.recomputation = plan
         return True
 
@@ -379,8 +378,3 @@ def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
         run(MEASURED[0])
     hook.remove()
     return found[0].shape[-1] * found[0].itemsize
-
-
-def _draws_random_numbers(model: nn.Module) -> bool:
-    """Return whether the model has dropout, which only an adapter can have."""
-    return isinstance(model, PeftModel) and any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules())

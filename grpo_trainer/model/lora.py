@@ -39,7 +39,6 @@ def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> Peft
     config = LoraConfig(
         r=options.r,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # PEFT computes with it; a float is right
-        lora_dropout=options.dropout,
         use_rslora=options.rslora,
         target_modules=list(options.target_modules),
         layers_to_transform=None if options.layer_indices is None else list(options.layer_indices),

@@ -24,7 +24,7 @@ ADAPTER = "default"
 def use_few_kernels(model: nn.Module) -> int:
     """Replace the forward passes of a model's LoRA modules, and return the number of replaced ones.
 
-    Modules with dropout, in 4 bits, or of another kind than plain LoRA keep their own.
+    Modules in 4 bits, or of another kind than plain LoRA keep their own.
     """
     if not isinstance(model, PeftModel):
         return 0
@@ -38,7 +38,6 @@ def _is_plain(module: Linear) -> bool:
     return (
         type(module.base_layer) is nn.Linear
         and list(module.lora_A) == [ADAPTER]
-        and isinstance(module.lora_dropout[ADAPTER], nn.Identity)
         and not module.lora_variant
         and module.lora_B[ADAPTER].bias is None
     )

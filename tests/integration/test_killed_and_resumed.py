@@ -138,7 +138,7 @@ def same(one: Any, other: Any) -> bool:
 
 MODES = {
     "adapter": (
-        {"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_dropout": 0.1, "checkpoint_interval": "0.2s"},
+        {"weight_bridge_mode": "lora_only", "lora_r": 8, "checkpoint_interval": "0.2s"},
         "adapter_final",
         "adapter_model.safetensors",
     ),

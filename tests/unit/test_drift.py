@@ -29,7 +29,6 @@ from grpo_trainer.alignment.drift import (
     recheck_version,
 )
 from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.logprobs import token_scores
@@ -255,7 +254,7 @@ def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw:
 
 def trainer(**options: object) -> Trainer:
     config = config_of(**{"lora_r": 8, "on_drift": "stop", **options})
-    model = tiny_lora(dropout=config.bridge.dropout) if isinstance(config.bridge, LoraOnly) else tiny_lora()
+    model = tiny_lora()
     fill_b(model)
     made = Trainer(model, config)
     made.alarm = drift_alarm(config, 1e-6, model)
@@ -344,19 +343,6 @@ def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytes
     with pytest.raises(DriftError) as stopped:
         one.step(ready, 0)
     assert stopped.value.summary == Cause.FRESH.meaning
-
-
-def test_dropout_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
-    one = trainer(lora_dropout=0.5)
-    assert one.model.training and "--lora-dropout" in lines(caplog)[0]
-    same = tiny_lora(dropout=0.5)
-    fill_b(same)
-    numbers = reduce(one.step(of_version(3, rollouts(same, 3)), 0).metrics)  # stops where it takes this for drift
-    assert numbers["train/logprob_gap"] < 1e-5 < 0.01 < numbers["alignment/logprob_diff_mean"]
-    with pytest.raises(DriftError) as stopped:
-        one.step(of_version(3, rollouts(other(), 3)), 1)
-    assert stopped.value.summary == Cause.FRESH.meaning
-    assert one.model.training
 
 
 def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:

@@ -75,11 +75,6 @@ def test_names_and_the_model_without_its_adapter_are_as_before() -> None:
     )
 
 
-def test_dropout_stays_with_peft() -> None:
-    assert use_few_kernels(tiny_lora(dropout=0.1)) == 0
-    assert use_few_kernels(tiny_qwen()) == 0
-
-
 class LargeCasts(TorchDispatchMode):
     """Counts copies of whole activations in another dtype."""
 

@@ -59,6 +59,12 @@ def test_names_and_defaults_are_the_predecessors() -> None:
     assert (lora["lora_r"], lora["lora_alpha"]) == (16, 32.0)
 
 
+def test_dropout_of_an_adapter_is_accepted_and_taken_as_0(caplog: pytest.LogCaptureFixture) -> None:
+    config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_dropout": "0.05"})
+    assert isinstance(config.bridge, LoraOnly) and config.bridge.dropout == 0
+    assert [each.levelname for each in caplog.records] == ["WARNING"] and "--lora-dropout: got 0.05" in caplog.text
+
+
 def test_every_predecessor_flag_is_in_the_help() -> None:
     flags = {flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags}
     wanted = {
