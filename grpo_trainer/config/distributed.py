@@ -30,7 +30,7 @@ class DistributedConfig(Section):
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
         help="none: each process holds all weights, gradients and optimizer states. full: each holds a shard (FSDP2). "
-        "auto: full in the modes none and broadcast, except with adafactor or a reference model. In shared_vllm only "
+        "auto: full in the modes none and broadcast, except with a reference model. In shared_vllm only "
         "the optimizer states are sharded.",
     )
     init_method: str | None = option(
@@ -68,8 +68,6 @@ def why_whole(config: TrainConfig) -> str | None:
     """What speaks against cutting the weights over the processes, if anything does."""
     if not isinstance(config.bridge, CheckpointRestart | Broadcast):
         return f"belongs to --weight-bridge-mode none and broadcast, but the mode is {config.bridge.mode}"
-    if config.optimizer.optimizer == "adafactor":
-        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
     if config.loss.needs_reference:
         return "can't hold a reference (--kl-beta, --log-kl)"
     return None

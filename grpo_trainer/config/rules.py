@@ -328,9 +328,6 @@ def pairs(case: Case) -> Iterator[Problem]:
     if isinstance(bridge, SharedServer) and bridge.config_path is not None:
         why = "each server has its own file, and reports where it is"
         yield Problem("--vllm-config-path", str(bridge.config_path), fix="leave it out", summary=why)
-    if isinstance(bridge, SharedVllm) and config.optimizer.optimizer == "adafactor":
-        why = "its states are means over rows and columns, which can't be sharded by rows"
-        yield Problem("--optimizer", "adafactor", "adamw or adamw_8bit, or one trainer process", summary=why)
 
 
 @rule
@@ -354,8 +351,6 @@ def shards(case: Case) -> Iterator[Problem]:
         why = "the trainer's processes and the server's workers run on one machine"
         yield Problem("--cluster", f"{flag} {size}", f"{flag} 1", "leave --cluster out", why)
     why = f"with {flag} {size} each process has a part of each weight"
-    if config.optimizer.optimizer == "adafactor":
-        yield Problem("--optimizer", "adafactor", "adamw or adamw_8bit", summary=f"{why}, no whole row and column")
     if config.loss.needs_reference:
         yield Problem("--kl-beta, --log-kl", "a reference", "none", "leave them out", f"{why}, and a reference has all")
     if config.loss.distill_coef:

@@ -111,9 +111,7 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option(
-        "adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits; adafactor: factored states, the smallest."
-    )
+    optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits.")
     lr: float = option(
         ADAPTER_LR,
         help=f"Peak learning rate (default: {ADAPTER_LR:g} for an adapter, {ALL_WEIGHTS_LR:g} where all weights are "
@@ -143,12 +141,9 @@ class OptimizerConfig(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _known_optimizer(cls, value: Any) -> Any:
-        if value == "adamw_cpu":
-            raise ConfigError(
-                "not in this version",
-                wanted="adamw, adamw_8bit or adafactor",
-                fix="use adamw_8bit or adafactor, whose states are small",
-            )
+        if value in ("adamw_cpu", "adafactor"):
+            fix = "use adamw_8bit, whose states are small"
+            raise ConfigError("not in this version", wanted="adamw or adamw_8bit", fix=fix)
         return value
 
 

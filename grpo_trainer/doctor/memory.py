@@ -32,7 +32,7 @@ CACHE = "key-value cache"
 NEARLY_FULL = 0.93
 """Of a device's memory."""
 NF4_BYTES = 0.52
-STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 0.01}
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}
 
 
 @dataclass(frozen=True)

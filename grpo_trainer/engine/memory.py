@@ -335,7 +335,7 @@ def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: i
     For sharded weights, these are the bytes of this process's shard.
     """
     grad = 4 if config.compute.grad_dtype == "float32" else 0
-    state_bytes = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer.optimizer]
+    state_bytes = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}[config.optimizer.optimizer]
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
     return sum(
         part.numel() * ((grad or part.itemsize) + state_bytes / states_over)

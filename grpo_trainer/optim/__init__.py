@@ -4,7 +4,7 @@ A step has two parts. `prepare` computes the new weights into the memory of the 
 copies them into the parameters, so a server that shares the weights must pause only for the copy.
 
     landing.py      shared by all: pieces, joined small parameters, stochastic rounding, master weights
-    rules.py        adamw, adamw_8bit, adafactor
+    rules.py        adamw, adamw_8bit
     eight_bits.py   states in 8 bits
     landed.py       the share of weights that a step has changed
     schedules.py, spikes.py     the learning rate; exploding gradients
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.landing import TwoPartOptimizer
-from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW, PreparedAdamW
+from grpo_trainer.optim.rules import AdamW, AdamW8bit, FusedAdamW, PreparedAdamW
 
 
 def build_optimizer(
@@ -50,5 +50,5 @@ def build_optimizer(
             weight_decay=config.weight_decay,
             fused=True,
         )
-    rule = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adafactor": Adafactor}[config.optimizer]
+    rule = AdamW if config.optimizer == "adamw" else AdamW8bit
     return rule(parameters, config, master_weights=master_weights and not in_fp32)

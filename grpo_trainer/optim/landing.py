@@ -1,4 +1,4 @@
-"""Shared by the optimizers: arithmetic in fp32, piece by piece, with small parameters joined if the rule allows it.
+"""Shared by the optimizers: arithmetic in fp32, piece by piece, with small parameters joined.
 
 16-bit parameters get the result by stochastic rounding: up or down, with probabilities that make it right on average
 (arXiv 2010.06192). With `--master-weights` the result is also kept in fp32.
@@ -122,8 +122,6 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
     prepares = True
     arithmetic: ClassVar[Callable[..., Any]]
     """The function to compile; call it as `_arithmetic`, which is the function itself or its compiled form."""
-    elementwise: ClassVar[bool] = True
-    """A weight's update depends only on the state and gradient of the weight itself, or of its block."""
     block: ClassVar[int] = 1
     """Number of elements that share a state."""
 
@@ -196,7 +194,7 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
             state["step"] += 1
             size = parameter.numel()
             whole_blocks = math.prod(parameter.shape[-2:]) % self.block == 0  # no block spans two matrices of a stack
-            if not (self.elementwise and whole_blocks and size <= PIECE // 2):
+            if not (whole_blocks and size <= PIECE // 2):
                 yield Part(group, [parameter], [gradient], [state])
                 continue
             key = (id(group), state["step"], parameter.dtype, gradient.dtype, parameter.device)

@@ -36,7 +36,7 @@ def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> Non
     getattr(SharedContract([server], tmp_path), promise)()
 
 
-@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adafactor"}], ids=str)
+@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adamw_8bit"}], ids=str)
 def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
     SharedContract([server], tmp_path).writes_while_requests_run(**options)
 

@@ -207,7 +207,6 @@ ROWS = [
         "one machine",
     ),
     in_train(rules.pairs, {**PAIRS, "vllm_config_path": "x.json"}, "--vllm-config-path", "x.json", "leave it out"),
-    in_train(rules.pairs, {**PAIRS, "optimizer": "adafactor"}, "--optimizer", "adafactor", "adamw_8bit"),
     in_run(
         rules.written_server,
         {**SHARED, "server.pipeline_parallel_size": "2"},
@@ -219,7 +218,6 @@ ROWS = [
         rules.shards, {**SHARE_BASE, "server.tensor_parallel_size": 2}, TP, "2, and --share-base", "leave --share-base"
     ),
     in_run(rules.shards, SHARDS | {"cluster": "auto"}, "--cluster", f"{TP} 2", "leave --cluster out"),
-    in_run(rules.shards, SHARDS | {"optimizer": "adafactor"}, "--optimizer", "adafactor", "adamw_8bit"),
     in_run(rules.shards, SHARDS | {"kl_beta": 0.1}, "--kl-beta, --log-kl", "a reference", "leave them out"),
     in_run(rules.shards, SHARDS | {"distill_coef": 0.1}, "--distill-coef", "0.1", "leave it out"),
     in_run(rules.shards, SHARDS | {"compile": "on"}, "--compile", "on", "auto or off"),
@@ -290,7 +288,7 @@ ROWS = [
     in_train(rules.processes, TWO | {"init_method": None}, "--init-method", "nothing", "MASTER_ADDR"),
     *(
         in_train(rules.processes, {**TWO, "sharding": "full", **given}, "--sharding", "full", why)
-        for given, why in (({"optimizer": "adafactor"}, "adafactor"), ({"kl_beta": 0.1}, "--kl-beta"), (LORA, "lora"))
+        for given, why in (({"kl_beta": 0.1}, "--kl-beta"), (LORA, "lora"))
     ),
     in_run(rules.processes, {**NONE, "sharding": "full"}, "--sharding", "full", "one trainer process"),
     in_train(rules.processes, {**TWO, "device": "cuda:1"}, "--device", "cuda:1", "another GPU"),

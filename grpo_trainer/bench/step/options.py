@@ -36,7 +36,7 @@ class BatchChoice(Section):
 class StepOptions(Section):
     """What is measured."""
 
-    optimizer: Literal["auto", "adamw", "adamw_8bit", "adafactor"] = option(
+    optimizer: Literal["auto", "adamw", "adamw_8bit"] = option(
         "auto", help="auto: adamw_8bit for all weights, adamw for an adapter."
     )
     warmup: int = option(2, help="Unmeasured steps before the measured ones.", ge=1)
@@ -53,7 +53,7 @@ class StepOptions(Section):
     compute: ComputeConfig = ComputeConfig()
 
     @property
-    def optimizer_name(self) -> Literal["adamw", "adamw_8bit", "adafactor"]:
+    def optimizer_name(self) -> Literal["adamw", "adamw_8bit"]:
         """The optimizer that `--optimizer auto` means."""
         if self.optimizer == "auto":
             return "adamw" if self.model.lora_r else "adamw_8bit"

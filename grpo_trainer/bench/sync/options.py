@@ -86,7 +86,7 @@ class StepChoice(Section):
     )
     step_prompt_len: int = option(512, help="Tokens of a prompt in that step.", ge=1)
     step_completion_len: int = option(1024, help="Tokens of a completion in that step.", ge=1)
-    step_optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option("adamw", help="Optimizer of that step.")
+    step_optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", help="Optimizer of that step.")
     step_microbatch_tokens: int = option(4608, help="Tokens of a microbatch in that step.", ge=1)
 
 
