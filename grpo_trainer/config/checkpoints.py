@@ -33,11 +33,6 @@ class CheckpointConfig(Section):
         help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint, or "
         "(`grpo run`) the run in that folder with its options.",
     )
-    checkpoint_url: str | None = option(
-        None,
-        help="Copy each checkpoint there: a folder of another disk, or a URL that fsspec knows (s3://BUCKET/RUN). "
-        "--resume auto fetches the newest copy if --save-path has none as new.",
-    )
     background_writes: bool = option(
         True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."
     )
@@ -60,25 +55,6 @@ class CheckpointConfig(Section):
     @classmethod
     def _is_at_home(cls, value: str) -> str:
         return str(at_home(Path(value))) if value.startswith("~") else value
-
-    @field_validator("checkpoint_url")
-    @classmethod
-    def _has_a_driver(cls, value: str | None) -> str | None:
-        if value is None or "://" not in value:
-            return value
-        from fsspec import get_filesystem_class
-
-        protocol = value.partition("://")[0]
-        try:
-            get_filesystem_class(protocol)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                str(error),
-                got=value,
-                wanted="a folder, or a URL whose fsspec driver is installed",
-                fix="install the driver, such as s3fs for s3://",
-            ) from None
-        return value
 
     @property
     def saves(self) -> bool:

@@ -11,7 +11,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -149,20 +148,6 @@ def steps(case: Case) -> Iterator[Problem]:
     if allowed is not None and allowed < oldest:
         why = f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old"
         yield Problem("--max-staleness", str(allowed), f"{oldest} or more, or more restarts", summary=why)
-
-
-@rule
-def copies(case: Case) -> Iterator[Problem]:
-    """Copies of checkpoints."""
-    saving = case.trainer.checkpoints
-    if saving.checkpoint_url and not saving.saves:
-        got = f"{saving.checkpoint_url} with --checkpoint-interval never"
-        yield Problem("--checkpoint-url", got, "checkpoints to copy", "leave one of the two out")
-    folder = case.run.run_dir / "checkpoints" if case.run else saving.save_path
-    there = (saving.checkpoint_url or "").removeprefix("file://")
-    if there and Path(there).resolve() == folder.resolve():
-        why = "the checkpoints themselves are there, and a copy replaces what is there"
-        yield Problem("--checkpoint-url", there, "another folder, best of another disk", "choose another", why)
 
 
 LONE_ANSWERS = Problem(

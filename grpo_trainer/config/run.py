@@ -338,7 +338,7 @@ def _what_is_trained(stored: Mapping[str, Any], *, places: bool = True) -> dict[
 
 CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, CHOSEN})
 """Tables and options of a stored run that say what is trained."""
-PLACES = frozenset({"checkpoint_url", "wandb_group"})
+PLACES = frozenset({"wandb_group"})
 """Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
 BATCH = ("batch_size", "gradient_accumulation_steps")
 

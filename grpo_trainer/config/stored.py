@@ -7,6 +7,7 @@ no keys: `grpo run --resume RUN` takes them from the environment variables or fl
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tomllib
@@ -25,9 +26,12 @@ from grpo_trainer.config.options import dump
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.server import ALIASES
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.suggestions import GONE
 
 if TYPE_CHECKING:
     from grpo_trainer.config.run import RunConfig
+
+log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 """Parent folder of the runs that are started without `--run-dir`."""
@@ -124,7 +128,7 @@ COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 
 
-OLD_OPTIONS = frozenset({"activation_offload", "vllm_standby"})
+OLD_OPTIONS = frozenset({"activation_offload", "checkpoint_url", "vllm_standby"})
 """Options of earlier versions that did not change what is trained: a run that has them continues without them."""
 
 
@@ -146,7 +150,12 @@ def read_stored(folder: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(content.decode("utf-8-sig"))
         tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
-        return {**tables, "trainer": {k: v for k, v in tables.get("trainer", {}).items() if k not in OLD_OPTIONS}}
+        trainer = tables.get("trainer", {})
+        if "checkpoint_url" in trainer:
+            log.warning(
+                "%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"]
+            )
+        return {**tables, "trainer": {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--resume {path}", fix="correct the file there") from None
     except (TypeError, AttributeError) as error:  # a value of another kind

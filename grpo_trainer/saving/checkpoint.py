@@ -36,7 +36,6 @@ from grpo_trainer.parallel.shard_states import Place, read_states, reshard_state
 from grpo_trainer.parallel.strategies import ShardedStates
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.policy import Adapter, AllWeights, Policy
-from grpo_trainer.saving.copies import CheckpointCopies
 from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
@@ -87,8 +86,6 @@ class Checkpoints:
         self._writer = BackgroundWriter()
         self._schedule = Schedule(config.interval_steps, config.interval_seconds, clock)
         self._write_seconds: float | None = None
-        url = config.checkpoint_url
-        self._copies = CheckpointCopies(url, config.keep_checkpoints, policy.final_name) if url else None
         self.safe: Progress | None = None
         self.safe_path: Path | None = None
 
@@ -229,8 +226,6 @@ class Checkpoints:
         self.safe, self.safe_path = progress, path
         self._write_seconds = time.perf_counter() - started
         log.info("saved %s", path)
-        if self._copies is not None:
-            self._copies.add(path)
         self._prune(path)
 
     @contextmanager
@@ -303,14 +298,10 @@ class Checkpoints:
         self._make_folder()
         saved_checkpoints(self._config.save_path)  # before anything is moved or deleted: all are of a known format
         if self._config.resume == "never":
-            if self._copies is not None:
-                self._copies.check_empty()
             return Progress()
         for kind in (Adapter, AllWeights):
             remove_remains(self._config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
         self._remove_exports()
-        if self._config.resume == "auto" and self._copies is not None:
-            self._copies.fetch(self._config.save_path, say)
         found = (
             newest_whole(self._config.save_path, say)
             if self._config.resume == "auto"

@@ -34,7 +34,6 @@ from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.report.read import read_series
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.saving.copies import CheckpointCopies
 from grpo_trainer.saving.finding import newest_whole
 from grpo_trainer.saving.manifest import Progress, seal
 from grpo_trainer.server_client import ServerClient
@@ -146,9 +145,6 @@ def test_a_newer_checkpoint_is_neither_taken_for_damaged_nor_exported(tmp_path: 
     for named in (checkpoints, checkpoints / "step_3"):
         with refused(tmp_path, "step_3/state.json"):
             command("export", named, tmp_path / "out")
-    copies = CheckpointCopies(str(checkpoints), 1, "model_final")
-    with refused(tmp_path, "step_3/state.json"):
-        copies.fetch(tmp_path / "fetched", lambda line: None)
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step_3", "never"])

@@ -63,21 +63,6 @@ in_train, in_run = Row, partial(Row, run=True)
 
 BATCH = "--batch-size x --gradient-accumulation-steps"
 ROWS = [
-    in_train(
-        rules.copies,
-        {"checkpoint_url": "/mnt/copies", "checkpoint_interval": "never"},
-        *("--checkpoint-url", "/mnt/copies with --checkpoint-interval never", "leave one"),
-    ),
-    in_run(
-        rules.copies,
-        {**LORA, "checkpoint_url": "runs/a/../a/checkpoints", "run_dir": "runs/a"},
-        *("--checkpoint-url", "runs/a/../a/checkpoints", "another disk"),
-    ),
-    in_train(
-        rules.copies,
-        {"checkpoint_url": "file:///saved", "save_path": "/saved"},
-        *("--checkpoint-url", "/saved", "another disk"),
-    ),
     in_train(rules.steps, {"warmup_steps": 10}, "--warmup-steps", "10", "--training-steps 10"),
     in_train(
         rules.steps,
