@@ -166,7 +166,13 @@ class BaseEnvConfig(BaseModel):
     wandb_name: str | None = Field(default=None, description="name for registration and W&B")
 
 
-ServerType = Literal["auto", "vllm", "openai", "sglang"]
+def _no_sglang(kind: Any) -> Any:
+    if kind == "sglang":
+        raise ValueError("wanted auto, vllm or openai; serve the model with grpo serve")
+    return kind
+
+
+ServerType = Annotated[Literal["auto", "vllm", "openai"], BeforeValidator(_no_sglang)]
 
 
 class ServerConfig(BaseModel):

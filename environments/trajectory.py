@@ -101,7 +101,7 @@ def ids_of(completion: Completion) -> list[int]:
             field="the inference server",
             got="text without token ids",
             wanted="token_ids",
-            fix="use grpo serve, vLLM or SGLang",
+            fix="use grpo serve or vLLM",
         )
     return completion.token_ids
 

@@ -40,7 +40,7 @@ _BENDING: Final[Mapping[str, object]] = {
     "response_format": None,
     "use_beam_search": False,
 }
-"""Sampling parameters of vLLM, SGLang and OpenAI's API that change probabilities by more than a set of kept tokens can
+"""Sampling parameters of vLLM and OpenAI's API that change probabilities by more than a set of kept tokens can
 say, and the value at which each changes nothing. Sequences and mappings without entries change nothing either."""
 
 

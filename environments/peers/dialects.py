@@ -4,12 +4,10 @@
 |---|---|---|
 | grpo's own server | `/generate` | `token_ids`, `logprobs` |
 | stock vLLM, OpenAI-compatible | `/v1/completions` | `token_ids` (`return_token_ids`), `token_logprobs` |
-| SGLang | `/generate` | `meta_info.output_token_logprobs` |
 
 Text is never tokenised again. A server that returns no ids works for evaluations, but not for training.
 
-Sources: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html,
-https://docs.sglang.ai/basic_usage/native_api.html.
+Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
 from __future__ import annotations
@@ -212,7 +210,9 @@ class CompletionsServer:
     async def _choices(self, peer: Peer, body: dict[str, Any], n: int) -> tuple[list[_Choice], Mapping[str, str]]:
         answer, headers = await _post(peer, COMPLETIONS_ROUTE, body, _Completions, "OpenAI's completions")
         if len(answer.choices) != n:
-            raise _wrong_number(peer, COMPLETIONS_ROUTE, len(answer.choices), n)
+            raise PeerError(
+                field=_route(peer, COMPLETIONS_ROUTE), got=f"{len(answer.choices)} completions", wanted=f"{n}"
+            )
         return answer.choices, headers
 
 
@@ -226,57 +226,7 @@ def _choice_logprobs(peer: Peer, choice: _Choice) -> list[float]:
     return logprobs
 
 
-class _FinishReason(msgspec.Struct, frozen=True):
-    type: str
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    weight_version: str | None = None
-
-
-class _SglangAnswer(msgspec.Struct, frozen=True):
-    text: str
-    meta_info: _Meta
-
-
-@dataclass(frozen=True, slots=True)
-class SglangServer:
-    """SGLang by its native route. If `weight_version` is a whole number, it is the policy's version."""
-
-    async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Use `POST /generate` of SGLang."""
-        params = sampling.to_body() | {"n": n, "skip_special_tokens": False}
-        params["max_new_tokens"] = params.pop("max_tokens")
-        body = {"input_ids": prompt_token_ids, "sampling_params": params, "return_logprob": True}
-        answer_type: Any = _SglangAnswer | list[_SglangAnswer]
-        decoded, _ = await _post(peer, GENERATE_ROUTE, body, answer_type, "SGLang's answer")
-        answers = decoded if isinstance(decoded, list) else [decoded]
-        if len(answers) != n:
-            raise _wrong_number(peer, GENERATE_ROUTE, len(answers), n)
-        return [_of_sglang(peer, answer, prompt_token_ids, sampling) for answer in answers]
-
-
-def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
-    meta = answer.meta_info
-    if meta.output_token_logprobs is None or any(logprob is None for logprob, *_ in meta.output_token_logprobs):
-        wanted = "output_token_logprobs for each sampled token"
-        raise PeerError(field=_route(peer, GENERATE_ROUTE), got="none for some", wanted=wanted)
-    version = meta.weight_version
-    return Completion(
-        prompt_token_ids=prompt_token_ids,
-        token_ids=[token_id for _, token_id, _ in meta.output_token_logprobs],
-        rollout_logprobs=[float(logprob or 0.0) for logprob, _, _ in meta.output_token_logprobs],
-        text=answer.text,
-        finish_reason=meta.finish_reason.type if meta.finish_reason else "unknown",
-        policy_version=int(version) if version and version.isdecimal() else None,
-        temperature=sampling.temperature,
-        cuts=sampling.cuts,
-    )
-
-
-Dialect = GrpoServer | CompletionsServer | SglangServer
+Dialect = GrpoServer | CompletionsServer
 """The requests for one kind of server; `generate` raises as `Peer.request`, and PeerError for an unsound answer."""
 
 
@@ -306,9 +256,6 @@ async def find_dialect(peer: Peer, model: str | None) -> Found:
     if "boot_id" in (info := await _ask(peer, "/bridge/info")):
         check_format(f"the inference server at {peer.url}", info, FORMAT, PeerError)
         return Found(GrpoServer(model), f"grpo's own server, policy version {info.get('policy_version')}")
-    for path in ("/model_info", "/get_model_info"):
-        if "model_path" in (info := await _ask(peer, path)):
-            return Found(SglangServer(), f"SGLang with {info['model_path']}")
     version = (await _ask(peer, "/version")).get("version")
     models = (await _ask(peer, "/v1/models")).get("data")
     if isinstance(models, list) and models and isinstance(models[0], dict):
@@ -319,7 +266,7 @@ async def find_dialect(peer: Peer, model: str | None) -> Found:
     raise PeerError(
         field=f"--openai.base_url {peer.url}",
         got="no answer of an inference server",
-        wanted="one at /bridge/info (grpo's server), /model_info (SGLang) or /v1/models (vLLM, OpenAI-compatible)",
+        wanted="one at /bridge/info (grpo's server) or /v1/models (vLLM, OpenAI-compatible)",
         fix="check the port",
     )
 
@@ -337,10 +284,6 @@ async def _post(
 
 def _route(peer: Peer, path: str) -> str:
     return f"{peer.name} at {peer.url}{path}"
-
-
-def _wrong_number(peer: Peer, path: str, got: int, wanted: int) -> PeerError:
-    return PeerError(field=_route(peer, path), got=f"{got} completions", wanted=f"{wanted}")
 
 
 def _not_theirs(peer: Peer, path: str, logprobs: int, tokens: int) -> PeerError:

@@ -14,7 +14,6 @@ from environments.peers.dialects import (
     Found,
     GrpoServer,
     Sampling,
-    SglangServer,
     find_dialect,
 )
 from environments.peers.http import Peer
@@ -91,17 +90,9 @@ class InferenceClient:
         """Return, for each position but the first, the `top_k` likeliest tokens and the actual one.
 
         Raises:
-            ConfigError: This kind of server does not return them.
             PeerError: As for `generate`.
         """
         dialect = await self._dialect(Sampling(max_tokens=1))
-        if not isinstance(dialect, GrpoServer | CompletionsServer):
-            raise ConfigError(
-                field=f"{self._peer.name} at {self._peer.url}",
-                got=type(dialect).__name__,
-                wanted="a server that returns the logprobs of a prompt",
-                fix="use vLLM",
-            )
         with elsewhere():
             async with self._slots:
                 return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
@@ -133,8 +124,6 @@ def _told(config: ServerConfig) -> Found | None:
             return None
         case "vllm":
             return Found(GrpoServer(config.model_name), "grpo's own server")
-        case "sglang":
-            return Found(SglangServer(), "SGLang")
         case "openai":
             if config.model_name is None:
                 raise ConfigError(

@@ -33,16 +33,6 @@ VLLM_CHOICE = {
     "token_ids": [6, 1],
     "prompt_token_ids": [3, 4],
 }
-SGLANG = {
-    "text": "46",
-    "output_ids": [6, 1],
-    "meta_info": {
-        "id": "x",
-        "finish_reason": {"type": "stop", "matched": 1},
-        "output_token_logprobs": [[-0.5, 6, None], [-0.25, 1, None]],
-        "weight_version": "default",
-    },
-}
 MODELS = {"object": "list", "data": [{"id": "Qwen", "object": "model", "owned_by": "vllm"}]}
 SERVERS: dict[str, dict[str, Any]] = {
     "grpo": {"/bridge/info": {"boot_id": "b", "policy_version": 7}, "/generate": OURS, "/version": {"version": "0.25"}},
@@ -51,13 +41,11 @@ SERVERS: dict[str, dict[str, Any]] = {
         "/v1/models": {"data": [{"id": "Qwen", "owned_by": "someone"}]},
         "/v1/completions": {"choices": [VLLM_CHOICE]},
     },
-    "sglang": {"/model_info": {"model_path": "Qwen"}, "/generate": SGLANG, "/v1/models": MODELS},
 }
 FOUND = {
     "grpo": ("grpo", "7"),
     "vllm": ("vLLM", "0.32.0", "Qwen"),
     "openai": ("OpenAI", "Qwen"),
-    "sglang": ("SGLang", "Qwen"),
 }
 
 
@@ -99,18 +87,12 @@ def test_a_server_is_known_by_what_it_answers_and_asked_for_ids(kind: str, caplo
     assert len(bodies) == 2 and bodies[0] == bodies[1]
 
 
-def test_every_kind_is_asked_for_the_plain_distribution() -> None:
-    for kind in ("vllm", "sglang"):
-        _, asked = ask(SERVERS[kind], Sampling(max_tokens=5, temperature=0.5, stop=("\n",)))
-        body = asked[-1][1]
-        if kind == "vllm":
-            assert (body["model"], body["prompt"], body["return_token_ids"]) == ("Qwen", [3, 4], True)
-            params = body
-        else:
-            assert (body["input_ids"], body["return_logprob"]) == ([3, 4], True)
-            params = body["sampling_params"]
-        assert (params["n"], params["temperature"], params["top_p"], params["top_k"]) == (1, 0.5, 1.0, -1)
-        assert params["stop"] == ["\n"] and params.get("max_tokens", params.get("max_new_tokens")) == 5
+def test_vllm_is_asked_for_the_plain_distribution() -> None:
+    _, asked = ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5, stop=("\n",)))
+    body = asked[-1][1]
+    assert (body["model"], body["prompt"], body["return_token_ids"]) == ("Qwen", [3, 4], True)
+    assert (body["n"], body["temperature"], body["top_p"], body["top_k"]) == (1, 0.5, 1.0, -1)
+    assert (body["stop"], body["max_tokens"]) == (["\n"], 5)
 
 
 MASKS = bytes([0, 2, 2, 0, 6, 1])
@@ -134,20 +116,14 @@ def test_plain_and_greedy_sampling_ask_for_none(sampling: Sampling) -> None:
     assert not {"sampling_masks", "min_p"} & asked[-1][1].keys() and completion.sampling_masks is None
 
 
-@pytest.mark.parametrize("kind", ["vllm", "openai", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
 def test_other_servers_give_no_masks_and_what_they_left_out_is_said(kind: str) -> None:
     (completion,), asked = ask(SERVERS[kind], Sampling(max_tokens=5, top_k=3, top_p=0.9))
     assert "sampling_masks" not in asked[-1][1]
     assert (completion.cuts, completion.sampling_masks) == ({"top_p": 0.9, "top_k": 3}, None)
 
 
-def test_sglangs_weight_version_is_the_policys_where_it_is_a_number() -> None:
-    answer = {**SGLANG, "meta_info": {**SGLANG["meta_info"], "weight_version": "12"}}
-    (completion,), _ = ask({**SERVERS["sglang"], "/generate": [answer]})
-    assert completion.policy_version == 12
-
-
-@pytest.mark.parametrize(("kind", "server_type"), [("grpo", "vllm"), ("openai", "openai"), ("sglang", "sglang")])
+@pytest.mark.parametrize(("kind", "server_type"), [("grpo", "vllm"), ("openai", "openai")])
 def test_a_kind_that_was_named_is_not_asked_about(kind: str, server_type: str) -> None:
     _, asked = ask(SERVERS[kind], server_type=server_type, model_name="Qwen")
     assert [body is None for _, body in asked] == [False]
@@ -182,8 +158,6 @@ def test_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
         ("vllm", "/v1/completions", {"choices": []}, {"got": "0 completions", "wanted": "1"}),
         ("vllm", "/v1/completions", {"choices": [{**VLLM_CHOICE, "logprobs": None}]}, {"got": "0 logprobs"}),
         ("vllm", "/v1/completions", {"error": "x"}, {"got": "`choices`"}),
-        ("sglang", "/generate", {"text": "46", "meta_info": {}}, {"wanted": "output_token_logprobs"}),
-        ("sglang", "/generate", [SGLANG, SGLANG], {"got": "2 completions", "wanted": "1"}),
     ],
 )
 def test_an_answer_that_is_not_sound_is_refused(kind: str, route: str, answer: Any, parts: dict[str, str]) -> None:
@@ -197,7 +171,7 @@ def test_what_is_no_inference_server_is_told_with_all_that_was_asked() -> None:
     with pytest.raises(PeerError) as error:
         ask({"/": {"message": "the rollout API"}})
     assert error.value.field.startswith("--openai.base_url http://")
-    assert all(route in error.value.wanted for route in ("/bridge/info", "/model_info", "/v1/models"))
+    assert all(route in error.value.wanted for route in ("/bridge/info", "/v1/models"))
 
 
 def test_a_wrong_key_is_told_as_such() -> None:
