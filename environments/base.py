@@ -57,6 +57,7 @@ from environments.tokenizers import (
 from environments.trajectory import (
     Message,
     Trajectory,
+    check_whole_vocabulary,
     scored_group,
     truncated_of,
     unknown_of,
@@ -244,6 +245,10 @@ class BaseEnv(Generic[Item, Config]):
             stop_token_ids=self.more_stops,
         )
 
+    def check_sampling(self, room: int) -> None:
+        """Raise a ConfigError if `sampling` leaves out tokens of the vocabulary."""
+        check_whole_vocabulary(self.sampling(room).to_body(), f"{type(self).__name__}: sampling()")
+
     @cached_property
     def more_stops(self) -> tuple[int, ...]:
         """Tokens at which an answer ends besides the model's stop tokens: the end of a turn, unless it is one of them
@@ -342,7 +347,10 @@ class BaseEnv(Generic[Item, Config]):
         prompt = self.prompt(item)
         token_ids = self.encode(prompt)
         self._check_known(token_ids)
-        seen = f"a prompt of {len(token_ids)} tokens, room for {self.config.max_token_length - len(token_ids)}"
+        room = self.config.max_token_length - len(token_ids)
+        seen = f"a prompt of {len(token_ids)} tokens, room for {room}"
+        doing("sampling()")
+        self.check_sampling(room)
         if collects:
             return seen + self.said_of_stops()
         doing("score_group()" if scores_groups else "score()")

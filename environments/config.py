@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 
 from environments.data_config import DataConfig, Rewards, spelled_out
 from grpo_common.errors import Problem, UserError, nearest, wanted_by_pydantic
+from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
 
 
 class ConfigError(UserError, ValueError):
@@ -368,6 +369,8 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(name: str, names: Sequence[str], flag: str) -> str:
+    if name.rpartition(".")[2].replace("-", "_") in CUTS:
+        return WHOLE_VOCABULARY
     # A missing or wrong table name is the likeliest mistake: --group_size for --env.group_size.
     same = (known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2])
     near = next(same, None) or nearest(name, names)

@@ -13,7 +13,6 @@ from environments.peers.inference import Completion
 from environments.tokenizers import THINK, Tools, is_special, opens_thinking, prompt_ids, render
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
 from vllm_server.protocol.routed_experts import joined
-from vllm_server.protocol.sampling_masks import skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +78,6 @@ class Conversation:
         self._versions: list[int] = []
         self._temperature = 1.0
         self._cuts: dict[str, float] = {}
-        self._masks = [skip(len(self.tokens))]
-        self._without_masks = False
         self._experts: list[bytes | None] = []
 
     def say(self, completion: Completion, text: str) -> None:
@@ -106,8 +103,6 @@ class Conversation:
         self.truncated = completion.finish_reason == "length"
         self._temperature = completion.temperature
         self._cuts |= completion.cuts
-        self._masks.append(completion.sampling_masks or skip(len(sampled)))
-        self._without_masks |= bool(completion.cuts) and completion.sampling_masks is None
         self._experts.append(completion.routed_experts)
         self._versions += [] if completion.policy_version is None else [completion.policy_version]
 
@@ -125,7 +120,6 @@ class Conversation:
         self.tokens = self.tokens + tokens
         self.trained += [False] * len(tokens)
         self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
-        self._masks.append(skip(len(tokens)))
         self.messages += messages
         return True
 
@@ -145,7 +139,6 @@ class Conversation:
             temperature=self._temperature,
             turn_rewards=tuple(self._turn_rewards),
             cuts=self._cuts,
-            sampling_masks=b"".join(self._masks) if self._cuts and not self._without_masks else None,
             routed_experts=joined(self._experts),
             truncated=self.truncated,
         )

@@ -165,7 +165,10 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
     async def rehearse(self, item: Item, doing: Callable[[str], None]) -> str:
         """Try the beginning of a conversation without a server; see `BaseEnv.rehearse`."""
         doing("opening()")
-        return f"a beginning of {len(self.begin(item).tokens)} tokens{self.said_of_stops()}"
+        tokens = len(self.begin(item).tokens)
+        doing("sampling()")
+        self.check_sampling(self.config.max_token_length - tokens)
+        return f"a beginning of {tokens} tokens{self.said_of_stops()}"
 
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""

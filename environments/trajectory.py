@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from environments.api import wire
+from environments.config import ConfigError
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
-from vllm_server.protocol.sampling_masks import skip
+from grpo_common.sampling import WHOLE_VOCABULARY, cuts
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` and further keys of a chat template."""
@@ -48,7 +49,6 @@ class Trajectory:
         temperature: Sampling temperature. The trainer divides its logits by it, which correct ratios require.
         turn_rewards: Rewards of single turns; `score` is their sum plus the reward of the end.
         cuts: As in `Completion`.
-        sampling_masks: The tokens that were kept at each position of `tokens`, as in `Completion`.
         routed_experts: As in `Completion`; tokens after the policy's last turn have none.
         truncated: Whether it reached a limit of its tokens.
     """
@@ -62,7 +62,6 @@ class Trajectory:
     temperature: float = 1.0
     turn_rewards: tuple[TurnReward, ...] = ()
     cuts: Mapping[str, float] = field(default_factory=dict)
-    sampling_masks: bytes | None = None
     routed_experts: bytes | None = None
     truncated: bool = False
 
@@ -73,7 +72,7 @@ class Trajectory:
         Raises:
             PeerError: The server returned text without token ids.
         """
-        prompt, sampled, masks = completion.prompt_token_ids, ids_of(completion), completion.sampling_masks
+        prompt, sampled = completion.prompt_token_ids, ids_of(completion)
         return cls(
             tokens=prompt + sampled,
             trained=[False] * len(prompt) + [True] * len(sampled),
@@ -83,7 +82,6 @@ class Trajectory:
             messages=list(messages),
             temperature=completion.temperature,
             cuts=completion.cuts,
-            sampling_masks=None if masks is None else skip(len(prompt)) + masks,
             routed_experts=completion.routed_experts,
             truncated=completion.finish_reason == "length",
         )
@@ -110,7 +108,6 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     """Return the trajectories of one item in the rollout API's form."""
     messages = [trajectory.messages for trajectory in trajectories]
     sampling = [{"temperature": trajectory.temperature, **trajectory.cuts} for trajectory in trajectories]
-    masks = [trajectory.sampling_masks or b"" for trajectory in trajectories]
     experts = [trajectory.routed_experts or b"" for trajectory in trajectories]
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
     same = all(each == sampling[0] for each in sampling)
@@ -138,9 +135,34 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
         messages=messages if any(messages) else None,
         generation_params=sampling[0] if same else None,
         overrides=overrides if any(overrides) else None,
-        sampling_masks=masks if any(masks) else None,
         routed_experts=experts if any(experts) else None,
     )
+
+
+def check_whole_vocabulary(params: Mapping[str, Any], where: str) -> None:
+    """Refuse sampling parameters that leave out tokens. The trainer computes a token's probability among all tokens.
+
+    Raises:
+        ConfigError: One of them does; `where` is what to correct.
+    """
+    for name, value in cuts(params).items():
+        raise ConfigError(
+            field=where, got=f"{name}={value:g}", wanted="no such parameter", fix=f"leave it out: {WHOLE_VOCABULARY}"
+        )
+
+
+def check_sampled_from_all(group: wire.ScoredData, name: str) -> None:
+    """Refuse a group of the environment `name` that says that its tokens were sampled from a part of the vocabulary.
+
+    Raises:
+        ConfigError: The parameter, and the call that takes it.
+    """
+    whole = {**(group.generation_params or {}), **(group.group_overrides or {})}
+    for own in group.overrides or [{}]:
+        if not own.get("sft", whole.get("sft")):  # imitated sequences were not sampled by the policy
+            check_whole_vocabulary(
+                {**whole, **own}, f"{name}: Sampling of sampling(), or of server.generate() in collect_trajectories()"
+            )
 
 
 def truncated_of(group: wire.ScoredData) -> list[bool]:

@@ -1,13 +1,12 @@
 """Which ways of sampling a trainer can reproduce: the rules, for the server and the trainer. Pure.
 
-A trainer learns from tokens whose probability it can compute itself. It divides its logits by the temperature, and it
-renormalises over the tokens that top-p, top-k and min-p kept, if the samples bring them (sampling masks). Everything
-else that changes the distribution is refused here.
+A trainer learns from tokens whose probability it can compute itself. It divides its logits by the temperature.
+Everything else that changes the distribution is refused here. Evaluations may use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, Final
 
 from grpo_common.errors import Problem
@@ -40,42 +39,46 @@ _BENDING: Final[Mapping[str, object]] = {
     "response_format": None,
     "use_beam_search": False,
 }
-"""Sampling parameters of vLLM and OpenAI's API that change probabilities by more than a set of kept tokens can
-say, and the value at which each changes nothing. Sequences and mappings without entries change nothing either."""
+"""Sampling parameters of vLLM and OpenAI's API that change probabilities, and the value at which each changes nothing.
+Sequences and mappings without entries change nothing either."""
+
+
+CUTS: Final[Mapping[str, Callable[[float], bool]]] = {
+    "top_p": lambda p: p < 1,
+    "top_k": lambda k: k >= 1,
+    "min_p": lambda p: p > 0,
+}
+"""Sampling parameters with which servers sample from a part of the vocabulary, and whether a value does so."""
+
+WHOLE_VOCABULARY: Final = "training samples from the whole vocabulary; evaluate() may use it (docs/sampling.md)"
 
 
 def cuts(params: Mapping[str, Any]) -> dict[str, float]:
     """Return the parameters that leave out tokens: `top_p` below 1, `top_k` above 0, `min_p` above 0."""
-    leaves_out = {"top_p": lambda p: p < 1, "top_k": lambda k: k >= 1, "min_p": lambda p: p > 0}
-    given = {name: params.get(name) for name in leaves_out}
+    given = {name: params.get(name) for name in CUTS}
     numbers = {name: v for name, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {name: number for name, number in numbers.items() if leaves_out[name](number)}
+    return {name: number for name, number in numbers.items() if CUTS[name](number)}
 
 
 def bends(params: Mapping[str, Any]) -> Problem | None:
-    """Return the first parameter with which tokens can't be trained on, with masks or without; None: there is none."""
+    """Return the first parameter with which tokens can't be trained on; None: there is none."""
     temperature = params.get("temperature")
     if isinstance(temperature, int | float) and not temperature >= LEAST_TEMPERATURE:
         return Problem(
             "temperature", f"{temperature:g}", f"{LEAST_TEMPERATURE:g} or more: at 0 nothing is sampled",
             "sample with a temperature; evaluations may be greedy",
         )  # fmt: skip
-    for name, neutral in _BENDING.items():
-        value = params.get(name)
-        if not (value is None or value == neutral or (hasattr(value, "__len__") and not len(value)) or _is_text(value)):
-            fix = "leave it out in training; evaluations may use it"
-            return Problem(name, _shown(value), "none: the trainer can't reproduce its probabilities", fix)
+    found = cuts(params) | {
+        name: params[name] for name, neutral in _BENDING.items() if not _is_neutral(params.get(name), neutral)
+    }
+    for name, value in found.items():
+        fix = "leave it out in training; evaluations may use it"
+        return Problem(name, _shown(value), "none: the trainer can't reproduce its probabilities", fix)
     return None
 
 
-def unmasked(params: Mapping[str, Any]) -> Problem | None:
-    """Return the first parameter with which tokens can't be trained on unless they bring their masks."""
-    for name, value in cuts(params).items():
-        return Problem(
-            name, f"{value:g}, and no sampling_masks", "the kept tokens, over which logprobs are renormalised",
-            f"sample from grpo serve by one of the project's environments, or leave out {name} in training",
-        )  # fmt: skip
-    return None
+def _is_neutral(value: object, neutral: object) -> bool:
+    return value is None or value == neutral or (isinstance(value, Sized) and not len(value)) or _is_text(value)
 
 
 def _is_text(value: object) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
 
 from grpo_common.errors import Problem, nearest
+from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
 
 SAME = MappingProxyType(
     {
@@ -67,6 +68,8 @@ def _hint(plain: str, dashes: str, known: Collection[str], where: str) -> str:
         name = name.removeprefix("--")
         return f"{dashes}{where}{name.replace('_', '-') if dashes else name}"
 
+    if plain.rpartition(".")[2] in CUTS:
+        return WHOLE_VOCABULARY
     names = {name.removeprefix("--").replace("-", "_"): name for name in known}
     if in_tables := [name for name in names if name.rpartition(".")[2] == plain]:
         return f"did you mean {' or '.join(shown(names[name]) for name in in_tables)}?"

@@ -49,7 +49,7 @@ def check(config: Any, workers: Sequence[WorkerInfo]) -> None:
 
 
 def collect() -> None:
-    """Have vLLM's output processor add rows to a request's logprobs. Call after `sampling_masks.collect`.
+    """Have vLLM's output processor add rows to a request's logprobs.
 
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.
@@ -59,11 +59,10 @@ def collect() -> None:
         ids, columns = lists.logprob_token_ids, np.shape(lists.logprobs)[-1]
         if np.shape(ids)[-1] > columns and ids[0, columns] == EXPERTS_MARK:
             count = int(ids[0, columns + 1])
-            end = columns + 2 + (count + 3) // 4
             if hasattr(processor.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
-                rows = ids[0, columns + 2 : end].astype(np.int32).tobytes()[:count]
+                rows = ids[0, columns + 2 :].astype(np.int32).tobytes()[:count]
                 vars(processor.logprobs).setdefault(_ROWS, []).append(rows)
-            lists = lists._replace(logprob_token_ids=np.concatenate([ids[:, :columns], ids[:, end:]], axis=1))
+            lists = lists._replace(logprob_token_ids=ids[:, :columns])
         return lists
 
     output_blocks.pass_through(take)

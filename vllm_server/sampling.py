@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_common.errors import Problem, nearest
-from grpo_common.sampling import bends, cuts
+from grpo_common.errors import nearest
 from vllm_server import compat
 from vllm_server.errors import ServeError
 
@@ -15,7 +14,7 @@ from vllm_server.errors import ServeError
 _NOT_FOR_REQUESTS = frozenset(
     {"output_kind", "skip_clone", "output_text_buffer_length", "flat_logprobs", "prompt_logprob_token_ids"}
 )
-_ROUTING_KEYS = ("prompt", "stream", "model", "policy_version", "sampling_masks")
+_ROUTING_KEYS = ("prompt", "stream", "model", "policy_version")
 
 
 @cache
@@ -79,25 +78,3 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     # collector. Not for prompts: the flat form loses the first position's None.
     params.flat_logprobs = params.prompt_logprobs is None
     return params
-
-
-def check_masks(sampling: dict[str, Any], *, stream: bool, why_not: Problem | None) -> bool:
-    """Return whether a request for sampling masks needs any: not if nothing is left out.
-
-    Args:
-        why_not: why this server's engine returns none; None: it does.
-
-    Raises:
-        ServeError: 422, tokens sampled so can't be trained on, or their masks can't be returned.
-    """
-    problem = bends(sampling)
-    if problem is None and cuts(sampling):
-        problem = why_not
-        other = "stream" if stream else "prompt_logprobs" if sampling.get("prompt_logprobs") is not None else None
-        if other is not None:
-            problem = Problem("sampling_masks", other, f"a request without {other}", f"omit {other} or sampling_masks")
-        elif sampling.get("logprobs") is None:
-            problem = Problem("logprobs", "none", "0 or more: masks come with logprobs", "add logprobs: 0")
-    if problem is not None:
-        raise ServeError(422, problem.field, got=problem.got, wanted=problem.wanted, fix=problem.fix)
-    return bool(cuts(sampling))

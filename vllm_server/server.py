@@ -14,8 +14,7 @@ from uuid import uuid4
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from grpo_common.errors import Problem
-from vllm_server import compat, routed_experts, sampling_masks, seams, sharing
+from vllm_server import compat, routed_experts, seams, sharing
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
@@ -73,7 +72,6 @@ class PolicyServer:
         shared = SharedEngine(engine)
         writable = args.shared_weights or args.receive_weights
         fence = Fence(boot_id, shared, on_version=registry.rebase, writable=writable, sent=args.receive_weights)
-        sampling_masks.collect()
         if args.return_routed_experts:
             routed_experts.check(engine.vllm_config, workers)
             routed_experts.collect()
@@ -148,19 +146,6 @@ class PolicyServer:
     def routed_shape(self) -> RoutedShape | None:
         """What the workers record of a mixture of experts; None: nothing, or not by request."""
         return self.workers[0].routed_experts if self.args.return_routed_experts else None
-
-    def why_no_sampling_masks(self) -> Problem | None:
-        """Return why the engine does not return the tokens that top-p, top-k and min-p kept; None: it does."""
-        if self.engine.vllm_config.model_config.logprobs_mode != "processed_logprobs":
-            mode = str(self.engine.vllm_config.model_config.logprobs_mode)
-            fix = "start the server without --logprobs-mode"
-            return Problem("sampling_masks", f"--logprobs-mode {mode}", "processed_logprobs", fix)
-        if self.engine.vllm_config.speculative_config is not None:
-            return Problem("sampling_masks", "speculative decoding", "one token a step", "start the server without it")
-        if not any(worker.sampling_masks for worker in self.workers):
-            got, fix = "a sampler without masks", "leave out top_p, top_k and min_p, or set VLLM_USE_V2_MODEL_RUNNER=0"
-            return Problem("sampling_masks", f"vLLM {seams.vllm_version()} with {got}", "vLLM's own sampler", fix)
-        return None
 
     def lora_status(self) -> LoraStatus:
         """Return the answer of `GET /lora/status`."""

@@ -11,7 +11,7 @@ from environments.api import wire
 from environments.api.packing import unpack_row
 
 _ROW_BY_ROW = ("messages", "distill_token_ids", "distill_logprobs")
-_OURS = ("policy_versions", "sampling_masks", "routed_experts")
+_OURS = ("policy_versions", "routed_experts")
 _PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
 
 

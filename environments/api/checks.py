@@ -111,7 +111,7 @@ def check_teacher_row(i: int, ids: Sequence[Sequence[int]], logprobs: Sequence[S
 
 def _check_sequences(group: wire.PackedGroup, count: int) -> None:
     """One of each per sequence, and options that the trainer can go by."""
-    for field in ("scores", "overrides", "policy_versions", "sampling_masks", "routed_experts"):
+    for field in ("scores", "overrides", "policy_versions", "routed_experts"):
         if ((given := getattr(group, field)) or field == "scores") and len(given) != count:
             raise InvalidGroup(field, f"{len(given)} for {count} sequences, expected one each")
     if (bad := _first_unfit(group.scores)) is not None:

@@ -232,8 +232,6 @@ class _Carried(Struct, frozen=True, kw_only=True):
     `policy_versions` (optional): the policy version that sampled each sequence.
     `routed_experts` (optional; base64 in JSON): for each sequence the experts of its tokens, as
     `vllm_server.protocol.routed_experts` says; empty for a sequence without.
-    `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at
-    each position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
     """
 
     messages: list[list[dict[str, Any]]] | None = None
@@ -244,7 +242,6 @@ class _Carried(Struct, frozen=True, kw_only=True):
     distill_token_ids: list[list[list[_Int32]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
-    sampling_masks: list[bytes] | None = None
     routed_experts: list[bytes] | None = None
 
 

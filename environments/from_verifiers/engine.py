@@ -23,7 +23,6 @@ from starlette.routing import Route
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
 from vllm_server.protocol.routed_experts import joined
-from vllm_server.protocol.sampling_masks import skip
 
 SESSION_HEADER = "x-session-id"
 """Header in which verifiers sends the trace's id with every turn."""
@@ -39,7 +38,6 @@ class Rollout:
     versions: list[int | None] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     cuts: dict[str, float] = field(default_factory=dict)
-    masked: list[Completion] = field(default_factory=list)
     routed: list[Completion] = field(default_factory=list)
 
     @property
@@ -47,24 +45,6 @@ class Rollout:
         """Return the oldest version; None if one is unknown."""
         known = [version for version in self.versions if version is not None]
         return min(known) if known and len(known) == len(self.versions) else None
-
-    def sampling_masks(self, tokens: Sequence[int], sampled: Sequence[bool]) -> bytes | None:
-        """Return the sampling masks of one branch of the trace, from the turns that it consists of.
-
-        Args:
-            tokens, sampled: the branch, and which of its tokens the policy sampled.
-
-        Returns:
-            None if nothing was left out, or if a sampled token is of no turn that has masks.
-        """
-        found, place, missing = b"", 0, [*sampled]
-        for turn in sorted(self.masked, key=lambda turn: len(turn.prompt_token_ids)):
-            start, end = len(turn.prompt_token_ids), len(turn.prompt_token_ids) + len(turn.token_ids)
-            if start >= place and [*tokens[:end]] == turn.prompt_token_ids + turn.token_ids and turn.sampling_masks:
-                found += skip(start - place) + turn.sampling_masks
-                missing[start:end] = [False] * (end - start)
-                place = end
-        return None if any(missing) or not found else found + skip(len(tokens) - place)
 
     def routed_experts(self, tokens: Sequence[int]) -> bytes | None:
         """Return the experts of one branch of the trace; None if a turn has none."""
@@ -162,7 +142,6 @@ class Engine:
             rollout.temperatures.append(completion.temperature)
             rollout.cuts |= completion.cuts
             rollout.routed += [completion] if completion.routed_experts else []
-            rollout.masked += [completion] if completion.sampling_masks else []
         return JSONResponse(_answer(completion))
 
     def _sampling(self, asked: _Generate) -> Sampling:

@@ -208,7 +208,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         return Trajectory(
             *(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature),
             cuts=rollout.cuts,
-            sampling_masks=rollout.sampling_masks(tokens, sampled),
             routed_experts=rollout.routed_experts(tokens),
             truncated=trace.is_truncated,
         )

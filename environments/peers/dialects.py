@@ -20,7 +20,7 @@ import msgspec
 
 from environments.peers.http import Peer, PeerError, PeerRefused
 from grpo_common.formats import check_format
-from grpo_common.sampling import bends, cuts
+from grpo_common.sampling import cuts
 from vllm_server.protocol import FORMAT, GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -35,8 +35,8 @@ class Sampling:
     """How to sample. The defaults are the plain distribution of the policy.
 
     Requests turn off nucleus and top-k sampling explicitly. Otherwise servers apply a model's own defaults, and the
-    logprobs would be of another distribution than the one sampled from. With `top_p`, `top_k` or `min_p` the trainer
-    needs the sampling masks of `grpo serve` (docs/sampling.md).
+    logprobs would be of another distribution than the one sampled from. `top_p`, `top_k` and `min_p` are for
+    evaluations: training refuses them (docs/sampling.md).
     """
 
     max_tokens: int
@@ -78,9 +78,7 @@ class Completion:
         finish_reason: ``stop`` or ``length``, by vLLM's names.
         policy_version: Version of the policy that sampled; None if the server has no versions.
         temperature: Temperature of the sampling and of the logprobs.
-        cuts: The parameters that left out tokens: `top_p`, `top_k`, `min_p`.
-        sampling_masks: The tokens that were kept at each position (`vllm_server.protocol.sampling_masks`); None: all,
-            or the server does not say.
+        cuts: The parameters that left out tokens: `top_p`, `top_k`, `min_p`; training refuses such a completion.
         routed_experts: Experts of each token of prompt and completion but the last (`vllm_server.protocol.
             routed_experts`), if the server returns them.
     """
@@ -93,7 +91,6 @@ class Completion:
     policy_version: int | None
     temperature: float = 1.0
     cuts: Mapping[str, float] = field(default_factory=dict)
-    sampling_masks: bytes | None = None
     routed_experts: bytes | None = None
 
 
@@ -106,20 +103,15 @@ class GrpoServer:
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /generate`. Request text only if `stop` strings need it: text is half of a token's CPU time."""
         wanted = {"n": n, "logprobs": 0, "detokenize": bool(sampling.stop), **sampling.to_body()}
-        masks = bool(sampling.cuts) and bends(wanted) is None  # a greedy evaluation needs none
-        request = GenerateRequest(
-            prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted, sampling_masks=masks
-        )
+        request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted)
         fix = "start the server with `grpo serve`, or detect its kind with --openai.server_type auto"
         answer, _ = await _post(peer, GENERATE_ROUTE, request.to_body(), GenerateResponse, _OURS, fix)
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
             raise PeerError(field=_route(peer, GENERATE_ROUTE), got=got, wanted=f"logprobs of {n} completions")
-        sampling_masks = answer.sampling_masks or [None] * n
         routed_experts = answer.routed_experts or [None] * n
         rows = zip(
-            *(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, sampling_masks, routed_experts),
-            strict=True,
+            *(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, routed_experts), strict=True
         )
         return [
             Completion(
@@ -131,10 +123,9 @@ class GrpoServer:
                 policy_version=answer.policy_version,
                 temperature=sampling.temperature,
                 cuts=sampling.cuts,
-                sampling_masks=mask,
                 routed_experts=experts,
             )
-            for token_ids, positions, text, finish_reason, mask, experts in rows
+            for token_ids, positions, text, finish_reason, experts in rows
         ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:

@@ -25,7 +25,7 @@ from environments.running.pace import InFlight, Registration, RunningShare, grou
 from environments.running.state import FOLDER, StateFiles
 from environments.scoring import ScoreTimeout
 from environments.threads import settled
-from environments.trajectory import trained_tokens, truncated_of
+from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
 from grpo_common.trace import lane, stage
 
@@ -466,6 +466,7 @@ class Runner:
         if group is None:
             self._drop("came to nothing")
             return
+        check_sampled_from_all(group, self.env.name)
         self._running.add([trained_tokens(mask) for mask in group.masks])
         reason = unfit(group, self.config, self.registration.max_token_len)
         if self._losses.judged(reason):

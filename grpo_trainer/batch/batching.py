@@ -197,7 +197,6 @@ def _training_sequence(
         supervised=sample.supervised,
         teacher=teacher,
         share=sample.weight,
-        masks=None if sample.masks is None or sample.supervised else sample.masks.at(positions),
         experts=sample.experts if config.routing_replay == "server" and not sample.supervised else None,
     )
 
@@ -214,7 +213,6 @@ def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
         advantages_T=None if sample.advantages_T is None else sample.advantages_T[cut],
         rollout_logprobs_T=None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[cut],
         teacher=None if sample.teacher is None else sample.teacher.at(cut),
-        masks=None if sample.masks is None else sample.masks.at(cut),
     )
 
 

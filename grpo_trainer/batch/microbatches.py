@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_trainer.batch.shared_prompts import families, plan_shared
-from grpo_trainer.batch.token_masks import TokenMasks
 from grpo_trainer.losses.surrogates import Segments
 from grpo_trainer.rollouts.routed_experts import RoutedExperts
-from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Teacher
 
 Move = Callable[[Tensor], Tensor]
@@ -43,7 +41,6 @@ class TrainingSequence:
     supervised: bool = False
     teacher: Teacher | None = None  # for its trained tokens, if distillation is on
     share: float = 1.0  # factor of its weight; below 1 if it is stale
-    masks: SamplingMasks | None = None  # of its trained tokens
     experts: RoutedExperts | None = None  # of its first tokens, to be replayed
     number: int = -1  # of its sample in the whole batch; -1: of none
 
@@ -113,7 +110,6 @@ class MicroBatch:
         teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
         versions_B: version of the policy that sampled each sequence; -1: unknown.
         numbers_B: number of each sequence's sample in the whole batch; -1: of none.
-        masks: the kept ids of the trained tokens; None: no token has a mask.
         experts_PLK: int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1
             where the model chooses; None: it chooses everywhere.
     """
@@ -135,11 +131,10 @@ class MicroBatch:
     teacher_logprobs_NK: Tensor
     versions_B: Tensor
     numbers_B: Tensor
-    masks: TokenMasks | None = None
     experts_PLK: Tensor | None = None
 
     def moved(self, move: Move) -> MicroBatch:
-        """Return a copy with `move` applied to all tensors, including those of `packed` and `masks`."""
+        """Return a copy with `move` applied to all tensors, including those of `packed`."""
         return _moved(self, move)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -308,7 +303,6 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
         versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
         numbers_B=torch.tensor([sequence.number for sequence in sequences]),
-        masks=TokenMasks.of([sequence.masks for sequence in sequences], counts),
         experts_PLK=_placed_experts(sequences, places),
     )
 

@@ -130,7 +130,6 @@ class Forward:
             microbatch.temperature_N,
             microbatch.teacher_ids_NK,
             self.plan,
-            microbatch.masks,
             entropy_gradient=entropy_gradient,
         )
 
@@ -145,7 +144,6 @@ class Forward:
             microbatch.columns_N,
             microbatch.temperature_N,
             microbatch.teacher_ids_NK,
-            microbatch.masks,
             entropy_gradient=entropy_gradient,
         )
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from grpo_trainer.batch.token_masks import TokenMasks
 from grpo_trainer.engine.collectives import gather_columns, reduced, spread
 from grpo_trainer.engine.logprobs import TokenScores
 
@@ -33,7 +32,6 @@ COMPILED_CHUNK = 1 << 27
 """Logits of a chunk if both functions are compiled: about 768 rows of Qwen's vocabulary."""
 
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-Masks = TokenMasks | None
 Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
@@ -126,13 +124,10 @@ class HeadPlan:
         """Return the rows of a chunk: a multiple of 128, for which matrix products are fast."""
         return max(128, self.chunk_bytes // (vocab * self.logits_dtype.itemsize) // 128 * 128)
 
-    def logits(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, masks: Masks, own: slice) -> Tensor:
-        """Return the logits of the rows `own`. Tokens that sampling left out have a probability of 0."""
+    def logits(self, hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Return the logits of a chunk's rows."""
         exact = self.logits_dtype != self.dtype
-        logits_nV = (product if exact else functional.linear)(hidden_NH[own], weight_VH, bias_V)
-        if masks is None:
-            return logits_nV
-        return masks.keep_only_(logits_nV.float() if logits_nV.dtype == torch.float16 else logits_nV, own)
+        return (product if exact else functional.linear)(hidden_nH, weight_VH, bias_V)
 
 
 def product(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -223,7 +218,6 @@ def head_scores(
     temperature_N: Tensor,
     others_NK: Tensor,
     plan: HeadPlan,
-    masks: Masks = None,
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
@@ -235,13 +229,11 @@ def head_scores(
         targets_N: the tokens.
         temperature_N: divides the logits.
         others_NK: further tokens at the same positions whose logprobs are returned.
-        masks: the ids that were kept at these positions; the distribution is renormalised over them.
     """
     weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
     if plan.own is not None:
         assert not others_NK.numel(), "teachers' tokens are not looked up in shards"
         hidden_NH, targets_N = spread(hidden_NH), targets_N - plan.own.start
-        masks = None if masks is None else masks.within(plan.own)
     learns = torch.is_grad_enabled()
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     wanted = Wanted(
@@ -249,7 +241,7 @@ def head_scores(
         kept=learns and len(hidden_NH) * len(weight_VH) * plan.logits_dtype.itemsize <= plan.kept_bytes,
     )
     logprobs_N, entropy_N, others = _HeadScores.apply(
-        hidden_NH.to(plan.dtype), weight_VH, bias_V, targets_N, temperature_N, others_NK, plan, wanted, masks
+        hidden_NH.to(plan.dtype), weight_VH, bias_V, targets_N, temperature_N, others_NK, plan, wanted
     )
     return TokenScores(logprobs_N, entropy_N if entropy_gradient else entropy_N.detach(), others)
 
@@ -266,7 +258,6 @@ class _HeadScores(torch.autograd.Function):
         others_NK: Tensor,
         plan: HeadPlan,
         wanted: Wanted,
-        masks: Masks,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = len(hidden_NH)
         scores_3N = temperature_N.new_empty(3, count, dtype=torch.float32)  # logprobs, entropies, normalisers
@@ -275,7 +266,7 @@ class _HeadScores(torch.autograd.Function):
         ctx.kept = []
         known_N = targets_N if plan.own is None else targets_N.clamp(0, len(weight_VH) - 1)
         for own in _chunks(count, plan.rows(len(weight_VH))):
-            logits_nV = plan.logits(hidden_NH, weight_VH, bias_V, masks, own)
+            logits_nV = plan.logits(hidden_NH[own], weight_VH, bias_V)
             at = known_N[own], temperature_N[own]
             for row, values in zip(scores_3N, plan.statistics(logits_nV, *at), strict=True):
                 row[own] = values
@@ -290,7 +281,7 @@ class _HeadScores(torch.autograd.Function):
                 ctx.kept.append(logits_nV)
         if plan.own is not None:
             scores_3N = over_all_tokens(scores_3N, (targets_N >= 0) & (targets_N < len(weight_VH)))
-        ctx.plan, ctx.masks = plan, masks
+        ctx.plan = plan
         ctx.is_early = early_NH is not None
         bias = () if bias_V is None else (bias_V,)
         if early_NH is not None:
@@ -305,7 +296,7 @@ class _HeadScores(torch.autograd.Function):
         grad_N, entropy_grad_N, others_grad_NK = grad_outputs
         if ctx.is_early:
             (early_NH,) = ctx.saved_tensors
-            return ((early_NH * grad_N[:, None]).to(early_NH.dtype), *(None,) * 8)
+            return ((early_NH * grad_N[:, None]).to(early_NH.dtype), *(None,) * 7)
         plan: HeadPlan = ctx.plan
         hidden_NH, weight_VH, targets_N, temperature_N, others_NK, scores_3N, *bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -317,7 +308,7 @@ class _HeadScores(torch.autograd.Function):
             if ctx.kept:
                 logits_nV, ctx.kept[number] = ctx.kept[number], None
             else:
-                logits_nV = plan.logits(hidden_NH, weight_VH, bias[0] if bias else None, ctx.masks, own)
+                logits_nV = plan.logits(hidden_NH[own], weight_VH, bias[0] if bias else None)
             own_values = targets_N[own], temperature_N[own], scores_3N[2, own], scores_3N[1, own]
             grads = grad_N[own], entropy_grad_N[own]
             if others_NK.numel():
@@ -333,7 +324,7 @@ class _HeadScores(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_nV.sum(0, dtype=torch.float32)
         bias_grad = None if grad_bias_V is None else grad_bias_V.to(bias[0].dtype)
-        return (grad_hidden_NH, grad_weight_VH, bias_grad, *(None,) * 6)
+        return (grad_hidden_NH, grad_weight_VH, bias_grad, *(None,) * 5)
 
 
 def over_all_tokens(own_3N: Tensor, has_N: Tensor) -> Tensor:

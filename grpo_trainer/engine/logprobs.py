@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_trainer.batch.token_masks import TokenMasks
-
 CHUNK_TOKENS = 1024
 """Rows of a chunk."""
 
@@ -40,7 +38,6 @@ def token_scores(
     columns_N: Tensor,
     temperature_N: Tensor,
     others_NK: Tensor | None = None,
-    masks: TokenMasks | None = None,
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
@@ -51,7 +48,6 @@ def token_scores(
         columns_N: positions of the tokens, each >= 1.
         temperature_N: divides the logits.
         others_NK: ids of further tokens at the same positions whose logprobs are returned.
-        masks: the ids that were kept at these positions; the distribution is renormalised over them.
     """
     if others_NK is None:
         others_NK = rows_N.new_zeros(len(rows_N), 0)
@@ -66,9 +62,8 @@ def token_scores(
         strict=True,
     )
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for number, chunk in enumerate(chunks):
-        own = slice(number * CHUNK_TOKENS, number * CHUNK_TOKENS + len(chunk[0]))
-        part = checkpoint(_scores, *chunk, masks, own, entropy_gradient, use_reentrant=False)
+    for chunk in chunks:
+        part = checkpoint(_scores, *chunk, entropy_gradient, use_reentrant=False)
         assert part is not None
         parts.append(part)
     return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -79,12 +74,8 @@ def _scores(
     targets_n: Tensor,
     temperature_n: Tensor,
     others_nK: Tensor,
-    masks: TokenMasks | None,
-    own: slice,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if masks is not None:
-        logits_nV = masks.keep_only_(logits_nV.float().clone(), own)
     all_nV = torch.log_softmax(logits_nV.float() / temperature_n[:, None], dim=-1)
     entropy_of_nV = all_nV if entropy_gradient else all_nV.detach()
     return (

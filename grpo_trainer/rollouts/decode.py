@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from environments.api import wire
 from grpo_common.errors import Problem
-from grpo_common.sampling import bends, unmasked
-from grpo_trainer.rollouts import routed_experts, sampling_masks
+from grpo_common.sampling import bends
+from grpo_trainer.rollouts import routed_experts
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
-
-T = TypeVar("T")
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
 def to_group(packed: wire.PackedGroup) -> Group:
@@ -33,10 +28,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
     count = len(packed.lengths)
     overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
     requested = packed.generation_params or {}
-    nothing = [b""] * count
-    masks_of, experts_of = packed.sampling_masks or nothing, packed.routed_experts or nothing
-    masks = [_read(masks_of[i], partial(sampling_masks.decode, length=packed.lengths[i])) for i in range(count)]
-    experts = [_read(experts_of[i], routed_experts.decode) for i in range(count)]
+    experts = [_experts(data) for data in packed.routed_experts or [b""] * count]
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
@@ -51,30 +43,28 @@ def to_group(packed: wire.PackedGroup) -> Group:
             truncated=bool(overrides[i].get(wire.TRUNCATED)),
             unscored=bool(overrides[i].get(wire.UNSCORED)),
             teacher=_teacher(packed, i),
-            masks=masks[i][0],
             experts=experts[i][0],
-            bent=masks[i][1] or experts[i][1] or _bent({**requested, **overrides[i]}, masked=masks[i][0] is not None),
+            bent=experts[i][1] or _bent({**requested, **overrides[i]}),
         )
         for i in range(count)
     )
-    says = any(_SAMPLING & params.keys() for params in (requested, *overrides))
+    says = any("temperature" in params for params in (requested, *overrides))
     return Group(samples, packed.env_id, says_sampling=says)
 
 
-def _read(data: bytes, decode: Callable[[bytes], T]) -> tuple[T | None, Problem | None]:
-    """Return what the server said of a sequence, if it said anything, or what is wrong with it."""
+def _experts(data: bytes) -> tuple[routed_experts.RoutedExperts | None, Problem | None]:
+    """Return the experts of a sequence, if the server recorded them, or what is wrong with them."""
     try:
-        return decode(data) if data else None, None
-    except (sampling_masks.MaskError, routed_experts.ExpertsError) as error:
+        return routed_experts.decode(data) if data else None, None
+    except routed_experts.ExpertsError as error:
         return None, error.problems[0]
 
 
-def _bent(params: dict[str, Any], *, masked: bool) -> Problem | None:
+def _bent(params: dict[str, Any]) -> Problem | None:
     """Return with which parameter the sequence was sampled so that its probabilities can't be computed."""
     if params.get("sft"):  # not sampled by the policy
         return None
-    problem = bends({name: value for name, value in params.items() if name != "temperature"})
-    return problem or (None if masked else unmasked(params))
+    return bends({name: value for name, value in params.items() if name != "temperature"})
 
 
 def _temperature(*given: object) -> float:

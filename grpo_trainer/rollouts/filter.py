@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_common.errors import Problem
-from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 from vllm_server.protocol.routed_experts import RoutedShape
 
@@ -93,8 +92,7 @@ class GroupFilter:
             return
         log.warning(
             "%s: groups do not say how they were sampled: got inference_logprobs without generation_params, wanted "
-            '{"temperature": …} and, where they are used, top_p, top_k and min_p; they count as sampled at temperature '
-            "1 from the whole vocabulary (docs/sampling.md)",
+            '{"temperature": …}; they count as sampled at temperature 1 from the whole vocabulary (docs/sampling.md)',
             self._name_of(group.environment),
         )
 
@@ -123,12 +121,7 @@ def misfit(
 def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
     if sample.bent is not None:
         return sample.bent
-    masked = np.empty(0, np.int32) if sample.masks is None else sample.masks.ids_M
-    for name, ids in (
-        ("tokens", sample.tokens_T),
-        ("distill_token_ids", _taught(sample)),
-        ("sampling_masks", masked),
-    ):
+    for name, ids in (("tokens", sample.tokens_T), ("distill_token_ids", _taught(sample))):
         lowest, highest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
             got = lowest if lowest < 0 else highest
@@ -137,8 +130,6 @@ def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
     if not (math.isfinite(sample.temperature) and sample.temperature > 0.0):
         return Problem("temperature", f"{sample.temperature:g}", "a finite number above 0")
     trained_T = sample.trained_T
-    if sample.masks is not None and not sample.supervised and (reason := _wrong_masks(sample, sample.masks)):
-        return reason
     numbers = {
         "scores": np.asarray([sample.reward], np.float64),
         "advantages": None if sample.advantages_T is None else sample.advantages_T[trained_T],
@@ -147,23 +138,6 @@ def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
     for name, values in numbers.items():
         if values is not None and len(wild := values[~(np.abs(values) <= np.finfo(np.float32).max)]):
             return Problem(name, f"{wild[0]:g}", "numbers that are finite in float32")
-    return None
-
-
-def _wrong_masks(sample: Sample, masks: SamplingMasks) -> Problem | None:
-    """Return why these can't be the masks that the sample was sampled with, or can't be used."""
-    impossible = np.flatnonzero(masks.forbid(sample.tokens_T) & sample.trained_T)
-    if len(impossible):
-        first = impossible[0]
-        return Problem(
-            "sampling_masks",
-            f"a mask without token {sample.tokens_T[first]}, which was sampled at position {first}",
-            "the masks of this sequence",
-            "keep each completion's masks with its tokens",
-        )
-    if sample.teacher is not None:
-        fix = "distil from samples of the whole vocabulary, without top_p, top_k and min_p"
-        return Problem("distill_token_ids", "a teacher of a sequence with sampling_masks", "one of them", fix)
     return None
 
 

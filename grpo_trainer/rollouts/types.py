@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from grpo_common.errors import Problem
 from grpo_trainer.rollouts.routed_experts import RoutedExperts
-from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,6 @@ class Sample:
         unscored: no reward applies to it: it has no trained token, and its group's baseline leaves it out.
         teacher: a teacher's tokens for each position, else None.
         weight: factor of its loss.
-        masks: the tokens that sampling kept at each position; the trainer renormalises over them. None: all.
         experts: the experts that the server chose for each token; None: it does not say.
         bent: why the probabilities that it was sampled with can't be computed; None: they can.
     """
@@ -70,7 +68,6 @@ class Sample:
     unscored: bool = False
     teacher: Teacher | None = None
     weight: float = 1.0
-    masks: SamplingMasks | None = None
     experts: RoutedExperts | None = None
     bent: Problem | None = None
 

@@ -54,7 +54,7 @@ def served(
         async def sample() -> list[list[Completion]]:
             client = InferenceClient(ServerConfig(base_url=url, model_name=str(folder)), patience=5.0)
             try:
-                sampling = Sampling(max_tokens=TOKENS, top_k=20 if dtype == "float32" else -1)
+                sampling = Sampling(max_tokens=TOKENS)
                 first = await asyncio.gather(*(client.generate(each, 4, sampling) for each in PROMPTS))
                 return [*first, await client.generate(PROMPTS[1], 2, sampling)]  # a prompt from the cache
             finally:

@@ -198,7 +198,6 @@ SAMPLING = {
     **{name: {"type": "array", "items": {"type": "integer"}} for name in ("stop_token_ids", "allowed_token_ids")},
     **{name: {"type": "boolean"} for name in ("stream", "ignore_eos", "detokenize", "skip_special_tokens")},
     **{name: {"type": "object"} for name in ("logit_bias", "extra_args", "structured_outputs")},
-    "sampling_masks": {"type": "boolean"},
 }
 
 

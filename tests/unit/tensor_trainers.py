@@ -5,12 +5,9 @@ models for a few steps; a process alone is what they are compared with. Writes `
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,8 +20,6 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import Step, World, join
 from grpo_trainer.policy import choose_trained
-from grpo_trainer.rollouts.sampling_masks import SamplingMasks
-from grpo_trainer.rollouts.types import Sample
 from grpo_trainer.trainer import Trainer
 from tests.golden.models import ATTENTION, CONFIGS, SIZES
 from tests.unit.factories import batch, sample
@@ -108,16 +103,11 @@ def trained(name: str, values: dict[str, Any], world: World) -> dict[str, Any]:
 def one_step(trainer: Trainer, world: World, step: int) -> Any:
     """A step on the same batch in all processes."""
     if world.leads:
-        return trainer.step(batch(*(GROUPS if step % 2 == 0 else [*ONE, masked()])), step).metrics
+        groups = GROUPS if step % 2 == 0 else [*ONE, [sample([5], [6, 7], 1.0), sample([5], [70], 0.0)]]
+        return trainer.step(batch(*groups), step).metrics
     order = world.receive()
     assert isinstance(order, Step)
     return trainer.step(order.share, order.step).metrics
-
-
-def masked() -> Sequence[Sample]:
-    """Sampling has kept some ids only: of both shards, and of one."""
-    masks = SamplingMasks(np.array([0, 3, 2]), np.array([6, 30, 90, 7, 8], np.int32))
-    return [replace(sample([5], [6, 7], 1.0), masks=masks), sample([5], [70], 0.0)]
 
 
 if __name__ == "__main__":

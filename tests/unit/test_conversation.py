@@ -20,9 +20,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
-from grpo_trainer.rollouts.sampling_masks import decode
 from tests.stand_ins import Scripted
-from vllm_server.sampling_masks import encode
 
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
@@ -95,31 +93,6 @@ def test_the_version_is_the_oldest_and_unknown_if_one_is(tokenizer: Qwen2Tokeniz
     made.hear([{"role": "user", "content": "yes"}])
     made.say(Completion(made.tokens, [9], [-1.0], "x", "stop", None), "x")
     assert made.trajectory(1.0).policy_version is None
-
-
-def test_masks_stand_where_the_policy_spoke(tokenizer: Qwen2Tokenizer) -> None:
-    """And there are none, so that the trainer refuses the group, if the server gave none for one of the turns."""
-
-    def said(*masked: bool) -> Trajectory:
-        made = talk(tokenizer)
-        for number, has_masks in enumerate(masked):
-            if number:
-                made.hear([{"role": "user", "content": "yes"}])
-            ids = [7, 8]
-            masks = encode({0: np.array([]), 1: np.array([8, 9])}, 2) if has_masks else None
-            answer = Completion(made.tokens, ids, [-0.5] * 2, "x", "length", 1, 1.0, {"top_k": 2}, masks)
-            made.say(answer, "x")
-        made.hear([{"role": "user", "content": "bye"}])
-        return made.trajectory(1.0)
-
-    made = said(True, True)
-    assert made.sampling_masks is not None and made.cuts == {"top_k": 2}
-    masks = decode(made.sampling_masks, len(made.tokens))
-    second_of_each = [place for place, trained in enumerate(made.trained) if trained][1::2]
-    assert [*np.flatnonzero(masks.counts_T)] == second_of_each and masks.ids_M.tolist() == [8, 9, 8, 9]
-    assert not masks.forbid(np.array(made.tokens)).any()
-    without = said(True, False)
-    assert without.sampling_masks is None and without.cuts == {"top_k": 2}
 
 
 def test_a_model_without_a_template_is_refused() -> None:

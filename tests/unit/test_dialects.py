@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from typing import Any
 
@@ -95,32 +94,12 @@ def test_vllm_is_asked_for_the_plain_distribution() -> None:
     assert (body["stop"], body["max_tokens"]) == (["\n"], 5)
 
 
-MASKS = bytes([0, 2, 2, 0, 6, 1])
-"""Of two tokens; at the first the ids 6 and 8 were kept."""
-
-
-def test_grpos_server_is_asked_for_masks_where_tokens_are_left_out() -> None:
-    routes = {**SERVERS["grpo"], "/generate": OURS | {"sampling_masks": [base64.b64encode(MASKS).decode()]}}
-    (completion,), asked = ask(routes, Sampling(max_tokens=5, temperature=0.5, min_p=0.1))
-    assert asked[-1][1]["sampling_masks"] is True and asked[-1][1]["min_p"] == 0.1
-    assert (completion.cuts, completion.sampling_masks) == ({"min_p": 0.1}, MASKS)
-    (trajectory,) = [Trajectory.of(completion, 1.0)]
-    assert (trajectory.cuts, trajectory.sampling_masks) == ({"min_p": 0.1}, bytes([2, 0]) + MASKS)
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(max_tokens=5), Sampling(max_tokens=5, temperature=0.5), Sampling(5, temperature=0, top_p=0.9)]
-)
-def test_plain_and_greedy_sampling_ask_for_none(sampling: Sampling) -> None:
-    (completion,), asked = ask(SERVERS["grpo"], sampling)
-    assert not {"sampling_masks", "min_p"} & asked[-1][1].keys() and completion.sampling_masks is None
-
-
-@pytest.mark.parametrize("kind", ["vllm", "openai"])
-def test_other_servers_give_no_masks_and_what_they_left_out_is_said(kind: str) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+def test_what_leaves_out_tokens_is_asked_for_and_noted(kind: str) -> None:
     (completion,), asked = ask(SERVERS[kind], Sampling(max_tokens=5, top_k=3, top_p=0.9))
-    assert "sampling_masks" not in asked[-1][1]
-    assert (completion.cuts, completion.sampling_masks) == ({"top_p": 0.9, "top_k": 3}, None)
+    body = asked[-1][1]
+    assert (body["top_k"], body["top_p"]) == (3, 0.9) and "min_p" not in body
+    assert completion.cuts == {"top_p": 0.9, "top_k": 3}
 
 
 @pytest.mark.parametrize(("kind", "server_type"), [("grpo", "vllm"), ("openai", "openai")])

@@ -490,6 +490,24 @@ def test_a_group_larger_than_the_batch_is_refused() -> None:
     assert (error.value.field, error.value.got) == ("--env.group_size", "16") and "8 sequences" in error.value.wanted
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"generation_params": {"top_p": 0.9}}, {"overrides": [{}, {"top_k": 5}]}, {"group_overrides": {"min_p": 0.1}}],
+)
+def test_groups_sampled_from_a_part_of_the_vocabulary_end_it(fields: dict[str, Any]) -> None:
+    async def cut(item: int) -> wire.ScoredData:
+        return msgspec.structs.replace(group(), **fields)
+
+    async def scene() -> Service:
+        service = await started()
+        with pytest.raises(ConfigError) as error:
+            await serving(Sums(config(), cut), service, asyncio.Event())
+        assert error.value.field.startswith("sums: ") and error.value.got in ("top_p=0.9", "top_k=5", "min_p=0.1")
+        return service
+
+    assert not asyncio.run(scene()).queue.line.groups
+
+
 def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the evaluation before still runs; meanwhile the API hears of it."""
     monkeypatch.setattr(runner, "HEARD_EVERY_S", 0.05)

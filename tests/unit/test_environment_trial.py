@@ -108,6 +108,16 @@ def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options
     return json.loads(Path("report.json").read_text())
 
 
+CUT = (
+    "from environments.peers.inference import Sampling\n"
+    + CAPITALS
+    + """
+    def sampling(self, room):
+        return Sampling(room, top_p=0.9)
+"""
+)
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -122,11 +132,12 @@ def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options
         (CAPITALS.replace("return float(answer", "return 'yes' if item else float(answer"), ["score()", "yes"]),
         ("import no_such_module\n" + CAPITALS, ["import", "mine.py:1", "no_such_module"]),
         (CAPITALS.replace("The capital", "x" * 999), ["max_token_length"]),
+        (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
         (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
         *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
-        *("import", "no_room", "unknown_token"),
+        *("import", "no_room", "top_p", "unknown_token"),
     ],
 )
 def test_a_wrong_environment_is_refused_with_its_line(

@@ -18,6 +18,7 @@ from environments.dataset.columns import Columns
 from environments.dataset.data import read_data
 from environments.peers.http import PeerGone, PeerRefused
 from environments.running.runner import EnvironmentFailed
+from grpo_common.sampling import WHOLE_VOCABULARY
 from tests.stand_ins import Reply, answering
 from tests.unit import test_environment_runner as runner
 from tests.unit.test_environment_config import parse
@@ -51,6 +52,7 @@ def test_settings_are_a_line_each(tmp_path: Path) -> None:
     [
         ("--group_size=8", "--group_size: no such option; did you mean --env.group_size?"),
         ("--nothing=8", "--nothing: no such option; --help lists them"),
+        ("--env.top_p=0.9", f"--env.top_p: no such option; {WHOLE_VOCABULARY}"),
         ("--a=1 --b=2", "--a: no such option; --help lists them\n--b: no such option; --help lists them"),
     ],
 )

@@ -204,18 +204,18 @@ def test_a_pause_that_aborts_requests_first_sends_what_they_have() -> None:
     assert second.new_logprobs is None and core.output_queue.empty()
 
 
-class Masked(LogprobsLists):
-    """As `worker.sampling_masks.KeptLists`: a subclass, with further ids in a row."""
+class Routed(LogprobsLists):
+    """As `worker.routed_experts.RoutedLists`: a subclass, with further ids in a row."""
 
 
-@pytest.mark.parametrize("kind", ["masks", "drafts", "further ids", "many"])
+@pytest.mark.parametrize("kind", ["experts", "drafts", "further ids", "many"])
 def test_other_logprobs_are_sent_as_vllm_does_after_the_block(kind: str) -> None:
     engine = Engine([Wish(whole, True, 0, 100)])
     for _ in range(3):
         assert not engine.step()[0].outputs
     own = engine.lists()
-    if kind == "masks":
-        own = Masked(*own)
+    if kind == "experts":
+        own = Routed(*own)
     elif kind == "drafts":
         own = own._replace(cu_num_generated_tokens=[0, 1])
     elif kind == "further ids":

@@ -48,7 +48,7 @@ def test_an_adapter_that_one_replica_refuses_is_refused(refusing: int) -> None:
 
 def test_the_workers_of_all_replicas_are_described() -> None:
     def worker(rank: int) -> dict[str, Any]:
-        return {"rank": rank, "sampling_masks": True, "gpu_uuid": "", "visible_gpus": []}
+        return {"rank": rank, "gpu_uuid": "", "visible_gpus": []}
 
     found = asyncio.run(describe_workers(engine([worker(0)], [worker(1)])))
     assert [each.rank for each in found] == [0, 1]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,55 @@ def test_a_temperature_that_is_no_number_is_decoded_and_does_not_fit(temperature
     group = to_group(wire.pack(wire.ScoredData(**rows, generation_params={"temperature": temperature})))  # type: ignore[arg-type]
     problem = misfit(group)
     assert problem is not None and (problem.field, problem.got) == ("sequence 0: temperature", "nan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"generation_params": {"top_p": 0.9}}, "sequence 0: top_p"),
+        ({"generation_params": {"repetition_penalty": 1.1}}, "sequence 0: repetition_penalty"),
+        ({"overrides": [{}, {"top_k": 2}]}, "sequence 1: top_k"),
+        ({"group_overrides": {"min_p": 0.1}}, "sequence 0: min_p"),
+        ({"group_overrides": {"min_p": 0.1, "sft": True}}, None),  # imitated: it may have been sampled in any way
+        ({"generation_params": {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.7}}, None),
+    ],
+)
+def test_groups_sampled_so_that_the_trainer_cant_compute_it(fields: dict[str, Any], field: str | None) -> None:
+    rows: dict[str, Any] = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+    problem = misfit(to_group(wire.pack(wire.ScoredData(**rows, **fields))), VOCAB)
+    assert (problem and problem.field) == field
+    assert problem is None or (problem.got and problem.wanted and problem.fix)
+
+
+def test_a_stored_group_with_sampling_masks_is_read_and_refused_for_how_it_was_sampled() -> None:
+    """Groups of version 0.1.0, from a queue: their masks are an unknown field."""
+    rows: dict[str, Any] = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
+    packed = msgspec.to_builtins(
+        wire.pack(wire.ScoredData(**rows, generation_params={"top_p": 0.9})), builtin_types=[bytes]
+    )
+    stored = msgspec.msgpack.encode(packed | {"sampling_masks": [bytes([1, 1, 1, 2])]})
+    problem = misfit(to_group(wire.decode(stored, wire.PackedGroup, wire.MSGPACK)), VOCAB)
+    assert problem is not None and problem.field == "sequence 0: top_p"
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_an_environment_that_does_not_say_how_it_samples_is_named_once(
+    caplog: pytest.LogCaptureFixture, said: bool
+) -> None:
+    rows: dict[str, Any] = {
+        "tokens": [[1, 2]],
+        "masks": [[-100, 2]],
+        "scores": [0.0],
+        "inference_logprobs": [[1.0, -0.5]],
+    }
+    more: dict[str, Any] = {"generation_params": {"temperature": 1.0}} if said else {}
+    group = to_group(wire.pack(wire.ScoredData(**rows, **more)))
+    without = replace(group, samples=tuple(replace(s, rollout_logprobs_T=None) for s in group.samples))
+    groups = GroupFilter(VOCAB, lambda number: f"sums_{number}")
+    with caplog.at_level(logging.WARNING):
+        for found in ((without,), (group, group, replace(group, environment=7)), (group,)):
+            groups.sift(RolloutBatch("b", found))
+    assert len(caplog.records) == (0 if said else 2)
 
 
 class Api:

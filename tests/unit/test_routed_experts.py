@@ -26,13 +26,12 @@ from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.rollouts import routed_experts as at_the_trainer
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import misfit
-from vllm_server import routed_experts, sampling_masks
+from vllm_server import routed_experts
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, joined, pack
 from vllm_server.routes import generate
 from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _attends_to_all, _keep
-from vllm_server.worker.sampling_masks import KeptTensors, bits_of
 
 SHAPE = RoutedShape(layers=3, top_k=1, experts=8)
 
@@ -107,7 +106,6 @@ def step(runner: Any, record: Record, slots: list[int], first: list[int], finish
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs)
-    sampling_masks.collect()
     routed_experts.collect()
     return LogprobsProcessor
 
@@ -149,18 +147,6 @@ def test_prompts_in_parts_and_cached_ones(processor: Any) -> None:
     assert routed_experts.experts_of(received(steps, 1, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 3, 5))
     step(runner, record, [], [], finished=("a",))
     assert record.sent == {"b": 4}
-
-
-def test_beside_sampling_masks(processor: Any) -> None:
-    record = new_record()
-    runner = runner_of([[0]], ["a"], {"a": 1})
-    step(runner, record, [0], [5])
-    out = -torch.inf
-    masked = KeptTensors.of(logprobs(1), bits_of(torch.tensor([[-1.0, out, -0.5, out]])))
-    got = received([_attach(runner, record, masked)], 0, processor)
-    assert routed_experts.experts_of(got, SHAPE, 1) == pack(SHAPE, rows(5))
-    assert {place: ids.tolist() for place, ids in sampling_masks.kept_of(got).items()} == {0: [0, 2]}
-    assert list(got.token_ids) == [0] and list(got.logprobs) == [-1.0]
 
 
 def test_a_lost_row_is_noticed(processor: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_common.sampling import bends, cuts, unmasked
+from grpo_common.sampling import bends, cuts
 
 PLAIN: dict[str, Any] = {
     "temperature": 0.7,
@@ -28,8 +28,7 @@ PLAIN: dict[str, Any] = {
 
 
 def test_plain_sampling_and_temperature_are_reproduced() -> None:
-    assert bends(PLAIN) is None and unmasked(PLAIN) is None and cuts(PLAIN) == {}
-    assert bends({}) is None and unmasked({}) is None
+    assert bends(PLAIN) is None and bends({}) is None and cuts(PLAIN) == {}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +36,11 @@ def test_plain_sampling_and_temperature_are_reproduced() -> None:
     [
         ("temperature", 0, "0"),
         ("temperature", 1e-6, "1e-06"),
+        ("top_p", 0.9, "0.9"),
+        ("top_k", 5, "5"),
+        ("top_k", 1, "1"),
+        ("min_p", 0.05, "0.05"),
+        ("min_p", 1, "1"),
         ("presence_penalty", 0.5, "0.5"),
         ("frequency_penalty", -0.5, "-0.5"),
         ("repetition_penalty", 1.1, "1.1"),
@@ -55,16 +59,8 @@ def test_what_bends_the_distribution_is_refused_by_name(name: str, value: object
     assert problem.wanted and problem.fix
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 5), ("top_k", 1), ("min_p", 0.05), ("min_p", 1)])
-def test_what_leaves_tokens_out_needs_masks(name: str, value: float) -> None:
-    params = PLAIN | {name: value}
-    assert cuts(params) == {name: value} and bends(params) is None
-    problem = unmasked(params)
-    assert problem is not None and problem.field == name and problem.fix
-    assert problem.got.startswith(f"{value:g}")
-
-
 @pytest.mark.parametrize("value", [None, "0.9", True, [0.5]])
 def test_what_is_no_number_leaves_nothing_out(value: object) -> None:
     """Foreign environments may send anything; the server that sampled has read it otherwise."""
-    assert cuts({"top_p": value, "top_k": value, "min_p": value}) == {}
+    params = {"top_p": value, "top_k": value, "min_p": value}
+    assert cuts(params) == {} and bends(params) is None

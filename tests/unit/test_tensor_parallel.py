@@ -6,17 +6,14 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.batch.token_masks import TokenMasks
 from grpo_trainer.engine.tensor_shards import Cut, cut_model, shard_of
 from grpo_trainer.errors import ModelError
-from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from tests.golden.models import CONFIGS, SIZES, random_model
 from tests.processes import ROOT, free_port
 from tests.unit.tensor_trainers import CASES
@@ -112,11 +109,3 @@ def test_a_model_without_weights_is_cut_to_the_shapes_of_vllms_workers() -> None
     assert shard.padded["model.embed_tokens.weight"] == 64
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_masks_are_cut_to_a_shards_tokens() -> None:
-    masks = TokenMasks.of([SamplingMasks(np.array([2, 0, 3]), np.array([1, 5, 0, 4, 6], np.int32))], [3])
-    assert masks is not None
-    cut = masks.within(range(4, 8))
-    assert cut.ids_M.tolist() == [1, 0, 2] and cut.rows_M.tolist() == [0, 2, 2]  # 5, 4, 6, counted from 4
-    assert cut.ends_M.tolist() == [0, 1, 1, 3] and cut.masked_C.tolist() == [0, 2]

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from environments.config import ConfigError, ServerConfig
 from environments.from_verifiers import engine as verifiers_engine
 from environments.from_verifiers import venv as verifiers_venv
-from environments.from_verifiers.engine import Engine, Rollout
-from environments.peers.inference import Completion, InferenceClient
+from environments.from_verifiers.engine import Engine
+from environments.peers.inference import InferenceClient
 from environments.verifiers_server import main, normalised
-from grpo_trainer.rollouts.sampling_masks import decode
 from tests.stand_ins import Asked, Handle, Reply, answering
-from vllm_server.sampling_masks import encode
 
 COMMAND = "grpo env verifiers"
 
@@ -99,24 +96,6 @@ def test_a_turn_is_answered_as_vllm_would_with_the_servers_ids_and_logprobs() ->
 def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
     _, engine, _ = ask(("a", body(3)), ("b", body(3)), ("a", body(3, 6)))
     assert (engine.rollout("a").policy_version, engine.rollout("b").policy_version) == (1, 2)
-
-
-def turn(prompt: list[int], tokens: list[int], kept: int) -> Completion:
-    """A completion whose first token has a mask of the first ids, from 0 on."""
-    masks = encode({at: np.arange(kept if at == 0 else 0) for at in range(len(tokens))}, len(tokens))
-    return Completion(prompt, tokens, [-0.5] * len(tokens), "", "stop", 1, cuts={"top_k": 9}, sampling_masks=masks)
-
-
-def test_the_masks_of_a_branch_are_those_of_its_turns() -> None:
-    # two branches: after the first turn the user said 7, or 8
-    rollout = Rollout(masked=[turn([1, 2, 5, 6, 8], [3], 4), turn([1, 2], [5, 6], 2), turn([1, 2, 5, 6, 7], [4, 4], 3)])
-    tokens, sampled = [1, 2, 5, 6, 7, 4, 4, 9], [False, False, True, True, False, True, True, False]
-    masks = rollout.sampling_masks(tokens, sampled)
-    assert masks is not None
-    assert decode(masks, 8).counts_T.tolist() == [0, 0, 2, 0, 0, 3, 0, 0]
-    # a sampled token of no turn that was kept: as if there were no masks, and the trainer refuses the group
-    assert rollout.sampling_masks([*tokens, 4], [*sampled, True]) is None
-    assert Rollout().sampling_masks(tokens, sampled) is None
 
 
 def test_rollouts_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

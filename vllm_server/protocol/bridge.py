@@ -14,15 +14,13 @@ FORMAT = 1
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's workers.
 
-    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use; `sampling_masks`: its sampler
-    returns the tokens that top-p, top-k and min-p kept; `routed_experts`: what it records of a mixture of experts, if
-    anything.
+    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use; `routed_experts`: what it
+    records of a mixture of experts, if anything.
     """
 
     rank: int
     gpu_uuid: str
     visible_gpus: list[str]
-    sampling_masks: bool = False
     routed_experts: RoutedShape | None = None
 
 

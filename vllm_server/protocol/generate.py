@@ -16,15 +16,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampling` holds vLLM's SamplingParams by their own names (`n`, `max_tokens`, `temperature`, `stop`, `seed`,
     `logprobs`, `prompt_logprobs`, …). `model` or `policy_version` selects a version. Without them, or with the served
-    model's name, the newest version answers. With `sampling_masks` the answer has the tokens that top-p, top-k and
-    min-p kept; it needs `logprobs`, and parameters whose probabilities a trainer can compute.
+    model's name, the newest version answers.
     """
 
     prompt: str | TokenPrompt
     stream: bool = False
     model: str | None = None
     policy_version: int | None = None
-    sampling_masks: bool = False
     sampling: dict[str, Any] = {}
 
     def to_body(self) -> dict[str, Any]:
@@ -34,7 +32,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             "stream": self.stream or None,
             "model": self.model,
             "policy_version": self.policy_version,
-            "sampling_masks": self.sampling_masks or None,
         }
         return self.sampling | {"prompt": prompt} | {key: v for key, v in routing.items() if v is not None}
 
@@ -45,7 +42,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             msgspec.ValidationError: a routing key is missing or has the wrong type; the message names it.
         """
-        routing = {"prompt", "stream", "model", "policy_version", "sampling_masks"}
+        routing = {"prompt", "stream", "model", "policy_version"}
         head = {key: value for key, value in body.items() if key in routing}
         sampling = {key: value for key, value in body.items() if key not in routing}
         return msgspec.convert(head | {"sampling": sampling}, cls)
@@ -62,8 +59,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     `logprobs: 0` it is the only key; with `logprobs: k` the k likeliest tokens follow. `prompt_logprobs[pos]` is null
     at the first position. `token_ids` includes the stop token if one ended the completion. `policy_version` is the
     version at the request's start. If shared weights changed during the request, `policy_version_end` is the version at
-    its end, and the completions are a mixture of both. `sampling_masks` (base64 in JSON; `protocol/sampling_masks.py`)
-    has the tokens kept at each position of each completion; it is absent if none were left out by request.
+    its end, and the completions are a mixture of both.
     `routed_experts` (base64 in JSON; `protocol/routed_experts.py`) has for each completion the experts of all tokens,
     prompt included, but for the last; it is absent unless the server was started with `--return-routed-experts`.
     """
@@ -78,7 +74,6 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     logprobs: list[list[list[TokenLogprobs]]] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     policy_version_end: int | None = None
-    sampling_masks: list[bytes] | None = None
     routed_experts: list[bytes] | None = None
 
 

@@ -19,8 +19,7 @@ from vllm_server.http import NDJSON, json_response, read_body
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
 from vllm_server.routed_experts import experts_of
-from vllm_server.sampling import build_sampling_params, check_integers, check_masks
-from vllm_server.sampling_masks import encode, kept_of
+from vllm_server.sampling import build_sampling_params, check_integers
 from vllm_server.server import PolicyServer
 
 # JSON has no −∞. A token outside top_p or top_k gets this value instead, as in vLLM's own /v1 answers.
@@ -48,9 +47,6 @@ async def generate(request: Request) -> Response:
             422, "prompt or routing", got=str(error), wanted="see docs/server.md", fix="correct it"
         ) from error
     params = build_sampling_params(asked.sampling, stream=asked.stream)
-    masks = asked.sampling_masks and check_masks(
-        asked.sampling, stream=asked.stream, why_not=server.why_no_sampling_masks()
-    )
     async with AsyncExitStack() as held:
         lease = await held.enter_async_context(server.serving(asked.model, asked.policy_version))
         outputs = await held.enter_async_context(aclosing(_outputs(server, asked, params, lease.version)))
@@ -63,7 +59,7 @@ async def generate(request: Request) -> Response:
                 return _HeldStream(_lines(final, outputs, lease), held.pop_all())
     if final is None:
         return Response(status_code=499)  # the client has disconnected
-    return json_response(_response(server, final, params, lease, masks=masks))
+    return json_response(_response(server, final, params, lease))
 
 
 async def health_generate(request: Request) -> Response:
@@ -111,7 +107,7 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
     return last
 
 
-def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, masks: bool) -> GenerateResponse:
+def _response(server: PolicyServer, final: Any, params: Any, lease: Lease) -> GenerateResponse:
     prompt_ids = list(final.prompt_token_ids)
     prompt = server.engine.get_tokenizer().decode(prompt_ids) if final.prompt is None else final.prompt
     return GenerateResponse(
@@ -125,7 +121,6 @@ def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, ma
         token_ids=[list(output.token_ids) for output in final.outputs],
         logprobs=None if params.logprobs is None else [_positions(o.logprobs) for o in final.outputs],
         prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(final.prompt_logprobs),
-        sampling_masks=[encode(kept_of(o.logprobs), len(o.token_ids)) for o in final.outputs] if masks else None,
         routed_experts=_experts(server, final) if params.flat_logprobs and params.logprobs is not None else None,
     )
 

@@ -6,7 +6,7 @@ EXPERTS_VARIABLE = "GRPO_ROUTED_EXPERTS"
 """Carries `--return-routed-experts` to the worker processes, which inherit the environment."""
 
 EXPERTS_MARK = -2
-"""Before routed experts among the columns of token ids; sampling masks have ids and -1 only."""
+"""Stands before routed experts among the columns of token ids, all of which are 0 or more."""
 
 
 def is_batch_invariant() -> bool:

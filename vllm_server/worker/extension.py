@@ -22,7 +22,6 @@ from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker import (
     routed_experts,
     sampled_logprobs,
-    sampling_masks,
     sampling_parameters,
     seeds,
 )
@@ -39,7 +38,6 @@ if current_platform.is_cuda():
     sampled_logprobs.prepare_worker()
 elif current_platform.is_cpu():
     seeds.prepare_worker()
-sampling_masks.prepare_worker()
 routed_experts.prepare_worker()
 
 
@@ -66,11 +64,7 @@ class PolicyWorker:
     def grpo_describe(self) -> dict[str, Any]:
         """Return this worker's `WorkerInfo`."""
         runner = getattr(self, "model_runner", None)
-        sampler = getattr(runner, "sampler", None)
-        found = {
-            "rank": self._grpo_rank(),
-            "sampling_masks": sampler is not None and sampling_masks.gives_masks(sampler),
-        }
+        found: dict[str, Any] = {"rank": self._grpo_rank()}
         if (shape := routed_experts.shape_of(runner)) is not None:
             found["routed_experts"] = msgspec.to_builtins(shape)
         if self.device.type != "cuda":

@@ -127,7 +127,7 @@ class Blocks:
         self._nothing = self._rest(output("", []))
 
     def rows(self, logprobs: Any) -> Rows | None:
-        """Return a step's logprobs by rows; None: there are none, or those of a request with masks, drafts or many."""
+        """Return a step's logprobs by rows; None: there are none, or those of experts, drafts or many tokens."""
         if type(logprobs) is not self._lists or logprobs.cu_num_generated_tokens is not None:
             return None
         shape = logprobs.logprobs.shape

@@ -7,7 +7,7 @@ which needs Triton. So the older one, which a CPU has as well, gets this:
     routers           write the ids of a step's tokens into one buffer, which CUDA graphs may record
     execute_model     moves them to the place of each token's KV cache: what is cached is found there by later requests
     _sample           reads the places of a request's tokens that were not sent yet, beside its new token's logprobs
-    LogprobsTensors   `RoutedTensors` are those, or those with sampling masks, and these rows: one asynchronous copy
+    LogprobsTensors   `RoutedTensors` are those and these rows: one asynchronous copy
     LogprobsLists     `RoutedLists`; a request's slice has its rows as further columns of `logprob_token_ids`
     LogprobsProcessor in the server's process, takes them off again (`vllm_server.routed_experts`)
 
@@ -61,49 +61,45 @@ class RoutedTensors(LogprobsTensors):
     """A batch's logprobs, with experts.
 
     Attributes:
-        inner: the logprobs, perhaps with sampling masks.
         rows_M: bytes of all rows.
         ends: for each n from 0 to N how many bytes belong to the first n requests.
     """
 
-    inner: LogprobsTensors
     rows_M: Tensor
     ends: Sequence[int]
 
     @classmethod
-    def of(cls, inner: LogprobsTensors, rows_M: Tensor, ends: Sequence[int]) -> RoutedTensors:
-        made = cls(*inner)
-        made.inner, made.rows_M, made.ends = inner, rows_M, ends
+    def of(cls, logprobs: LogprobsTensors, rows_M: Tensor, ends: Sequence[int]) -> RoutedTensors:
+        made = cls(*logprobs)
+        made.rows_M, made.ends = rows_M, ends
         return made
 
     def to_cpu_nonblocking(self) -> RoutedTensors:
         rows_M = self.rows_M.to("cpu", non_blocking=self.rows_M.is_cuda)
-        return RoutedTensors.of(self.inner.to_cpu_nonblocking(), rows_M, self.ends)
+        return RoutedTensors.of(super().to_cpu_nonblocking(), rows_M, self.ends)
 
     def tolists(self, *args: Any, **kwargs: Any) -> LogprobsLists:
-        inner = self.inner.tolists(*args, **kwargs)
-        made = RoutedLists(*inner)
-        made.inner, made.rows_M, made.ends = inner, self.rows_M.cpu().numpy(), self.ends
+        made = RoutedLists(*super().tolists(*args, **kwargs))
+        made.rows_M, made.ends = self.rows_M.cpu().numpy(), self.ends
         return made
 
 
 class RoutedLists(LogprobsLists):
     """The same on the host."""
 
-    inner: LogprobsLists
     rows_M: NDArray[np.uint8]
     ends: Sequence[int]
 
     def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
         """Return the logprobs of a request's new token; further columns are `EXPERTS_MARK`, and a number of bytes."""
-        own = self.inner.slice_request(req_idx, num_positions)
+        own = super().slice_request(req_idx, num_positions)
         if num_positions != 1 or self.cu_num_generated_tokens is not None:  # speculative decoding: the server refuses
             return own
         rows = self.rows_M[self.ends[req_idx] : self.ends[req_idx + 1]]
         whole = np.concatenate([rows, np.zeros(-len(rows) % 4, np.uint8)]).view(np.int32)
-        ids, columns = own.logprob_token_ids, np.shape(own.logprobs)[-1]
+        ids = own.logprob_token_ids
         more = np.concatenate([[EXPERTS_MARK, len(rows)], whole])[None].astype(ids.dtype)
-        return own._replace(logprob_token_ids=np.concatenate([ids[:, :columns], more, ids[:, columns:]], axis=1))
+        return own._replace(logprob_token_ids=np.concatenate([ids, more], axis=1))
 
 
 def prepare_worker() -> None:
