@@ -3,7 +3,7 @@
 It needs no download. Its reward is exact: 1 for the right number and nothing else, 0 otherwise.
 """
 
-import asyncio
+from statistics import fmean
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.items import Shuffled
 from environments.peers.inference import Sampling
+from environments.running.evaluation import examine_each
+from environments.running.runner import Failures
 
 
 class ArithmeticConfig(BaseEnvConfig):
@@ -46,6 +48,7 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         # The number, its end token, and one more token that reveals a longer answer.
         self.max_tokens = config.max_tokens or longest + 2
         self.items = Shuffled(self.problems.train, config.seed)
+        self._failures = Failures()
 
     def prompt(self, item: Problem) -> str:
         """Return plain text: ``12+34=``."""
@@ -61,14 +64,13 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
 
     async def evaluate(self) -> dict[str, float]:
         """Return the sampled accuracy on the held-out problems, which are never trained on."""
-        samples = self.config.eval_samples
-        answers = await asyncio.gather(*(self.complete(problem.prompt, samples) for problem in self.problems.held_out))
-        scores = [
-            self.score(problem, self.decode(completion))
-            for problem, completions in zip(self.problems.held_out, answers, strict=True)
-            for completion in completions
-        ]
-        return {"accuracy": sum(scores) / len(scores), "samples": len(scores)}
+        found, failed = await examine_each(self.name, self.problems.held_out, self._examine, self._failures)
+        scores = [score for own in found for score in own]
+        return {"accuracy": fmean(scores), "samples": len(scores), "questions_failed": failed}
+
+    async def _examine(self, problem: Problem) -> list[float]:
+        completions = await self.complete(problem.prompt, self.config.eval_samples)
+        return [self.score(problem, self.decode(completion)) for completion in completions]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ It needs no data set. Its reward is exact: 1 if an answer ended before its limit
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,8 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.intervals import with_interval
 from environments.peers.inference import Completion
+from environments.running.evaluation import examine_each
+from environments.running.runner import Failures
 from environments.trajectory import Message
 from environments.word_problems import LEVELS, Ladder, WordProblem, held_out_problems, is_right, levels_of, make_problem
 
@@ -58,6 +59,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         self.levels = levels
         self.ladder = Ladder(levels)
         self.position = 0
+        self._failures = Failures()
 
     async def get_next_item(self) -> WordProblem:
         """Return the next problem. Seed and number determine it, so a resumed run continues with new ones."""
@@ -95,24 +97,25 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
-        scores = await asyncio.gather(*(self._examine(problem) for problem in problems))
+        scored, failed = await examine_each(self.name, problems, self._examine, self._failures)
         by_level = {
             f"accuracy_level_{level}": fmean(found)
             for level in self.levels
-            if (found := [score for problem, score in zip(problems, scores, strict=True) if problem.level == level])
+            if (found := [score for problem, score in scored if problem.level == level])
         }
         return {
-            **with_interval("accuracy", fmean(scores), len(problems)),
+            **with_interval("accuracy", fmean(score for _, score in scored), len(scored)),
             **by_level,
-            "questions": len(problems),
+            "questions": len(scored),
+            "questions_failed": failed,
         }
 
-    async def _examine(self, problem: WordProblem) -> float:
+    async def _examine(self, problem: WordProblem) -> tuple[WordProblem, float]:
         prompt = self.encode(self.prompt(problem))
         room = self.config.max_token_length - len(prompt)
         sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         (completion,) = await self.server.generate(prompt, 1, sampling)
-        return self._score(problem, completion)
+        return problem, self._score(problem, completion)
 
 
 if __name__ == "__main__":

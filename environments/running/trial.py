@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from environments.config import ConfigError, PromptTooLong, Settings, UnusableRow
-from environments.threads import settled
+from environments.threads import run, settled
 from grpo_common.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -112,10 +112,16 @@ class Report:
         """Write which line of the user's code runs, again and again: a step may never end."""
         pause = threading.Event()
         while not pause.wait(LOOK_EVERY_S):
-            frame = sys._current_frames().get(self._thread)
-            at = place([(each.filename, each.lineno or 0) for each in traceback.extract_stack(frame)])
+            at = next(filter(None, map(place, self._stacks())), "")
             if at != self._facts["at"]:
                 self._write(at=at)
+
+    def _stacks(self) -> Iterator[list[tuple[str, int]]]:
+        """Yield the stacks of the threads in which functions such as `score` run, and then that of the event loop."""
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] == self._thread):
+            frames = [*traceback.walk_stack(frame)][::-1]
+            if ident == self._thread or any(each.f_code is run.__code__ for each, _ in frames):
+                yield [(each.f_code.co_filename, line) for each, line in frames]
 
 
 @cache

@@ -158,9 +158,15 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     assert problem.field == "--env mine.py" and "import" in problem.summary and "exit code 7" in problem.got
 
 
-def test_a_step_that_does_not_end_is_named_and_its_processes_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "at"),
+    [("        self.items", "setup() at mine.py:7"), ("        return float", "score() at mine.py:13")],
+)
+def test_a_step_that_does_not_end_is_named_and_its_processes_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str
+) -> None:
     monkeypatch.setattr(trial, "SLOW_S", 1.0)
-    code = CAPITALS.replace("        self.items", SLEEPS + "        self.items")
+    code = CAPITALS.replace(before, SLEEPS + before)
     lines: list[str] = []
     with trying(run_of(write(code), model)) as trials:
         deadline = time.monotonic() + 60
@@ -170,7 +176,7 @@ def test_a_step_that_does_not_end_is_named_and_its_processes_end(model: Path, mo
         time.sleep(1.5)  # the line that runs is looked up every 0.5 s
         monkeypatch.setattr(trial, "LIMIT_S", 1.0)
         (outcome,) = trials.outcomes(lines.append)
-    assert outcome.problems == () and outcome.doing == "setup() at mine.py:7", outcome
+    assert outcome.problems == () and outcome.doing == at, outcome
     child = int(Path("child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
