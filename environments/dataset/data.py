@@ -1,8 +1,8 @@
 """Read a data set: a file, a folder, or a name on the hub.
 
-JSON is read here, and everything else by the library `datasets`, which caches it in Arrow files outside the user's
-folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, its errors name no line, and its import takes
-three seconds.
+JSON is read here, compressed or not, and everything else by the library `datasets`, which caches it in Arrow files
+outside the user's folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, and its errors name no
+line. It still says which files of a folder are which split.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import json
 import logging
 import os
 import re
+import shutil
+import tempfile
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import IO, Any, Final, Protocol, cast
 
 import msgspec
 
@@ -149,14 +153,12 @@ def _file(field: str, path: Path, split: str | None, subset: str | None, split_f
     size = path.stat().st_size
     if not size:
         raise ConfigError(field=field, got="an empty file", wanted="one row or more")
-    ends = path.suffixes[-2:]
-    end = ends[-1] if ends else ""
+    kind = _kind(path)
     rows: Rows
-    if end in JSON_ENDS:
+    if kind in JSON_ENDS:
         rows = _json_rows(field, path, whole=size <= CHECKED_WHOLE)
     else:
-        kind = ends[0] if end in COMPRESSED and len(ends) == 2 else end
-        builder = "json" if kind in JSON_ENDS else TABLE_ENDS.get(kind)
+        builder, end = TABLE_ENDS.get(kind), path.suffix
         if builder is None:
             raise ConfigError(
                 "not a kind of file that can be read",
@@ -167,6 +169,12 @@ def _file(field: str, path: Path, split: str | None, subset: str | None, split_f
             )
         rows = _Table(_load(field, lambda library: library.load_dataset(builder, **_csv(kind), **_only(path)), path))
     return Data(str(path), rows, size <= CHECKED_WHOLE, _hash_files([path]))
+
+
+def _kind(path: Path) -> str:
+    """Return the ending of a file that says what it has, such as .jsonl of rows.jsonl.gz."""
+    ends = path.suffixes[-2:]
+    return ends[0] if len(ends) == 2 and ends[1] in COMPRESSED else path.suffix
 
 
 def _csv(kind: str) -> dict[str, Any]:
@@ -181,29 +189,57 @@ def _only(path: Path) -> dict[str, Any]:
 
 def _json_rows(field: str, path: Path, *, whole: bool) -> Rows:
     """Return the rows of JSON Lines, or of one JSON array of objects."""
-    with path.open("rb") as file:
-        start = file.read(4096)
+    file = path.open("rb") if path.suffix in JSON_ENDS else _decompressed(field, path)
+    start = os.pread(file.fileno(), 4096, 0)
     if start.startswith(UTF_16):
         raise ConfigError(field=field, got="UTF-16", wanted="UTF-8", fix="save it as UTF-8")
-    begin = start.removeprefix(BOM).lstrip()
-    if path.suffix == ".json" and begin[:1] == b"[":
-        return _Array(field, path)
-    if path.suffix == ".json" and begin[:1] == b"{" and (rows := _one_object(path)) is not None:
-        return rows
-    return _Lines(field, path, whole=whole)
+    begin = start.removeprefix(BOM).lstrip()[:1]
+    if _kind(path) == ".json" and begin in (b"[", b"{"):
+        with file:
+            content = file.read().removeprefix(BOM)
+        if begin == b"[":
+            return _Array(field, content)
+        if (rows := _one_object(field, content)) is not None:
+            return rows
+        file = path.open("rb") if path.suffix in JSON_ENDS else _decompressed(field, path)
+    return _Lines(field, file, whole=whole)
+
+
+def _decompressed(field: str, path: Path) -> IO[bytes]:
+    """Return a copy without a name, which ends with this process.
+
+    Raises:
+        ConfigError: It is not compressed as its ending says, or that compression is not installed.
+    """
+    import fsspec
+
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open
+    try:
+        with fsspec.open(str(path.absolute()), "rb", compression="infer") as file:
+            shutil.copyfileobj(cast("IO[bytes]", file), copy)
+    except OSError:
+        copy.close()
+        raise
+    except Exception as error:  # each compression has its own errors; a missing one is a ValueError
+        copy.close()
+        fix = "compress it again, or decompress it"
+        raise ConfigError("cannot be decompressed", field=field, got=_first_line(error), fix=fix) from None
+    copy.flush()
+    copy.seek(0)
+    return copy
 
 
 class _Lines:
     """JSON Lines in a file that stays open; blank lines don't count."""
 
-    def __init__(self, field: str, path: Path, *, whole: bool) -> None:
+    def __init__(self, field: str, file: IO[bytes], *, whole: bool) -> None:
         """Find the lines, and read those that are checked before the start.
 
         Raises:
             ConfigError: A line is not a JSON object.
         """
         self._field = field
-        self._file = path.open("rb")
+        self._file = file
         self._opened = self._state()
         self._starts = array("Q")
         at = 0
@@ -274,13 +310,12 @@ class _Lines:
 class _Array:
     """The objects of a JSON array, in memory."""
 
-    def __init__(self, field: str, path: Path, rows: list[Any] | None = None) -> None:
-        """Read the whole file.
+    def __init__(self, field: str, content: bytes, rows: list[Any] | None = None) -> None:
+        """Read the whole file's content.
 
         Raises:
             ConfigError: It is not an array of objects.
         """
-        content = path.read_bytes().removeprefix(BOM)
         try:
             self._rows: list[Any] = _decode(content) if rows is None else rows
         except ValueError as error:
@@ -305,14 +340,14 @@ class _Array:
         return f"row {number + 1}"
 
 
-def _one_object(path: Path) -> _Array | None:
+def _one_object(field: str, content: bytes) -> _Array | None:
     """Return the rows of a file such as `{"data": [{…}, …]}`; None if it is something else, such as JSON Lines."""
     try:
-        found = _decode(path.read_bytes().removeprefix(BOM))
+        found = _decode(content)
     except ValueError:
         return None
     lists = [value for value in found.values() if isinstance(value, list) and all(isinstance(r, dict) for r in value)]
-    return _Array(f"--data {path}", path, lists[0]) if len(lists) == 1 and lists[0] else None
+    return _Array(field, content, lists[0]) if len(lists) == 1 and lists[0] else None
 
 
 def _decode(text: bytes) -> Any:
@@ -340,6 +375,31 @@ def _decode(text: bytes) -> Any:
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     return found
+
+
+class _Joined:
+    """The rows of several files, one after another."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Rows]) -> None:
+        """`names`: of the files, for messages."""
+        self._names, self._parts = names, parts
+        self._ends = list(accumulate(map(len, parts)))
+        self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        part, own = self._find(number)
+        return dict.fromkeys(self.columns) | self._parts[part][own]
+
+    def place(self, number: int) -> str:
+        part, own = self._find(number)
+        return f"{self._names[part]}, {self._parts[part].place(own)}"
+
+    def _find(self, number: int) -> tuple[int, int]:
+        part = bisect_right(self._ends, number)
+        return part, number - (self._ends[part - 1] if part else 0)
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -378,14 +438,44 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     files = sorted(each for each in path.rglob("*") if each.is_file() and not _beside_data(each, path, bool(saved)))
     if not files:
         raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
-
-    def load(library: Any) -> Any:
-        return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
-
-    table, part = _split_of(field, _load(field, load, path), split, split_flag)
+    if not saved:
+        files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
     size = sum(each.stat().st_size for each in files)
+    whole = size <= CHECKED_WHOLE
+    rows: Rows
+    if not (saved or subset or _names_subsets(path)) and all(_kind(each) in JSON_ENDS for each in files):
+        splits = _load(field, lambda library: _splits_of_files(library, path, files), path)
+        found, part = _split_of(field, splits, split, split_flag)
+        names = [str(each.relative_to(path)) for each in found]
+        parts = [_json_rows(f"{field}/{name}", each, whole=whole) for name, each in zip(names, found, strict=True)]
+        rows = _Joined(names, parts)
+    else:
+
+        def load(library: Any) -> Any:
+            return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
+
+        table, part = _split_of(field, _load(field, load, path), split, split_flag)
+        rows = _Table(table)
     fingerprint = f"{_hash_files(files, path)}-{split or ''}"
-    return Data(f"{path}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint, part)
+    return Data(f"{path}{_named(subset, split)}", rows, whole, fingerprint, part)
+
+
+def _splits_of_files(library: Any, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return which files of a folder are which split by `datasets`' rules for their names."""
+    root, ours = str(folder.absolute()), {str(each.absolute()): each for each in files}
+    patterns = library.data_files.get_data_patterns(root)
+    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=root)
+    splits = {str(split): [ours[name] for name in names if name in ours] for split, names in found.items()}
+    return {split: own for split, own in splits.items() if own}
+
+
+def _names_subsets(folder: Path) -> bool:
+    """Return whether a folder's card says which files are which split, which `datasets` reads."""
+    try:
+        card = (folder / "README.md").read_text(errors="replace")
+    except OSError:
+        return False
+    return card.startswith("---") and re.search(r"^configs:", card.partition("\n---")[0], re.MULTILINE) is not None
 
 
 def _beside_data(file: Path, folder: Path, saved: bool) -> bool:

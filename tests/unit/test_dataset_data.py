@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -239,6 +240,45 @@ def test_the_fingerprint_of_a_folder_leaves_out_hidden_files_and_caches(tmp_path
     (tmp_path / "saved" / ".git").mkdir()
     (tmp_path / "saved" / ".git" / "HEAD").write_bytes(b"x")
     assert opened(tmp_path / "saved").fingerprint == before
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_text_of_json_stays_text_in_any_file(tmp_path: Path, compressed: bool) -> None:
+    """The library `datasets` makes a timestamp of a date."""
+    rows = [{"question": "2024-01-01", "answer": "2024-01-01T10:00:00Z"}, {"question": "x", "n": 2**60}]
+    lines, end = [f"{json.dumps(row)}\n".encode() for row in rows], ".gz" if compressed else ""
+    pack = gzip.compress if compressed else bytes
+    (tmp_path / "folder" / "data").mkdir(parents=True)
+    (tmp_path / f"rows.jsonl{end}").write_bytes(pack(reading.BOM + b"".join(lines)))
+    (tmp_path / f"rows.json{end}").write_bytes(pack(json.dumps(rows).encode()))
+    for number, line in enumerate(lines):
+        (tmp_path / "folder" / "data" / f"train-{number}.jsonl{end}").write_bytes(pack(line))
+    (tmp_path / "folder" / f"test.jsonl{end}").write_bytes(pack(lines[0]))
+    whole = [{"question": "2024-01-01", "answer": "2024-01-01T10:00:00Z", "n": None}]
+    whole += [{"question": "x", "answer": None, "n": 2**60}]
+    for name in (f"rows.jsonl{end}", f"rows.json{end}", "folder"):
+        assert rows_of(opened(tmp_path / name)) == whole
+    data = opened(tmp_path / "folder")
+    assert data.rows.place(1) == f"data/train-1.jsonl{end}, line 1" and data.split == "train"
+    assert rows_of(opened(tmp_path / "folder", split="test")) == [rows[0]]
+
+
+def test_the_fingerprint_of_a_folder_is_that_of_its_data(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(LINES)
+    before = opened(tmp_path).fingerprint
+    for name in ("README.md", "notes.txt", "make.py"):
+        (tmp_path / name).write_text("x")
+    assert opened(tmp_path).fingerprint == before
+    (tmp_path / "two.jsonl").write_text(LINES)
+    assert opened(tmp_path).fingerprint != before
+
+
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(LINES.encode())[:-9], gzip.compress(b"{")])
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.jsonl.gz").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        opened(tmp_path / "rows.jsonl.gz")
+    assert "rows.jsonl.gz" in caught.value.field
 
 
 def test_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

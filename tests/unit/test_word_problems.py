@@ -15,6 +15,7 @@ from transformers import Qwen2Tokenizer
 from environments.config import ConfigError
 from environments.demo_model.model import build_tokenizer
 from environments.peers.inference import Completion, Sampling
+from environments.trajectory import Message
 from environments.word_problems import (
     HELD_OUT,
     LEVELS,
