@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from environments.config import ConfigError
+from grpo_common.errors import OF_FILES, nearest
 
 
 def import_file(path: Path) -> ModuleType:
@@ -54,8 +54,8 @@ def module_of_file(field: str, where: str) -> ModuleType:
     path = Path(where).expanduser()
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
-        near = difflib.get_close_matches(path.name, (each.name for each in folder.glob("*.py")), n=1)
-        fix = f"did you mean {folder / near[0]}?" if near else f"correct the path; it is relative to {Path.cwd()}"
+        near = nearest(path.name, (each.name for each in folder.glob("*.py")), OF_FILES)
+        fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
         raise ConfigError("no such file", field=field, got=where, wanted="a Python file", fix=fix)
     return _imported(field, partial(import_file, path))
 
@@ -115,11 +115,11 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
     if callable(found):
         return found
     there = [each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")]
-    near = difflib.get_close_matches(name, there, n=1)
+    near = nearest(name, there)
     raise ConfigError(
         "no such function" if found is None else "not a function",
         field=field,
         got=name,
         wanted=f"one of {', '.join(there)}" if there else "a function",
-        fix=f"did you mean {near[0]}?" if near else "",
+        fix=f"did you mean {near}?" if near else "",
     )

@@ -52,7 +52,7 @@ from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import NewRows, rows_so_far
+from grpo_trainer.metrics.rows import NewRows, last_rows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
@@ -194,7 +194,7 @@ def planned(
         cache_bytes=planned_cache(config, here) if here and not places else None,
         env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
         places=places,
-        step=next((row["step"] for row in reversed(rows_so_far(config.run_dir / METRICS_FILE))), 0),
+        step=next((row["step"] for row in reversed(last_rows(config.run_dir / METRICS_FILE).rows)), 0),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from environments.data_config import DataConfig
 from environments.dataset.data import Data, Row, listed
 from environments.maths.answer_form import in_the_asked_form, read_number
 from environments.trajectory import Message
+from grpo_common.errors import nearest
 
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS: Final = ("answer", "solution", "label")
@@ -122,8 +122,8 @@ def _chosen(flag: str, named: str | None, usual: Sequence[str], there: Iterable[
         return next((name for name in usual if name in there), None)
     if named in there:
         return named
-    near = difflib.get_close_matches(named, there, n=1)
-    fix = f"did you mean {listed(near)}?" if near else "name one of these"
+    near = nearest(named, there)
+    fix = f"did you mean {listed([near])}?" if near else "name one of these"
     raise ConfigError("no such column", field=f"{flag} {named}", wanted=f"one of {listed(there)}", fix=fix)
 
 

@@ -7,7 +7,6 @@ line. It still says which files of a folder are which split.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ import msgspec
 
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
+from grpo_common.errors import OF_FILES, nearest
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ def _refuse_missing(field: str, name: str, path: Path) -> None:
     if HUB_NAME.fullmatch(name) and not name.startswith((".", "~")) and path.suffix not in (*JSON_ENDS, *TABLE_ENDS):
         return
     folder = path.parent if path.parent.is_dir() else Path()
-    near = difflib.get_close_matches(path.name, (each.name for each in folder.iterdir()), n=1)
-    fix = f"did you mean {folder / near[0]}?" if near else f"correct the path; it is relative to {Path.cwd()}"
+    near = nearest(path.name, (each.name for each in folder.iterdir()), OF_FILES)
+    fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
     raise ConfigError("no such file or folder", field=field, wanted=f"{KINDS}, a folder, or a name on the hub", fix=fix)
 
 
@@ -515,12 +515,12 @@ def _split_of(field: str, found: Any, split: str | None, flag: str) -> tuple[Any
             field=flag, got="no split", wanted=f"one of {listed(names)}", fix=f"add {flag} {listed(names[:1])}"
         )
     if split not in names:
-        near = difflib.get_close_matches(split, names, n=1) or names[:1]
+        near = nearest(split, names) or names[0]
         raise ConfigError(
             "no such split",
             field=f"{flag} {split}",
             wanted=f"one of {listed(names)}",
-            fix=f"for example {listed(near)}",
+            fix=f"for example {listed([near])}",
         )
     return found[split], split
 

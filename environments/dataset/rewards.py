@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import difflib
 import inspect
 import logging
 import math
@@ -36,7 +35,7 @@ from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
 from environments.threads import Threads, settled
 from environments.user_modules import function_of, module_named, module_of_file
-from grpo_common.errors import UserError
+from grpo_common.errors import UserError, nearest
 
 log = logging.getLogger(__name__)
 
@@ -203,13 +202,13 @@ class RewardLoader:
             if each.kind is each.POSITIONAL_ONLY:
                 raise ConfigError(field=field, got=f"{each.name}, positional only", wanted="arguments with names")
             if each.name not in known and each.default is each.empty:
-                near = difflib.get_close_matches(each.name, known, n=1)
+                near = nearest(each.name, known)
                 raise ConfigError(
                     "an argument is neither a column nor one of TRL's",
                     field=field,
                     got=each.name,
                     wanted=f"one of {listed(known)}",
-                    fix=f"did you mean {near[0]}?" if near else "give it a default, or rename the column",
+                    fix=f"did you mean {near}?" if near else "give it a default, or rename the column",
                 )
 
     async def _call(self, config: RewardConfig, function: Callable[..., Any], asked: Asked) -> Any:

@@ -19,6 +19,8 @@ from grpo_trainer.files import replace_file
 
 ENDS = 5
 """Tables show the mean reward of this many first and last steps."""
+LAST_BYTES = 1 << 16
+"""The end of a file that `last_rows` reads."""
 LARGEST, LARGEST_FLOAT = 2**53, 1e150
 """Whole numbers below this are exact in floating point; squares of numbers below this are finite."""
 
@@ -97,6 +99,21 @@ def read_rows(path: Path) -> list[Row]:
 def rows_so_far(path: Path) -> list[Row]:
     """Return the rows as `read_rows` does; none if nothing has written the file yet."""
     return read_file(path).rows
+
+
+def last_rows(path: Path) -> Rows:
+    """Return the last rows of a file, `ENDS` or more where it has them; none if there is no file.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
+    if not path.is_file():
+        return Rows([])
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LAST_BYTES))
+        content = file.read()
+    return read_lines(path, content if size <= LAST_BYTES else content.partition(b"\n")[2])
 
 
 def parse_row(path: Path, line: bytes, check: Check = figures) -> Row | None:

@@ -18,13 +18,11 @@ from grpo_common.redaction import redacted_text
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.metrics.rows import ENDS, Rows, read_lines
+from grpo_trainer.metrics.rows import ENDS, last_rows
 from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
 
 DEPTH = 2
 """How many folders down runs are looked for: `runs/sums`, `runs/monday/sums`."""
-LAST_BYTES = 1 << 16
-"""The end of metrics.jsonl that is read; it holds the last `ENDS` rows, of which the reward is the mean."""
 
 MODEL_WIDTH = 26
 """A longer name of a model is shortened in the table, which should fit 80 columns."""
@@ -78,7 +76,7 @@ def _listed(folder: Path) -> Listed:
     except (ValueError, RecursionError):
         settings, is_damaged = {}, True
     try:
-        rows, unreadable = _last_rows(folder / METRICS_FILE)
+        rows, unreadable = last_rows(folder / METRICS_FILE)
         last = final_step(folder / "checkpoints")
     except FormatError:
         return Listed(str(folder), None, None, 0, None, None, "newer", folder.stat().st_mtime)
@@ -105,17 +103,6 @@ def _listed(folder: Path) -> Listed:
         state=state,
         changed=newest.stat().st_mtime,
     )
-
-
-def _last_rows(path: Path) -> Rows:
-    """The last rows of a file that may be written at this moment."""
-    if not path.is_file():
-        return Rows([])
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        file.seek(max(0, size - LAST_BYTES))
-        content = file.read()
-    return read_lines(path, content if size <= LAST_BYTES else content.partition(b"\n")[2])
 
 
 def as_json(runs: Sequence[Listed]) -> str:

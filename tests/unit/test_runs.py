@@ -17,9 +17,10 @@ from rich.console import Console
 from grpo_common.locks import hold, is_held
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE
+from grpo_trainer.metrics.rows import LAST_BYTES
 from grpo_trainer.report import runs
 from grpo_trainer.report.read import read_run
-from grpo_trainer.report.runs import LAST_BYTES, as_json, list_runs, print_runs
+from grpo_trainer.report.runs import as_json, list_runs, print_runs
 from tests.unit.test_report import row, write_run
 
 
