@@ -25,5 +25,7 @@ def test_train_script_trains(demo_model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
     assert "bridge proved" in done.stdout
+    command = [sys.executable, "-m", "grpo_trainer", "report", str(tmp_path / "run")]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     report = (tmp_path / "run" / "report.html").read_text()
     assert '"title":"Reward"' in report and '"ratios":"' in report
