@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,20 +14,17 @@ from rich.console import Console
 
 from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.config.run import read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.command import print_examination
 from grpo_trainer.doctor.examine import Examination
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
-from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
+from grpo_trainer.errors import ConfigError, HungError, StoppedError, TrainingError
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal
-from tests.unit.test_checkpoint import checkpoints, trainer_with
-from tests.unit.test_doctor import look_at
 from tests.unit.test_supervisor import spec
 
 # what all errors have in common ------------------------------------------------------------------------------
@@ -65,11 +60,6 @@ def test_several_problems_are_a_line_each() -> None:
     error = UserError.of([first, second])
     assert error.problems == (first, second) and error.field == "a"
     assert str(error).splitlines() == [str(first), str(second)]
-
-
-def test_an_error_of_the_operating_system_takes_its_parts_as_well() -> None:
-    error = PortBusyError(field="--port", got=80, fix="choose another")
-    assert isinstance(error, OSError) and error.got == "80" and str(error) == "--port: got 80; choose another"
 
 
 # the doctor --------------------------------------------------------------------------------------------------
@@ -125,16 +115,6 @@ def test_options(given: Mapping[str, Any], text: str) -> None:
     assert str(error.value) == text
 
 
-def test_an_environments_table_in_a_run() -> None:
-    table = {"name": "arithmetic", "env": {"group_sise": 3, "max_token_length": 1}}
-    with pytest.raises(ConfigError) as error:
-        build_run({"trainer": {"model_name": "m"}, "environments": [table]}, {})
-    assert str(error.value).splitlines() == [
-        "--env arithmetic: --env.max_token_length: got 1, wanted a number greater than or equal to 2",
-        "--env arithmetic: env.group_sise: no such setting; did you mean env.group_size?",
-    ]
-
-
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[trainer\n")
@@ -143,17 +123,6 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"--config {file}: not TOML: Expected ']' at the end of a table declaration (at line 1, column 9); "
         "correct the file there"
-    )
-
-
-def test_a_refused_configuration_as_a_finding_of_the_doctor() -> None:
-    with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {"model_name": "m", "lora_r": 8})
-    (finding,) = [each for each in look_at(error.value).findings if each.name == "configuration"]
-    assert (finding.got, finding.wanted, finding.fix) == (
-        "--lora-r: belongs to another mode; got --weight-bridge-mode none",
-        "--weight-bridge-mode lora_only, lora_restart",
-        "leave it out, or choose --weight-bridge-mode lora_only",
     )
 
 
@@ -182,38 +151,7 @@ def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
     child.close()
 
 
-def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.Process.cmdline", lambda self: ["grpo", "serve"])
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        with pytest.raises(PortBusyError) as error:
-            claim_ports({"server": port})
-    assert str(error.value) == (
-        f"--server.port: got {port}, held by pid {os.getpid()} (grpo serve), wanted a free port; "
-        "end that process, or choose another port (0 picks a free one)"
-    )
-
-
 # a run's end and its resumption ------------------------------------------------------------------------------
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize(("harm", "got"), [(cut, "SHORTER bytes"), (Path.unlink, "no such file")])
-def test_a_damaged_checkpoint(tmp_path: Path, harm: Callable[[Path], object], got: str) -> None:
-    path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
-    file = path / "adapter_model.safetensors"
-    size = file.stat().st_size
-    harm(file)
-    with pytest.raises(ConfigError) as error:
-        checkpoints(trainer_with(), tmp_path, resume=str(path)).resume()
-    got = got.replace("SHORTER", str(size - 1))
-    assert str(error.value) == (
-        f"--resume {file}: the checkpoint is damaged; got {got}, wanted {size} bytes; "
-        "use --resume auto to continue from the newest whole one"
-    )
 
 
 class Spoilt(TrainingError):

@@ -16,19 +16,15 @@ from environments.config import ConfigError
 from environments.data_config import DataConfig
 from environments.dataset.columns import Columns
 from environments.dataset.data import read_data
-from environments.peers.http import PeerGone, PeerRefused
-from environments.running.runner import EnvironmentFailed
-from grpo_common.sampling import WHOLE_VOCABULARY
+from environments.peers.http import PeerRefused
 from tests.stand_ins import Reply, answering
 from tests.unit import test_environment_runner as runner
 from tests.unit.test_environment_config import parse
 from tests.unit.test_environment_http import ask
-from tests.unit.test_nccl import StandInLibrary
-from tests.unit.test_shared_server import check
 from vllm_server import seams
-from vllm_server.errors import FatalError, IncompatibleError, ServeError
+from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.http import parse_body
-from vllm_server.protocol import LoraLoadRequest, nccl
+from vllm_server.protocol import LoraLoadRequest
 
 # settings ----------------------------------------------------------------------------------------------------
 
@@ -47,32 +43,6 @@ def test_settings_are_a_line_each(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("--group_size=8", "--group_size: no such option; did you mean --env.group_size?"),
-        ("--nothing=8", "--nothing: no such option; --help lists them"),
-        ("--env.top_p=0.9", f"--env.top_p: no such option; {WHOLE_VOCABULARY}"),
-        ("--a=1 --b=2", "--a: no such option; --help lists them\n--b: no such option; --help lists them"),
-    ],
-)
-def test_unknown_flags(argument: str, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse(*argument.split())
-    assert str(error.value) == text
-
-
-def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
-    file = tmp_path / "env.toml"
-    file.write_text("[env\n")
-    with pytest.raises(ConfigError) as error:
-        parse("--config", str(file))
-    assert str(error.value) == (
-        f"--config {file}: not TOML: Expected ']' at the end of a table declaration (at line 1, column 5); "
-        "correct the file there"
-    )
-
-
 # what peers answer -------------------------------------------------------------------------------------------
 
 
@@ -87,29 +57,6 @@ def test_a_peer_that_refuses(reply: Reply, said: str) -> None:
     with answering(lambda _: reply) as url, pytest.raises(PeerRefused) as error:
         ask(url, "POST", "/scored_data")
     assert str(error.value) == f"the oracle at {url}: refused POST /scored_data; {said}"
-
-
-def test_a_peer_that_is_gone() -> None:
-    with answering(lambda _: Reply(503, {"detail": "starting"})) as url, pytest.raises(PeerGone) as error:
-        ask(url, patience=0.0)
-    assert str(error.value) == f"the oracle at {url}: not done within 0 s; got 503: starting"
-
-
-def test_an_environment_that_failed() -> None:
-    async def scene() -> None:
-        service = await runner.started()
-
-        async def collect(item: int) -> wire.ScoredData:
-            return runner.group((float("nan"), 0.0))
-
-        environment = runner.Sums(runner.config(), collect)
-        await asyncio.wait_for(runner.serving(environment, service, asyncio.Event()), 20)
-
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene())
-    assert str(error.value) == (
-        "sums: 16 groups in a row were lost; got a group of sums is not sent: a score that is not finite"
-    )
 
 
 # what the rollout API answers --------------------------------------------------------------------------------
@@ -152,48 +99,12 @@ def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str
 # the inference server ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
-        (3, "NCCL rank 0 of 2: got status 3; set NCCL_DEBUG=INFO to see more"),
-        (7, "NCCL rank 0 of 2: the others did not answer; wanted an answer within 0 s"),
-    ],
-)
-def test_nccl(monkeypatch: pytest.MonkeyPatch, state: int, text: str) -> None:
-    monkeypatch.setattr(nccl, "library", lambda: StandInLibrary(state))
-    monkeypatch.setattr(nccl, "INIT_TIMEOUT_S", 0.0)
-    with pytest.raises(nccl.NcclError) as error:
-        nccl.Communicator(bytes(128), 0, 2)
-    assert str(error.value) == text
-
-
 @pytest.mark.parametrize(("module", "symbol"), [("json", "json.gone"), ("jsonx", "jsonx")])
 def test_a_vllm_without_what_is_used(monkeypatch: pytest.MonkeyPatch, module: str, symbol: str) -> None:
     monkeypatch.setattr(seams, "vllm_version", lambda: "0.40.0")
     with pytest.raises(IncompatibleError) as error:
         seams.seam(module, "gone")
     assert str(error.value) == f"vLLM 0.40.0: has no {symbol}; wanted vLLM 0.32; install it"
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}},
-            "got PYTORCH_ALLOC_CONF=expandable_segments:True, wanted no expandable_segments, since their memory cannot "
-            "be shared; unset PYTORCH_ALLOC_CONF",
-        ),
-        (
-            {"model": {"quantization_config": {"quant_method": "awq"}}},
-            "got a model with quantization_config (awq) in its config.json, wanted plain weights, since quantised ones "
-            "cannot be trained in place; use lora_only, or the model before it was quantised",
-        ),
-    ],
-)
-def test_weights_that_cannot_be_shared(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(FatalError) as error:
-        check(**changes)
-    assert str(error.value) == f"--shared-weights: {text}"
 
 
 def test_a_request_that_the_server_refuses() -> None:
@@ -242,20 +153,3 @@ def test_data_that_cannot_be_used(tmp_path: Path, name: str, content: str, text:
     with pytest.raises(ConfigError) as error:
         Columns.of(config, read_data(config)[0])
     assert str(error.value) == text.replace("FILE", str(file))
-
-
-@pytest.mark.parametrize(
-    ("reward", "text"),
-    [
-        ("my.py:f=abc", "--reward my.py:f=abc: got the weight 'abc', wanted a finite number after =; for example "
-         "my.py:length=0.1"),
-        ("my.py", "--reward my.py: got 'my.py', wanted FILE.py:FUNCTION, MODULE:FUNCTION, or a built-in: exact_match, "
-         "math, regex:PATTERN; name the function: my.py:FUNCTION"),
-        ("regex:(", "--reward regex:(: not a regular expression: missing ), unterminated subpattern at position 0; got "
-         "'(', wanted Python's syntax"),
-    ],
-)  # fmt: skip
-def test_rewards_that_cannot_be_read(reward: str, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse("--env.tokenizer_name", "model", "--reward", reward)
-    assert str(error.value) == text

@@ -7,28 +7,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from grpo_trainer.alignment.drift import DriftAlarm, Recheck, SampleGap
 from grpo_trainer.errors import BridgeError, DriftError, ServerError
 from grpo_trainer.server_client import ATTEMPTS
-from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.shared.names import NamesError, bind_names
 from grpo_trainer.weights.gpus import TrainerPlace
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import choose
-from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.unit.test_drift import LIMIT, NOTHING_FITS, gap
-from tests.unit.test_multi_server import Bridge, several
 from tests.unit.test_proof import FakeServer, prove
 from tests.unit.test_server_client import Answer, server
 from tests.unit.test_transports import OTHER, OURS, info, worker
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.errors import ServeError
 from vllm_server.protocol import Transport
-from vllm_server.protocol.bridge_config import FILE_NAME
 
 
 def test_parameters_that_can_not_be_bound() -> None:
@@ -150,35 +145,6 @@ def test_a_server_that_refuses(answer: object, text: str) -> None:
     assert said == text
 
 
-def test_one_of_several_servers() -> None:
-    good, bad = Bridge(), Bridge()
-    bad.fails = BridgeError("does not fit", field="rank", got=64, wanted="16")
-    with several(good, bad) as servers, pytest.raises(BridgeError) as error:
-        servers.publish(1)
-    assert str(error.value) == "server http://host-1:9001: rank: does not fit; got 64, wanted 16"
-
-
-def test_several_servers_that_differ() -> None:
-    behind = Bridge()
-    behind.serves = 3
-    with several(Bridge(), behind) as servers, pytest.raises(BridgeError) as error:
-        servers.publish(4)
-    assert str(error.value) == (
-        "version: the servers differ; got 4 at http://host-0:9001, 3 at http://host-1:9001, wanted 4"
-    )
-
-
-def test_a_bridge_file_that_can_not_be_used(tmp_path: Path) -> None:
-    config = bridge_config("some/model", write_tensors(tmp_path / "memory", {"norm.weight": torch.zeros(8)}))
-    write_config(tmp_path, msgspec.structs.replace(config, tp_degree=2))
-    with pytest.raises(BridgeError) as error:
-        read_bridge_config(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path / FILE_NAME}: tp_degree: each worker has a shard; got 2, wanted 1, as the trainer's; "
-        "train in 2 processes, with --tensor-parallel-size 2"
-    )
-
-
 @pytest.mark.parametrize(
     ("wanted", "lines"),
     [
@@ -213,11 +179,3 @@ def test_no_transport_that_works(monkeypatch: pytest.MonkeyPatch, wanted: Transp
     with pytest.raises(BridgeError) as error:
         choose.open_transport(wanted, packed, nothing, info(worker(uuid=OTHER)), Path(), 2)
     assert str(error.value).splitlines() == lines
-
-
-def test_a_transport_that_needs_a_gpu() -> None:
-    nobody: Any = None
-    packed = PackedAdapter(tiny_lora(), torch.float32)
-    with pytest.raises(BridgeError) as error:
-        choose.open_transport("cuda_ipc", packed, nobody, info(), Path(), 2)
-    assert str(error.value).splitlines()[1:] == ["not cuda_ipc: trainer: got a CPU, wanted a GPU"]

@@ -54,12 +54,6 @@ def batch(queue: RolloutQueue, now: float = 0.0, lease: float = 60.0) -> list[in
     return None if grant is None else list(grant.lease.groups)
 
 
-def test_batches_come_oldest_first():
-    queue = started(8)
-    ids = [offer(queue, 4) for _ in range(6)]
-    assert [batch(queue) for _ in range(4)] == [ids[0:2], ids[2:4], ids[4:6], None]
-
-
 def test_a_batch_before_any_trainer_is_refused():
     with pytest.raises(NotRegistered):
         RolloutQueue().next_batch(0.0, 60.0)
@@ -70,21 +64,6 @@ def test_what_came_before_the_trainer_is_served():
     ids = [offer(queue, 4), offer(queue, 4)]
     queue.register(trainer(8))
     assert batch(queue) == ids
-
-
-def test_a_larger_group_ahead_does_not_block():
-    queue = started(8)
-    offer(queue, 16)
-    eight = offer(queue, 8)
-    assert batch(queue) == [eight]  # 16 > 8 can never fit, the 8 behind it does
-
-
-def test_a_mixture_is_served_where_it_fits():
-    queue = started(12)
-    six, *fours = [offer(queue, size) for size in (6, 4, 4, 4)]
-    assert batch(queue) == fours  # 6 + 4 = 10 and 6 + 4 + 4 = 14 do not, 4 + 4 + 4 = 12 does
-    other_six = offer(queue, 6)
-    assert batch(queue) == [six, other_six]
 
 
 def test_what_can_never_fit_is_said_with_the_sizes():
@@ -101,18 +80,6 @@ def test_a_lone_size_that_can_never_fit_is_said_beside_those_that_do():
     offer(queue, 4)
     (warning,) = Explainer(queue).warnings()
     assert re.findall(r"\d+", warning) == ["1", "5", "8"]  # 8 - 5 = 3 is no sum of 4s and 5s
-
-
-def test_groups_of_odd_size_wait_for_their_kind():
-    queue = started(8)
-    queue.register_environment(env(4), 0.0)
-    first, buffered = queue.offer(0, 3, 100, 0.5)
-    assert buffered == 3
-    assert batch(queue) is None
-    second, buffered = queue.offer(0, 1, 100, 0.5)
-    assert buffered == 0  # 3 + 1 = 4: both go to the queue
-    four = offer(queue, 4, env_id=0)
-    assert batch(queue) == [first.id, second.id, four]
 
 
 def test_a_group_larger_than_its_environment_said_is_queued():
@@ -148,14 +115,6 @@ def test_reservations_that_sum_to_more_than_a_batch_are_scaled_down():
     queue.register_environment(env(2, share=0.9), 0.0)
     # int(8 * 0.9) = 7 each, 14 in all: 7 * 8 // 14 = 4 each
     assert queue.minima() == {0: 4, 1: 4}
-
-
-def test_a_reservation_is_in_whole_groups_and_never_overruns_the_batch():
-    queue = started(8)
-    queue.register_environment(env(8, share=0.5), 0.0)
-    queue.register_environment(env(8, share=0.5), 0.0)
-    # 4 places each are a group of 8 each, 16 in all: one of them has to wait for another batch
-    assert sorted(queue.minima().values()) == [0, 8]
 
 
 def test_a_reservation_that_no_sizes_can_meet_makes_no_batch_impossible():
@@ -195,18 +154,6 @@ def test_an_environment_that_was_killed_and_started_again_is_counted_once():
     assert queue.minima() == {0: 2, 1: 2} and not queue.buffers
 
 
-def test_a_lease_that_is_not_acknowledged_returns_to_the_front():
-    queue = started(4)
-    first, second = offer(queue, 4), offer(queue, 4)
-    assert batch(queue, now=0.0, lease=10.0) == [first]
-    queue.tick(9.9)
-    assert batch(queue, now=9.9) == [second]
-    third = offer(queue, 4)
-    queue.tick(10.0)
-    assert batch(queue, now=10.0) == [first]
-    assert batch(queue, now=10.0) == [third]
-
-
 def test_acknowledging_counts_the_step_once():
     queue = started(4)
     offer(queue, 4)
@@ -239,18 +186,6 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
     assert batch(queue) is None
 
 
-def test_a_late_acknowledgement_is_refused_when_somebody_else_has_the_groups():
-    queue = started(4)
-    offer(queue, 4)
-    grant = queue.next_batch(0.0, 10.0)
-    assert grant is not None
-    queue.tick(11.0)
-    assert batch(queue, now=11.0) == list(grant.lease.groups)
-    with pytest.raises(LeaseError) as refused:
-        queue.acknowledge(grant.lease.batch_id)
-    assert refused.value.status == 409
-
-
 def test_an_unknown_batch_is_unknown():
     queue = started(4)
     for call in (queue.acknowledge, queue.release):
@@ -271,19 +206,6 @@ def test_a_lost_answer_is_given_again():
     assert first.lease.batch_id == again.lease.batch_id
     assert queue.leases.deadlines[again.lease.batch_id] == 15.0
     assert [group.id for group in other.groups] == [ids[1]]
-
-
-def test_a_lease_can_be_extended_and_released():
-    queue = started(4)
-    first = offer(queue, 4)
-    grant = queue.next_batch(0.0, 10.0)
-    assert grant is not None
-    queue.extend(grant.lease.batch_id, 5.0, 10.0)
-    queue.tick(14.0)
-    assert batch(queue, now=14.0) is None
-    queue.release(grant.lease.batch_id)
-    queue.release(grant.lease.batch_id)
-    assert batch(queue) == [first]
 
 
 def queue_of(uuid: int, groups: int) -> RolloutQueue:

@@ -133,14 +133,6 @@ def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) ->
     assert continued(tmp_path / "r").trainer.bridge == config.trainer.bridge
 
 
-def test_data_and_rewards_are_stored(tmp_path: Path) -> None:
-    tables = {"data": {"path": "d.jsonl", "held_out": 5}, "rewards": ["r.py:f", {"function": "r.py:g", "weight": 0.1}]}
-    config = stored(tmp_path / "r", file={"trainer": {"weight_bridge_mode": "lora_only"}, **tables})
-    assert continued(tmp_path / "r").environments == config.environments
-    (environment,) = continued("auto", run_dir=str(tmp_path / "r"), data="other.jsonl").environments
-    assert environment.data == {"path": "other.jsonl", "held_out": 5} and environment.name == "dataset"
-
-
 def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stored(tmp_path / "r")
     monkeypatch.setattr(of_runs, "DEFAULTS", {"weight_bridge_mode": "none", "training_steps": 7})
