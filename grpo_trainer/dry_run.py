@@ -72,7 +72,7 @@ def look_ahead(config: RunConfig) -> list[PlannedProcess]:
     config = chosen(config, machine, shape)
     with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
         nodes = cluster.nodes if cluster else []
-    on_gpu = any(node.gpus for node in nodes) if nodes else machine.on_gpu
+    on_gpu = any(node.gpus for node in nodes) if nodes else machine.serves_on_gpu
     places = place_run(config, nodes, on_gpu=on_gpu) if nodes else NO_PLACES
     # A cluster's ports are free or not on its nodes, which are not asked.
     ports = wanted_ports(config) if nodes else claim_ports(wanted_ports(config))

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +102,6 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     on_gpu = machine.serves_on_gpu
     vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
     say(f"model {config.trainer.model.name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
-    machine = replace(machine, gpu_hidden=on_gpu and not machine.on_gpu)
     gpus = machine if on_gpu else None
     config = _fitted(config, machine, shape, console)
     places, execute = NO_PLACES, Child

@@ -34,7 +34,6 @@ class Machine:
 
     Attributes:
         driver: NVIDIA's version; None: no GPU was found.
-        gpu_hidden: trainer and server run on a GPU that nvidia-smi does not list, such as a part of one (MIG).
         gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
         version: of an installed distribution by its name; None: it is not installed.
         requires: what a distribution says it needs.
@@ -44,7 +43,6 @@ class Machine:
     memory: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    gpu_hidden: bool = False
     gpu_problem: str = ""
     shm: Path = SHM
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +64,11 @@ class Machine:
         if self.vllm is None:
             return self.on_gpu
         return "cpu" not in f"{self.vllm} {self.version(self.vllm)}"  # a CPU build named `vllm` has a version +cpu
+
+    @property
+    def gpu_hidden(self) -> bool:
+        """Whether vLLM runs on a GPU that nvidia-smi does not list, such as a part of one (MIG)."""
+        return self.serves_on_gpu and not self.on_gpu
 
 
 def look() -> Machine:

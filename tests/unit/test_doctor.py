@@ -377,7 +377,6 @@ def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
         ({}, {"attn.c_attn": (64, 192)}, "c_attn"),  # transposed in transformers
         ({}, {"self_attention.query_key_value": (128, 64)}, "query_key_value"),  # vLLM reorders its rows
         ({"quantization_config": {"quant_method": "awq"}}, MODULES, "quantization_config"),
-        ({"quantization_config": "awq", "text_config": "x"}, MODULES, "quantization_config"),
         ({"kv_lora_rank": 512}, MODULES, "kv_lora_rank"),
     ],
 )
@@ -387,6 +386,13 @@ def test_an_architecture_that_can_not_share_its_weights(
     model = write_model(tmp_path / "model", {**CONFIG, **config}, modules)
     found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm")))
     assert found.name == "shared weights" and got in found.got and "lora_only" in found.fix
+
+
+def test_an_odd_config_is_refused_by_each_check_that_reads_it(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {**CONFIG, "quantization_config": "awq", "text_config": "x"})
+    examination = look_at(run_of(model, weight_bridge_mode="shared_vllm"))
+    faults = {finding.name for finding in examination.findings if finding.status == "fail"}
+    assert faults == {"decoder-only", "shared weights"}
 
 
 def test_an_adapter_on_modules_that_are_not_there(model: Path) -> None:
