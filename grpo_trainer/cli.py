@@ -286,8 +286,8 @@ def export_checkpoint(
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-    """Benchmarks: `loop` measures a whole run, `step` optimisation steps, `sync` a weight bridge, `fence` shared
-    weights under load, `api` a rollout API."""
+    """Benchmarks: `loop` measures a whole run, `step` optimisation steps, `sync` a weight bridge, `api` a rollout
+    API."""
     _become("grpo_trainer.bench", ctx.args)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
+import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from grpo_trainer.bench import api as rollout_api
-from grpo_trainer.bench.command import JsonLine, print_figures, run_command
-from grpo_trainer.bench.fence.options import FenceOptions
-from grpo_trainer.bench.loop.options import LoopOptions
-from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench import loop as whole_run
+from grpo_trainer.bench import publish
+from grpo_trainer.bench import step as one_step
 from grpo_trainer.config.options import build, with_options
 from grpo_trainer.config.server import KEY_VARIABLE
+from grpo_trainer.errors import ConfigError, GrpoError, StoppedError
+from grpo_trainer.signals import ending_signals
 
 app = typer.Typer(
     help="Benchmarks. Each prints its figures.",
@@ -35,76 +40,87 @@ RunOptions = Annotated[
 ServerArgs = Annotated[
     list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
 ]
+JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
 
 
 @app.command(short_help="Measure a whole run: speed and memory.")
-@with_options(LoopOptions)
+@with_options(whole_run.LoopOptions)
 def loop(options: dict[str, Any], run_options: RunOptions = None) -> None:
     """Measure a whole `grpo run` with synthetic prompts and rewards. All its processes are real.
 
     Prints one JSON line. The figures cover the steps after the first --warmup-steps.
     """
-    asked = build(LoopOptions, options)
-    from grpo_trainer.bench.loop.measure import measure
-
-    print(json.dumps(measure(asked, tuple(run_options or ()))))
+    print(json.dumps(whole_run.measure(build(whole_run.LoopOptions, options), tuple(run_options or ()))))
 
 
 @app.command(short_help="Measure optimisation steps: speed and memory.")
-@with_options(StepOptions)
+@with_options(one_step.StepOptions)
 def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
 
     mfu is the share of --peak-tflops that the model's own arithmetic reaches: 6 operations a weight and token (4 for a
     frozen weight) and attention, without recomputation.
     """
-    asked = build(StepOptions, options)
-    from grpo_trainer.bench.step.measure import measure
-
-    if (figures := measure(asked)) is not None:  # under torchrun, on the first rank alone
+    figures = one_step.measure(build(one_step.StepOptions, options))
+    if figures is not None:  # under torchrun, on the first rank alone
         print_figures(figures, as_json=json_line)
 
 
 @app.command(short_help="Measure a weight bridge: duration of publishes, memory leaks.")
-@with_options(SyncOptions)
+@with_options(publish.SyncOptions)
 def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
-    asked = build(SyncOptions, options)
-    _prepare_for_server()
-    from grpo_trainer.bench.sync.measure import measure
-
-    print_figures(measure(asked, tuple(server_arg or ())), as_json=json_line)
-
-
-@app.command(short_help="Write shared weights under load, and look for answers with half-written weights.")
-@with_options(FenceOptions)
-def fence(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
-    """Write shared weights repeatedly under load, and check whether any answer used half-written weights.
-
-    Exit code 1 if one did.
-    """
-    asked = build(FenceOptions, options)
-    _prepare_for_server()
-    from grpo_trainer.bench.fence.measure import measure
-
-    figures = measure(asked, tuple(server_arg or ()))
-    print_figures(figures, as_json=json_line)
-    raise typer.Exit(int(figures["torn"] + figures["misnamed"] > 0))
+    asked = build(publish.SyncOptions, options)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
+    os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
+    print_figures(publish.measure(asked, tuple(server_arg or ())), as_json=json_line)
 
 
 @app.command(short_help="Measure a rollout API under load.")
-@with_options(rollout_api.Load)
+@with_options(rollout_api.ApiOptions)
 def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Load a rollout API and print its figures."""
-    load = build(rollout_api.Load, options)
+    load = build(rollout_api.ApiOptions, options)
     with rollout_api.own_server(load.store) if load.url is None else nullcontext(load.url) as url:
         print_figures(rollout_api.measure(load, url), as_json=json_line)
 
 
-def _prepare_for_server() -> None:
-    """Set the environment of a benchmark that starts its own server."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
-    os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def fence() -> None:
+    """Name what replaces this command."""
+    fix = "run pytest tests/integration/test_torn_weights.py, on a GPU tests/gpu/test_torn_weights.py"
+    raise ConfigError("is a test now", field="grpo bench fence", fix=fix)
+
+
+def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print one JSON line, or a line for each figure."""
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        inner = {f"{name}.{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
+        for full_name, each in inner.items():
+            text = " → ".join(map(str, each)) if isinstance(each, (tuple, list)) else "" if each is None else str(each)
+            print(f"{full_name:>34}  {text or '-'}")
+
+
+def run_command(app: typer.Typer, name: str) -> None:
+    """Run a command as the program; report an error that the user can fix by one message and an exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in ending_signals():
+            signal.signal(each, signal.SIG_IGN)  # the server is ending already
+        raise StoppedError(number)
+
+    for number in ending_signals():
+        signal.signal(number, stop)
+    try:
+        app(prog_name=name)
+    except GrpoError as error:
+        sys.stderr.write(f"grpo: {error}\n")
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

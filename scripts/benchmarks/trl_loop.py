@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from environments.arithmetic import Problem, ProblemSet, reward
-from grpo_trainer.bench.loop.figures import SPLIT, fenced
+from grpo_trainer.bench.loop import SPLIT, fenced
 from grpo_trainer.metrics.rows import read_rows
 
 SMOOTHED = 5

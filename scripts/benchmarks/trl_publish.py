@@ -24,9 +24,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from grpo_trainer.bench.figures import median_ms, p95_ms
-from grpo_trainer.bench.random_model import ensure_model, random_model
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.load import quantile_ms
+from grpo_trainer.bench.models import SHAPES, ensure_model, random_model
 from grpo_trainer.errors import BridgeError, ConfigError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
@@ -54,9 +53,9 @@ def publish_figures(client: Any, model: torch.nn.Module, repeat: int) -> dict[st
     sent = sum(each.nbytes for each in params.values()) / 1e9
     return {
         "gb": round(sent, 2),
-        "publish_p50_ms": median_ms(counted),
-        "publish_p95_ms": p95_ms(counted),
-        "gb_per_s": round(sent / median_ms(counted) * 1e3, 1),
+        "publish_p50_ms": quantile_ms(counted),
+        "publish_p95_ms": quantile_ms(counted, 0.95),
+        "gb_per_s": round(sent / quantile_ms(counted) * 1e3, 1),
         "all_ms": [round(each * 1e3, 1) for each in seconds],
     }
 

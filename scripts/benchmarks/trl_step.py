@@ -19,8 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_trainer.bench.command import JsonLine, print_figures, run_command
-from grpo_trainer.bench.step.options import StepOptions
+from grpo_trainer.bench.__main__ import JsonLine, print_figures, run_command
+from grpo_trainer.bench.models import SHAPES
+from grpo_trainer.bench.step import GROUP, StepOptions, build_model, lengths_of, step_flops, synthetic_batch
 from grpo_trainer.config.options import build, with_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -71,18 +72,15 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from grpo_trainer.bench.random_model import numbered_tokenizer
-    from grpo_trainer.bench.shapes import SHAPES
-    from grpo_trainer.bench.step.measure import build_model
-    from grpo_trainer.bench.step.work import GROUP, synthetic_batch
+    from grpo_trainer.bench.models import numbered_tokenizer
     from grpo_trainer.config.bridge import LoraOnly
 
     on_gpu = torch.cuda.is_available()
-    shape, batch = SHAPES[options.model.shape], options.batch
+    shape = SHAPES[options.shape]
     calls: list[int] = []
 
     def rollouts(prompts: list[Any], _: Any) -> dict[str, Any]:
-        made = synthetic_batch(batch, shape.vocab, options.seed + len(calls))
+        made = synthetic_batch(options, options.seed + len(calls))
         calls.append(len(prompts))
         samples = [sample for group in made.groups for sample in group.samples]
         return {
@@ -92,7 +90,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
         }
 
     def reward(completions: list[Any], **_: Any) -> list[float | None]:
-        made = synthetic_batch(batch, shape.vocab, options.seed + len(calls) - 1)
+        made = synthetic_batch(options, options.seed + len(calls) - 1)
         rewards: list[float | None] = [sample.reward for group in made.groups for sample in group.samples]
         return rewards[: len(completions)]
 
@@ -100,9 +98,9 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     args = GRPOConfig(
         folder,
         per_device_train_batch_size=trl.micro,
-        gradient_accumulation_steps=batch.seqs // trl.micro,
+        gradient_accumulation_steps=options.seqs // trl.micro,
         num_generations=GROUP,
-        max_completion_length=batch.completion_len,
+        max_completion_length=options.completion_len,
         max_steps=steps,
         learning_rate=1e-6,
         optim="adamw_torch_fused",
@@ -119,10 +117,10 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     )
     names = list(LoraOnly(mode="lora_only").target_modules)
     adapter = LoraConfig(
-        r=options.model.lora_r, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM"
-    ) if options.model.lora_r else None  # fmt: skip
+        r=options.lora_r, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM"
+    ) if options.lora_r else None  # fmt: skip
     device = torch.device("cuda" if on_gpu else "cpu")
-    rows = Dataset.from_dict({"prompt": [f"<{number}>" for number in range(steps * batch.seqs // GROUP)]})
+    rows = Dataset.from_dict({"prompt": [f"<{number}>" for number in range(steps * options.seqs // GROUP)]})
     trainer: Any = GRPOTrainer(
         build_model(options, device), reward, args, rows, processing_class=numbered_tokenizer(shape.vocab),
         peft_config=adapter, rollout_func=rollouts, callbacks=[timer(seconds)],
@@ -137,9 +135,6 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     """Figures under the names of `grpo bench step`."""
     import torch
 
-    from grpo_trainer.bench.shapes import SHAPES
-    from grpo_trainer.bench.step.work import lengths_of, step_flops, synthetic_batch
-
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(options, trl, folder, seconds)
@@ -147,19 +142,19 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    shape = SHAPES[options.model.shape]
+    shape = SHAPES[options.shape]
     seconds = seconds[options.warmup :]
     numbers = range(options.warmup, options.warmup + options.steps)
-    batches = [lengths_of(synthetic_batch(options.batch, shape.vocab, options.seed + number)) for number in numbers]
+    batches = [lengths_of(synthetic_batch(options, options.seed + number)) for number in numbers]
     median = statistics.median(seconds)
     tokens = statistics.mean(sum(map(sum, lengths)) for lengths in batches)
-    flops = statistics.mean(step_flops(shape, lengths, options.model.lora_r) for lengths in batches)
+    flops = statistics.mean(step_flops(shape, lengths, options.lora_r) for lengths in batches)
     gpu = torch.cuda.is_available()
     return {
         "trainer": "trl 1.16",
-        "shape": options.model.shape,
-        "lora_r": options.model.lora_r,
-        "lognormal": options.batch.lognormal,
+        "shape": options.shape,
+        "lora_r": options.lora_r,
+        "lognormal": options.lognormal,
         **vars(trl),
         "step_s_median": round(median, 4),
         "step_s": [round(one, 4) for one in seconds],

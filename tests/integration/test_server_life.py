@@ -19,7 +19,7 @@ import psutil
 import pytest
 import zmq
 
-from grpo_trainer.bench.figures import counter_total
+from grpo_trainer.bench.load import counter_total
 from tests import warm
 from tests.integration.serving import Serving, save_tiny_model, serving
 from tests.processes import ROOT, alive, family, tail, wait_for

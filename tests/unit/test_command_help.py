@@ -73,7 +73,7 @@ def test_version_is_that_of_the_package_and_of_the_changelog() -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(
     ("command", "names"),
-    [(app, ("report", "runs", "export", "env")), (bench, ("loop", "step", "sync", "fence", "api"))],
+    [(app, ("report", "runs", "export", "env")), (bench, ("loop", "step", "sync", "api"))],
     ids=("grpo", "bench"),
 )
 def test_no_name_is_cut(command: typer.Typer, names: Sequence[str], columns: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.doctor.machine import Gpu, Machine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.run import build_run
 from grpo_trainer.doctor.run_checks import check_distribution
 

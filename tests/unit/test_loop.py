@@ -17,8 +17,7 @@ import pytest
 
 from grpo_trainer import loop
 from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.bench.step import measure
-from grpo_trainer.bench.step.options import StepOptions
+from grpo_trainer.bench import step as bench_step
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.options import build
@@ -39,6 +38,7 @@ from grpo_trainer.errors import (
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.loop import run_steps
 from grpo_trainer.losses import BatchCounts
+from grpo_trainer.parallel import world as parallel_world
 from grpo_trainer.parallel.world import Command, World
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
@@ -390,10 +390,10 @@ def test_a_first_process_that_fails_in_building_leaves_at_once(tmp_path: Path, m
         loop.train(config, lambda _: leader)
     with held_folder(tmp_path / "checkpoints", "--save-path"), pytest.raises(ConfigError):
         loop.train(config, lambda _: leader)
-    monkeypatch.setattr(measure, "join", lambda *_, **__: measuring)
-    monkeypatch.setattr(measure, "build_trainer", out_of_memory)
+    monkeypatch.setattr(parallel_world, "join", lambda *_, **__: measuring)
+    monkeypatch.setattr(bench_step, "build_trainer", out_of_memory)
     with pytest.raises(MemoryError):
-        measure.measure(StepOptions())
+        bench_step.measure(bench_step.StepOptions())
     assert not leader.given and not measuring.given
 
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build

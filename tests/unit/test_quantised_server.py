@@ -15,8 +15,7 @@ from torch import nn
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
 from grpo_trainer.alignment.probes import FAILED, computed_in_fp8, rounded_to_fp8
 from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, NOISE_MARGIN, Change, Proof
-from grpo_trainer.bench.loop.options import LoopOptions
-from grpo_trainer.bench.loop.processes import run_process
+from grpo_trainer.bench.loop import LoopOptions, run_process
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig

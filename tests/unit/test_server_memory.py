@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.machine import Gpu
 from grpo_trainer.doctor.memory import SERVER_WORKSPACE

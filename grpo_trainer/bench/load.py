@@ -1,0 +1,169 @@
+"""Load on an inference server, from a separate process, and what the server's own counters say about it.
+
+`python -m grpo_trainer.bench.load JSON`, with the fields of `Demand`, keeps a fixed number of sequences in flight until
+it is killed. It asks for 8 completions a request, so that its own work is small: 32 connections hold 256 sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.plan import ProcessSpec
+from vllm_server.protocol import GENERATE_ROUTE
+
+RUNNING = "vllm:num_requests_running"
+"""vLLM's gauge of running sequences."""
+TOKENS = "vllm:generation_tokens_total"
+GROUP = 8
+"""Completions of a request."""
+DRAIN_SECONDS = 30.0
+
+
+def quantile_ms(seconds: Sequence[float], share: float = 0.5) -> float:
+    """Return the time in milliseconds below which `share` (0 to 1) of the times lie, interpolated linearly."""
+    times, place = sorted(seconds), share * (len(seconds) - 1)
+    low = int(place)
+    high = min(low + 1, len(times) - 1)
+    return round((times[low] + (place - low) * (times[high] - times[low])) * 1e3, 3)
+
+
+def _samples(metrics: str, name: str) -> list[Sample]:
+    """Return a metric's samples; only its own lines are parsed, because vLLM has hundreds of others."""
+    lines = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return [sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples]
+
+
+def counter_total(metrics: str, name: str) -> float:
+    """Return the sum of a counter over all its labels, from metrics in Prometheus' text format.
+
+    Raises:
+        ServerError: there is no such counter.
+    """
+    if not (samples := _samples(metrics, name)):
+        raise ServerError(field="/metrics of the inference server", got="no such counter", wanted=name)
+    return sum(sample.value for sample in samples)
+
+
+def cache_tokens(metrics: str) -> int | None:
+    """Return the tokens that a server's KV cache has room for; None: its metrics don't say."""
+    labels = [sample.labels for sample in _samples(metrics, "vllm:cache_config_info")]
+    sizes = [(each.get("num_gpu_blocks", ""), each.get("block_size", "")) for each in labels]
+    if not sizes or not all(part.isdecimal() for size in sizes for part in size):
+        return None
+    return sum(int(blocks) * int(size) for blocks, size in sizes)
+
+
+class Meter:
+    """A server's own counters."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60.0, trust_env=False)
+
+    def total(self, name: str) -> float:
+        return counter_total(self._http.get("/metrics").raise_for_status().text, name)
+
+    def during(self, action: Callable[[], object]) -> tuple[float, float]:
+        """Return how many tokens the server generates during an action, and the seconds that it took."""
+        tokens, began = self._counted()
+        action()
+        more, ended = self._counted()
+        return more - tokens, ended - began
+
+    def _counted(self) -> tuple[float, float]:
+        """Return the number of generated tokens, and the time of reading it."""
+        asked = time.perf_counter()
+        tokens = self.total(TOKENS)
+        return tokens, (asked + time.perf_counter()) / 2
+
+    def wait_for(self, condition: Callable[[float], bool], wanted: str, check: Callable[[], None]) -> None:
+        """Wait until the number of running sequences satisfies a condition; `check` may raise meanwhile."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not condition(running := self.total(RUNNING)):
+            check()
+            if time.monotonic() > deadline:
+                got = f"{running:.0f} running requests after {DRAIN_SECONDS:.0f} s"
+                raise ServerError(field="inference server", got=got, wanted=wanted)
+            time.sleep(0.05)
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """The load on the server at `url`."""
+
+    url: str
+    sequences: int
+    """In flight, a multiple of 8."""
+    prompt_len: int
+    completion_len: int
+    vocab: int
+    """Token ids of the prompts are below this."""
+    routing: dict[str, Any]
+    """Which version answers."""
+
+
+@contextmanager
+def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
+    """Keep a server busy within the block; after it the server has dropped the requests.
+
+    Raises:
+        ProcessFailedError: the process that asks has ended by itself.
+    """
+    if demand.sequences % GROUP:
+        raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
+    argv = (sys.executable, "-m", "grpo_trainer.bench.load", msgspec.json.encode(demand).decode())
+    child = Child(ProcessSpec("load", argv), log_path)
+
+    def check() -> None:
+        if child.exit_code is not None:
+            raise child.ended()
+
+    try:
+        meter.wait_for(bool, "one that runs", check)
+        yield
+        check()
+    finally:
+        child.note_family()
+        child.kill()  # it holds nothing worth an orderly end
+        child.close()
+    meter.wait_for(lambda running: not running, "none once their client is gone", lambda: None)
+
+
+async def _keep_busy(demand: Demand) -> None:
+    connections = demand.sequences // GROUP
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    async with (
+        httpx.AsyncClient(base_url=demand.url, timeout=600.0, limits=limits, trust_env=False) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for index in range(connections):
+            tasks.create_task(_ask_forever(http, demand, index, connections))
+
+
+async def _ask_forever(http: httpx.AsyncClient, demand: Demand, index: int, connections: int) -> None:
+    draw = random.Random(index)
+    # The first completions end one after the other: else all requests would end, and start, at the same time.
+    length = max(1, demand.completion_len * (index + 1) // connections)
+    while True:
+        prompt = {"prompt_token_ids": draw.choices(range(2, demand.vocab), k=demand.prompt_len)}
+        sampling = {"n": GROUP, "max_tokens": length, "ignore_eos": True, "temperature": 1.0}
+        answer = await http.post(GENERATE_ROUTE, json={"prompt": prompt, **sampling, **demand.routing})
+        if answer.status_code != 200:
+            raise httpx.HTTPError(f"{answer.status_code}: {answer.text[:500]}")
+        length = demand.completion_len
+
+
+if __name__ == "__main__":
+    asyncio.run(_keep_busy(msgspec.json.decode(sys.argv[1], type=Demand)))

@@ -1,1 +1,0 @@
-"""`grpo bench step`: optimisation steps on synthetic rollouts, timed."""

@@ -1,0 +1,455 @@
+"""`grpo bench`: shapes, options, commands, and the sums behind each line of figures, by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from grpo_trainer import cli
+from grpo_trainer.bench import __main__ as command
+from grpo_trainer.bench import loop as whole_run
+from grpo_trainer.bench import models
+from grpo_trainer.bench.load import GROUP, Demand, cache_tokens, counter_total, quantile_ms
+from grpo_trainer.bench.loop import (
+    ENVIRONMENT,
+    LAST_STEPS,
+    LoopOptions,
+    Watch,
+    run_process,
+    start_figures,
+    step_figures,
+)
+from grpo_trainer.bench.models import SHAPES, ensure_model
+from grpo_trainer.bench.publish import SyncOptions, publish_figures, server_spec, trainer_config
+from grpo_trainer.bench.step import StepOptions, completion_lengths, step_flops, synthetic_batch
+from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
+from grpo_trainer.config.options import Section, build
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.train import ModelConfig
+from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.model.load import load_model
+from grpo_trainer.model.lora import add_adapter
+from tests.processes import ROOT
+
+# ------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("0.5b", 494.03e6), ("1.5b", 1543.71e6), ("7b", 7615.62e6)])
+def test_shapes_are_those_of_the_published_qwen2_models(shape: str, parameters: float) -> None:
+    assert SHAPES[shape].parameters == pytest.approx(parameters, rel=1e-4)
+
+
+def test_size_of_an_adapter() -> None:
+    # 7b, a layer: q, o 2 * (3584 + 3584); k, v 2 * (3584 + 4 * 128); gate, up, down 3 * (3584 + 18944): 90,112
+    # rows and columns, times rank 16, 28 layers, 2 bytes: 80.7 MB
+    assert SHAPES["7b"].adapter_parameters(16, ALL_LINEAR) * 2 == 90_112 * 16 * 28 * 2 == 80_740_352
+
+
+def test_model_of_a_shape_is_written_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    folder, shape = tmp_path / "model", SHAPES["tiny"]
+    ensure_model(shape, folder, torch.float32)
+    model = load_model(ModelConfig(name=str(folder), device="cpu"))
+    assert model.num_parameters() == shape.parameters
+    lora = sum(
+        p.numel() for name, p in add_adapter(model, LoraOnly(r=16), seed=0).named_parameters() if "lora_" in name
+    )
+    assert lora == shape.adapter_parameters(16, ALL_LINEAR)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    ensure_model(shape, folder, torch.float32)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError) as error:
+        ensure_model(SHAPES["7b"], folder, torch.float32)
+    assert str(shape.hidden) in error.value.got and str(SHAPES["7b"].hidden) in error.value.wanted
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError) as error:
+        ensure_model(shape, tmp_path / "thesis", torch.float32)
+    assert error.value.field == f"--model-dir {tmp_path / 'thesis'}" and "no model" in error.value.got
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["thesis.txt"]
+
+
+def test_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def saying(*lines: str, status: int = 0) -> None:
+        tool.write_text("\n".join(["#!/bin/sh", 'echo "$*" > ' + str(tmp_path / "asked"), *lines, f"exit {status}\n"]))
+        tool.chmod(0o755)
+
+    saying("echo 100", "echo 200")
+    assert models.gpus_used_mb("0,1") == 314.6  # 300 x 1.048576
+    assert "-i 0,1" in (tmp_path / "asked").read_text()
+    saying("echo NVIDIA H200")
+    assert models.ask_gpus("name", None) == ["NVIDIA H200"]
+    assert models.gpus_used_mb("") is None and models.ask_gpus("name", "") is None  # no GPU is visible
+    saying("echo '[N/A]'")
+    assert models.gpus_used_mb(None) is None
+    saying("echo no driver", status=9)
+    assert models.ask_gpus("name", None) is None
+
+
+# ------------------------------------------------------------------------------------------ options and commands
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [
+        (LoopOptions, {"warmup_steps": 20}, "--warmup-steps"),
+        (LoopOptions, {"sequences": 12}, "--sequences"),
+        (LoopOptions, {"share_base": True}, "--share-base"),
+        (LoopOptions, {"transport": "disk", "bridge": "none"}, "--transport"),
+        (LoopOptions, {"dummy_weights": True, "bridge": "lora_only"}, "--dummy-weights"),
+        (LoopOptions, {"shape": "tiny", "completion_mean": 99}, "--completion-mean"),  # of 98 ids
+        (
+            LoopOptions,
+            {"completion_len": 16_129},
+            "--max-tokens-per-microbatch",
+        ),  # and 256 of the prompt
+        (SyncOptions, {"share_base": True, "bridge": "none"}, "--share-base"),
+        (SyncOptions, {"step_seqs": 8, "step_completion_len": 1537}, "--step-prompt-len and --step-completion-len"),
+        (StepOptions, {"seqs": 12}, "--seqs"),
+    ],
+)
+def test_options_that_do_not_go_together(kind: type[Section], given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(kind, given)
+    assert error.value.field == field
+
+
+def config_of(argv: Sequence[str]) -> RunConfig:
+    """What `grpo run` makes of a command whose options all have a value."""
+    words = list(argv[argv.index("run") + 1 :])
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    own = [word for flag, value in flags.items() if flag.startswith("--env.") for word in (flag, value)]
+    others = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items() if flag not in own}
+    return build_run({}, others, own)
+
+
+@pytest.mark.parametrize(("shape", "most"), [("0.5b", 16_384), ("1.5b", 16_384), ("7b", 12_288)])
+def test_loop_is_a_run_with_its_defaults(shape: str, most: int) -> None:
+    config = config_of(run_process(build(LoopOptions, {"shape": shape}), Path("m"), Path("r"), ()).argv)
+    trainer, (environment,) = config.trainer, config.environments
+    assert (trainer.sequences_per_step, trainer.training_steps, trainer.model.seq_len) == (256, 25, 256 + 1024)
+    assert trainer.compute.max_tokens_per_microbatch == most
+    assert environment.name == ENVIRONMENT
+    assert environment.env == {"group_size": "8", "prompt_tokens": "256", "completion_mean": "350.0"}
+    defaults = build_run({}, {"model_name": "m"})
+    assert trainer.checkpoints.checkpoint_interval == defaults.trainer.checkpoints.checkpoint_interval
+    assert config.server.extra_args == ()
+
+
+def test_loop_options_after_two_dashes_are_the_runs_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"bridge": "lora_only", "share_base": True, "transport": "disk", "shape": "tiny", "sequences": 16}
+    argv = run_process(build(LoopOptions, asked), Path("m"), Path("r"), ("--checkpoint-interval", "0")).argv
+    assert argv[-3:] == ("--share-base", "--checkpoint-interval", "0")
+    assert argv[argv.index("--lora-transport") + 1] == "disk"
+    assert argv[argv.index("--gradient-accumulation-steps") + 1] == "2"
+    became: list[Any] = []
+    monkeypatch.setattr(cli, "_become", lambda *words: became.append(words))
+    typed = ["--shape", "tiny", "--", "--checkpoint-interval", "0", "--no-proof"]
+    assert CliRunner().invoke(cli.app, ["bench", "loop", *typed]).exit_code == 0
+    assert became == [("grpo_trainer.bench", ["loop", *typed])]
+    monkeypatch.setattr(whole_run, "measure", lambda options, more: {"shape": options.shape, "more": more})
+    done = CliRunner().invoke(command.app, ["loop", *typed])
+    assert json.loads(done.stdout) == {"shape": "tiny", "more": ["--checkpoint-interval", "0", "--no-proof"]}
+
+
+def test_sync_starts_the_server_with_its_options(tmp_path: Path) -> None:
+    def line(**asked: Any) -> tuple[str, dict[str, str]]:
+        options = build(SyncOptions, asked)
+        config = trainer_config(options, tmp_path / "m", tmp_path, tmp_path / "a", "bfloat16", ("--seed", "1"))
+        spec = server_spec(config, tmp_path, on_gpu=True)
+        return " ".join(spec.argv), dict(spec.env)
+
+    said, environment = line(gpu_memory_utilization=0.3, tensor_parallel_size=2, server_gpus="1,2")
+    assert "--tensor-parallel-size 2 --max-lora-rank 16 " in said and said.endswith(" --seed 1")
+    assert "--gpu-memory-utilization 0.3" in said and "--kv-cache-memory-bytes" not in said
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,2" and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    said, environment = line(bridge="shared_vllm")
+    assert "--shared-weights" in said and "CUDA_VISIBLE_DEVICES" not in environment  # as the trainer's
+
+
+def test_command_lists_its_benchmarks_and_its_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+
+    usage = run("-m", "grpo_trainer", "bench")
+    kinds = re.findall(r"^│ (\w+) ", usage.stdout, re.MULTILINE)
+    assert usage.returncode == 2 and kinds == ["loop", "step", "sync", "api"]
+    wrong = run("-m", "grpo_trainer", "bench", "sync", "--shape", "huge")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("grpo: --shape: ") and "huge" in wrong.stderr
+    code = "import sys, grpo_trainer.bench.__main__; print([m for m in ('torch', 'peft') if m in sys.modules])"
+    assert run("-c", code).stdout.strip() == "[]"
+    gone = CliRunner().invoke(command.app, ["fence", "--shape", "tiny"]).exception
+    assert isinstance(gone, ConfigError) and (ROOT / gone.fix.split()[2].rstrip(",")).is_file()
+    command.print_figures({"publish_p50_ms": 2.5, "load": None, "memory": {"flat_adapters": (4, 5)}}, as_json=False)
+    assert [row.split(None, 1) for row in capsys.readouterr().out.splitlines()] == [
+        ["publish_p50_ms", "2.5"],
+        ["load", "-"],
+        ["memory.flat_adapters", "4 → 5"],
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- step
+
+
+def test_operations_by_hand() -> None:
+    # hidden 4, inner 6, 2 layers, 2 heads of 2, 1 of keys and values, 10 tokens
+    shape = ModelShape(4, 6, 2, 2, 1, 2, 10, tied=False)
+    # a layer: q and o 4 x 4, k and v 4 x 2, three of 4 x 6: 32 + 16 + 72 = 120 elements
+    # 5 tokens, 3 of them trained: 5 x 6 x 120 x 2 + 3 x 6 x 4 x 10; pairs 15: 3 x 4 x 15 x 4 x 2
+    assert step_flops(shape, [(2, 3)], lora_r=0) == 7200 + 720 + 1440
+    # frozen: 4 instead of 6; an adapter of rank 1: 2 x (4 + 4) + 2 x (4 + 2) + 3 x (4 + 6) = 58 a layer
+    assert step_flops(shape, [(2, 3)], lora_r=1) == 4800 + 5 * 6 * 116 + 480 + 1440
+    # one prompt for both: 8 tokens' layers instead of 10, and its 3 pairs of tokens once
+    shared = step_flops(shape, [(2, 3), (2, 3)], lora_r=0, readers=2)
+    assert shared == 2 * 9360 - 2 * 7200 / 5 - 3 * 1440 / 15
+
+
+def test_rollouts_of_a_seed() -> None:
+    assert completion_lengths(StepOptions(seqs=16, completion_len=100), np.random.default_rng(0)).tolist() == [100] * 16
+    drawn = completion_lengths(StepOptions(seqs=4096, lognormal=True), np.random.default_rng(0))
+    assert drawn.max() == 1024 and drawn.min() >= 8
+    assert 290 < np.median(drawn) < 325  # 0.3 x 1024 = 307
+    options = StepOptions(shape="tiny", seqs=16, prompt_len=4, completion_len=9, lognormal=True)
+    one, same, other = (synthetic_batch(options, seed) for seed in (1, 1, 2))
+
+    def tokens(batch: object) -> list[list[int]]:
+        return [s.tokens_T.tolist() for group in batch.groups for s in group.samples]  # type: ignore[attr-defined]
+
+    assert tokens(one) == tokens(same) != tokens(other)
+    assert len(one.groups) == 2
+    for group in one.groups:
+        assert len({tuple(sample.tokens_T[:4]) for sample in group.samples}) == 1
+        assert len(set(group.rewards)) == 8
+        assert all(not sample.trained_T[:4].any() and sample.trained_T[4:].all() for sample in group.samples)
+
+
+@pytest.mark.usefixtures("warm_trainers")
+def test_step_of_an_adapter() -> None:
+    sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal", "--json"]
+    compute = ["--packing", "on", "--max-tokens-per-microbatch", "64", "--warmup", "1", "--steps", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "grpo_trainer",
+        "bench",
+        "step",
+        "--shape",
+        "tiny",
+        "--lora-r",
+        "8",
+        *sizes,
+        *compute,
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["shape"], row["lora_r"], row["packed"], row["whole_logits"]) == ("tiny", 8, True, False)
+    assert len(row["step_s"]) == 2 and row["microbatches"] > 1
+    # 8 prompts of 6 tokens, and completions: the mean of both steps
+    prompts = (row["tokens_per_s"] - row["completion_tokens_per_s"]) * row["step_s_median"]
+    assert prompts == pytest.approx(48, rel=0.01)
+    assert set(row["phases"]) == {"prepare", "forward", "backward", "optimizer"}
+    assert all(value > 0 for value in row["phases"].values())
+    assert len(row["loss"]) == len(row["grad_norm"]) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- loop
+
+
+def row(step: int, at: float, seconds: float, **others: float) -> dict[str, Any]:
+    usual = {"data_fetch_time": 1.0, "step_time": 2.0, "sync_time": 0.5}
+    named = {f"train/{name}": value for name, value in usual.items()}
+    work = {"batch/sequences": 16, "batch/trained_tokens": 160, "batch/tokens": 320}
+    return {"step": step, "time": at, "train/seconds": seconds, **named, **work, **others}
+
+
+ROWS = [
+    row(1, 100.0, 20.0, **{"rollout/staleness_mean": 9.0, "rollout/staleness_max": 9.0}),
+    row(2, 104.0, 4.0, **{"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0}),
+    row(3, 110.0, 6.0, **{"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "train/save_time": 1.0}),
+]
+LAST = [row(4 + number, 110.0 + number, 1.0) for number in range(LAST_STEPS)]
+"""Steps that are not measured."""
+
+
+def watch(**said: Any) -> Any:
+    """What was read from a server: 10, 4, 5 and 0 running requests within the steps from 100 to 110."""
+    info = SimpleNamespace(device="cpu", dtype="float32", vllm_version="0", max_num_seqs=256)
+    running = [(99.0, 50.0), (101.0, 10.0), (103.0, 4.0), (105.0, 5.0), (110.0, 0.0), (111.0, 9.0)]
+    usual = {"info": info, "running": running, "cache_tokens": 250, "ready_at": 90.0, "gpu_mb": None}
+    return SimpleNamespace(**usual | said)
+
+
+def test_loop_line_by_hand() -> None:
+    line = whole_run.line(build(LoopOptions, {"warmup_steps": 1}), ("--x",), [*ROWS, *LAST], 70.0, watch())
+    step = {
+        "step_s": 5.0,
+        "completion_tokens_per_s": 32.0,  # 2 x 160 in 10 s
+        "trained_tokens_per_s": 64.0,
+        "completion_tokens_mean": 10.0,
+        "split": {"wait_s": 1.0, "step_s": 2.0, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.0},
+        "checkpoint_share": 0.1,
+        "staleness": {"mean": 0.75, "max": 2.0},
+        "server": {"running_mean": 4.8, "can_hold": 12},  # 250 tokens, 20 a sequence
+        # the first row is of 100: it published for 0.5 s, trained for 2 and waited for 1
+        "start_s": {"server_ready": 20.0, "trainer_ready": 26.5, "first_batch": 27.5, "first_step": 30.0},
+        "peak_memory_gb": {"gpu": None},
+    }
+    assert {key: line[key] for key in step} == step
+    assert (line["steps"], line["warmup_steps"], line["run_options"]) == (3, 1, ["--x"])
+    with pytest.raises(ConfigError) as error:
+        whole_run.line(build(LoopOptions, {"warmup_steps": 3}), (), [*ROWS, *LAST], 70.0, watch())
+    assert error.value.field == "--warmup-steps"
+    with pytest.raises(ServerError):
+        whole_run.line(build(LoopOptions, {}), (), ROWS, 0.0, watch(info=None))
+
+
+def test_loop_counts_a_fence_within_the_step_once() -> None:
+    shared = [{**each, "publish/write_time": 0.1} for each in ROWS[1:]]
+    split = {"wait_s": 1.0, "step_s": 1.5, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.5}
+    assert step_figures(shared)["split"] == split
+    assert start_figures(70.0, None, shared[0])["first_batch"] == 32.0  # 104 less 2
+    # weights that are sent are written within a fence, too, but after the step
+    sent = [{**each, "publish/send_time": 0.3} for each in shared]
+    assert step_figures(sent) == step_figures(ROWS[1:])
+    assert start_figures(70.0, None, sent[0])["first_batch"] == 31.5  # 104 less 2.5
+
+
+def test_loop_reads_nothing_before_the_run_says_where_its_server_is(tmp_path: Path) -> None:
+    reader = Watch(tmp_path)
+    with reader.watching():
+        time.sleep(1.2)
+    assert reader.running == [] and reader.info is None
+
+
+# --------------------------------------------------------------------------------------------- sync, and its load
+
+
+def test_publish_phases_add_up_to_the_publish() -> None:
+    publishes = [
+        {"total": 0.010, "pack": 0.001, "engine": 0.006, "request": 0.003, "stall": 0.0002},
+        {"total": 0.020, "pack": 0.002, "engine": 0.012, "request": 0.006, "stall": 0.0004},
+    ]
+    figures = publish_figures(publishes)
+    assert (figures["publish_p50_ms"], figures["stall_ms"]) == (15.0, 0.3)
+    assert figures["phases"] == {"pack_ms": 1.5, "request_ms": 4.5, "engine_ms": 9.0}
+
+
+def test_quantiles_lie_between_neighbours_in_proportion() -> None:
+    values = [0.04, 0.01, 0.03, 0.02]  # places 0, 1, 2, 3
+    assert quantile_ms(values) == 25.0  # place 1.5
+    assert quantile_ms(values, 0.95) == 38.5  # place 2.85: 30 + 0.85 * 10
+    assert quantile_ms([0.5], 0.99) == 500.0
+
+
+def test_server_metrics_are_summed_over_labels() -> None:
+    metrics = """\
+# HELP vllm:generation_tokens_total Number of generation tokens processed.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="a } b"} 1200.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 3.4e+02
+vllm:generation_tokens_total_created{engine="0"} 1.7e+09
+plain 7.0 1700000000
+"""
+    assert counter_total(metrics, "vllm:generation_tokens_total") == 1540.0
+    assert counter_total(metrics, "plain") == 7.0
+    with pytest.raises(ServerError) as error:
+        counter_total(metrics, "vllm:generation_tokens")
+    assert "/metrics" in error.value.field and error.value.wanted == "vllm:generation_tokens"
+    info = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="%s"} 1.0\n'
+    assert cache_tokens(metrics + info % (0, "100") + info % (1, "100")) == 3200
+    assert cache_tokens(metrics + info % (0, "None")) is None
+    assert cache_tokens(metrics) is None
+
+
+class _Counting(ThreadingHTTPServer):
+    """Answers after a moment, and keeps what it was asked and how many asked at once."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.bodies: list[dict[str, Any]] = []
+        self.now = self.most = 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, _Counting)
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with server.lock:
+            server.bodies.append(body)
+            server.now += 1
+            server.most = max(server.most, server.now)
+        time.sleep(0.05)
+        with server.lock:
+            server.now -= 1
+        self.send_response(500 if body["max_tokens"] == 13 else 200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def loaded(**changes: Any) -> Iterator[tuple[_Counting, subprocess.Popen[str]]]:
+    """Run the load's process against a server that counts."""
+    with _Counting() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        fields = {"sequences": 4 * GROUP, "prompt_len": 5, "completion_len": 8, "vocab": 50, "routing": {}, **changes}
+        demand = msgspec.json.encode(Demand(url=url, **fields)).decode()
+        words = [sys.executable, "-m", "grpo_trainer.bench.load", demand]
+        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        try:
+            yield server, process
+        finally:
+            process.kill()
+            process.communicate()
+            server.shutdown()
+
+
+def test_load_keeps_its_connections_busy() -> None:
+    with loaded(routing={"policy_version": 0}) as (server, process):
+        deadline = time.monotonic() + 60
+        while len(server.bodies) < 12:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    assert server.most == 4  # connections, each with 8 sequences
+    body = server.bodies[0]
+    assert (body["n"], body["ignore_eos"], body["policy_version"]) == (GROUP, True, 0)
+    assert len(body["prompt"]["prompt_token_ids"]) == 5 and max(body["prompt"]["prompt_token_ids"]) < 50
+    # the first four end one after the other, all later ones are whole
+    assert sorted(each["max_tokens"] for each in server.bodies[:4]) == [2, 4, 6, 8]
+    assert {each["max_tokens"] for each in server.bodies[4:]} == {8}
+
+
+def test_load_ends_with_a_reason_when_it_is_refused() -> None:
+    with loaded(sequences=GROUP, completion_len=13) as (_, process):
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1 and "500: {}" in stderr
