@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.landing import TwoPartOptimizer
-from grpo_trainer.optim.rules import AdamW, AdamW8bit, FusedAdamW, PreparedAdamW
+from grpo_trainer.optim.rules import AdamW, AdamW8bit, FusedAdamW
 
 
 def build_optimizer(
@@ -39,9 +39,7 @@ def build_optimizer(
         TypeError: see `StochasticRoundingOptimizer`.
     """
     in_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
-    if config.optimizer == "adamw" and in_fp32 and in_two_parts:
-        return PreparedAdamW(parameters, config, master_weights=False)
-    if config.optimizer == "adamw" and in_fp32:
+    if config.optimizer == "adamw" and in_fp32 and not in_two_parts:
         return FusedAdamW(
             parameters,
             lr=config.lr,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.eight_bits import BLOCK, SCALE, decoded, encoded, levels_of
 from grpo_trainer.optim.landing import Job, Rates, StochasticRoundingOptimizer, TwoPartOptimizer, land
 
@@ -76,10 +78,24 @@ def adam_8bit(
 
 
 class AdamW(StochasticRoundingOptimizer):
-    """Decoupled weight decay (arXiv 1711.05101), both moments in fp32."""
+    """Decoupled weight decay (arXiv 1711.05101), both moments in fp32.
+
+    For fp32 parameters its states are those of `FusedAdamW`, so that either loads them.
+    """
 
     name = "adamw, rounded"
     arithmetic = staticmethod(adam)
+
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool) -> None:
+        super().__init__(parameters, config, master_weights=master_weights)
+        if all(parameter.dtype == torch.float32 for parameter in parameters):
+            self.kind = FusedAdamW.kind
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "step" in state:  # torch's optimizer counts in a tensor
+                state["step"] = int(state["step"])
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {
@@ -92,18 +108,6 @@ class AdamW(StochasticRoundingOptimizer):
         for weight, g, mean, square in zip(*map(self.pieces, tensors), strict=True):
             flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
             yield self._arithmetic(*without_bases(*flat), job.rates, job.betas, job.eps, job.rounded)
-
-
-class PreparedAdamW(AdamW):
-    """AdamW for fp32 parameters, in two parts. Its states are those of `FusedAdamW`, so that either loads them."""
-
-    name = FusedAdamW.kind
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            if "step" in state:  # torch's optimizer counts in a tensor
-                state["step"] = int(state["step"])
 
 
 class AdamW8bit(StochasticRoundingOptimizer):
