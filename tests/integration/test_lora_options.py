@@ -94,9 +94,9 @@ def test_a_run_that_starts_from_an_adapter_serves_that_adapter(tmp_path: Path) -
             assert gap(probe, first.model) > 0.02
 
 
-def save_calm_model(folder: Path, key_value_heads: int, intermediate_size: int) -> Path:
+def save_calm_model(folder: Path, *sizes: int) -> Path:
     """The tiny model with layers that say less and a head that says more, so that 4 bits are a small noise to it."""
-    save_tiny_model(folder, key_value_heads, intermediate_size)
+    save_tiny_model(folder, *sizes)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
