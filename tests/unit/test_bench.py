@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +46,7 @@ from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
 from tests.processes import ROOT
+from tests.stand_ins import Asked, Handle, Reply, answering
 
 # ------------------------------------------------------------------------------------------------------- models
 
@@ -381,75 +381,51 @@ plain 7.0 1700000000
     assert cache_tokens(metrics) is None
 
 
-class _Counting(ThreadingHTTPServer):
-    """Answers after a moment, and keeps what it was asked and how many asked at once."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.lock = threading.Lock()
-        self.bodies: list[dict[str, Any]] = []
-        self.now = self.most = 0
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        server = self.server
-        assert isinstance(server, _Counting)
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with server.lock:
-            server.bodies.append(body)
-            server.now += 1
-            server.most = max(server.most, server.now)
-        time.sleep(0.05)
-        with server.lock:
-            server.now -= 1
-        self.send_response(500 if body["max_tokens"] == 13 else 200)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @contextmanager
-def loaded(**changes: Any) -> Iterator[tuple[_Counting, subprocess.Popen[str]]]:
-    """Run the load's process against a server that counts."""
-    with _Counting() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+def loaded(handle: Handle, **changes: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run the load's process against a server that answers from a function."""
+    with answering(handle) as url:
         fields = {"sequences": 4 * GROUP, "prompt_len": 5, "completion_len": 8, "vocab": 50, "routing": {}, **changes}
         demand = msgspec.json.encode(Demand(url=url, **fields)).decode()
         words = [sys.executable, "-m", "grpo_trainer.bench.load", demand]
         process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         try:
-            yield server, process
+            yield process
         finally:
             process.kill()
             process.communicate()
-            server.shutdown()
 
 
 def test_load_keeps_its_connections_busy() -> None:
-    with loaded(routing={"policy_version": 0}) as (server, process):
+    bodies: list[dict[str, Any]] = []
+    busy, most, lock = 0, 0, threading.Lock()
+
+    def answer(asked: Asked) -> Reply:
+        nonlocal busy, most
+        with lock:
+            bodies.append(asked.json())
+            busy += 1
+            most = max(most, busy)
+        time.sleep(0.05)
+        with lock:
+            busy -= 1
+        return Reply(json={})
+
+    with loaded(answer, routing={"policy_version": 0}) as process:
         deadline = time.monotonic() + 60
-        while len(server.bodies) < 12:
+        while len(bodies) < 12:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-    assert server.most == 4  # connections, each with 8 sequences
-    body = server.bodies[0]
+    assert most == 4  # connections, each with 8 sequences
+    body = bodies[0]
     assert (body["n"], body["ignore_eos"], body["policy_version"]) == (GROUP, True, 0)
     assert len(body["prompt"]["prompt_token_ids"]) == 5 and max(body["prompt"]["prompt_token_ids"]) < 50
     # the first four end one after the other, all later ones are whole
-    assert sorted(each["max_tokens"] for each in server.bodies[:4]) == [2, 4, 6, 8]
-    assert {each["max_tokens"] for each in server.bodies[4:]} == {8}
+    assert sorted(each["max_tokens"] for each in bodies[:4]) == [2, 4, 6, 8]
+    assert {each["max_tokens"] for each in bodies[4:]} == {8}
 
 
 def test_load_ends_with_a_reason_when_it_is_refused() -> None:
-    with loaded(sequences=GROUP, completion_len=13) as (_, process):
+    with loaded(lambda asked: Reply(500, json={})) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1 and "500: {}" in stderr
