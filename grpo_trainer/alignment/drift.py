@@ -354,7 +354,6 @@ def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
             advantages=sequence.advantages[:trained],
             rollout_logprobs=sequence.rollout_logprobs[:trained],
             teacher=None,
-            masks=None if sequence.masks is None else sequence.masks.at(slice(0, trained)),
         )
         chosen.append(beginning)
         room -= len(beginning.tokens_T)
