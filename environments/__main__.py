@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -57,7 +58,7 @@ def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any,
         others = [kind.__name__ for kind in own if any("atropos" in base.__module__ for base in kind.__mro__)]
         fix = "derive a class from environments.base.BaseEnv"
         if others:
-            fix = f"{others[0]} is a class of Atropos: start it by python {file} serve, next to grpo api"
+            fix = f"{others[0]} is a class of Atropos: start it by python {shlex.quote(file)} serve, next to grpo api"
         got = ", ".join(classes) or (f"classes {', '.join(kind.__name__ for kind in own)}" if own else "no class")
         raise ConfigError(
             field=f"--env {file}", got=got, wanted=f"the class {wanted}" if wanted else "a class of BaseEnv", fix=fix

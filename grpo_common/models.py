@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def missing_path(name: str) -> Problem | None:
         fix = f"correct the path; the nearest folder that is there: {near.resolve() if near == Path() else near}"
         fix += f", which holds the models {', '.join(map(str, found))}" if found else ""
     if first_is_here and not is_path(name):
-        fix += f" (for a model of the hub: hf download {name})"
+        fix += f" (for a model of the hub: hf download {shlex.quote(name)})"
     return Problem(got=name, wanted=WANTED, fix=fix, summary="this is a file" if path.exists() else "no such folder")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -115,7 +116,7 @@ def run_file(config: RunConfig) -> bytes:
     ]
     tables = {**options, "trainer": trainer, "server": server, "api": dump(config.api), "environments": environments}
     clean = redact(tables, drop=True, known=_secrets_of_variables())
-    head = f"# The options of this run. To continue it: grpo run --resume {config.run_dir}\n"
+    head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
     notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
     return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
 

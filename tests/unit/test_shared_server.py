@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -137,8 +138,9 @@ def test_a_folder_that_others_could_have_prepared_is_refused(tmp_path: Path, mon
 
 def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FatalError) as refused:
-        BridgeFile(tmp_path / "nowhere" / FILE_NAME).check()
-    assert str(tmp_path / "nowhere") in refused.value.got and refused.value.fix.startswith("mkdir ")
+        BridgeFile(tmp_path / "no; where" / FILE_NAME).check()
+    assert str(tmp_path / "no; where") in refused.value.got
+    assert shlex.split(refused.value.fix) == ["mkdir", "-p", str(tmp_path / "no; where")]  # as a shell reads it
     assert refused.value.exit_code == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,6 +148,13 @@ def started(folder: Path, *words: str, memory: int = 24, **flags: Any) -> RunCon
     config = chosen(stored(folder, *words, **flags), Machine(python="3.12", memory=memory * 10**9), TINY)
     (folder / RUN_FILE).write_bytes(run_file(config))
     return config
+
+
+def test_the_command_that_continues_a_run_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "a run; $x"
+    stored(folder)
+    command = (folder / RUN_FILE).read_text().splitlines()[0].rpartition(": ")[2]
+    assert shlex.split(command) == ["grpo", "run", "--resume", str(folder)]
 
 
 def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
