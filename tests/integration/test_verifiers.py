@@ -263,7 +263,7 @@ def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(
         command = ["environments.verifiers_server", "evaluate", "--env-id", "lost_sums", "--openai.base_url", url]
         command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
         assert run([*command, "--env.eval_tasks", "4"], log, packages) == 1
-    assert re.search(r"RolloutFailed: .*\blost_sums: ", tail(log)) and "no judge" in tail(log)
+    assert re.search(r"RolloutFailed\b.*\blost_sums: ", tail(log)) and "no judge" in tail(log)
 
 
 def test_without_its_virtual_environment_the_command_that_makes_it_is_named(tmp_path: Path) -> None:
