@@ -210,7 +210,7 @@ class LoopWatch:
             self._moved.clear()
             if looks < min(reports, ends):
                 continue
-            stack = stacks.of_thread(thread, asyncio.Handle._run.__code__)
+            stack = stacks.of_thread(thread, asyncio.Handle._run.__code__, Scoring._limited.__code__)
             if looks >= ends and not self._patient:
                 form = "the event loop has been blocked for %.0f s, %s: this process ends; %s. Stack of the code:\n%s"
                 limit = f"longer than --env.score_timeout {self._seconds:g}"

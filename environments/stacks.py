@@ -9,11 +9,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 
-def of_thread(ident: int, after: CodeType) -> str:
+def of_thread(ident: int, *after: CodeType) -> str:
     """Return a thread's stack, the innermost call last, or nothing if it has ended.
 
     Args:
-        after: a function's code; its own call, and the calls that led to it, are left out.
+        after: code of functions; the last call of one of them, and the calls that led to it, are left out.
     """
     frame = sys._current_frames().get(ident)
     frames: list[FrameType] = []
@@ -23,7 +23,7 @@ def of_thread(ident: int, after: CodeType) -> str:
     return _text(frames[::-1], after)
 
 
-def of_task(task: asyncio.Task[Any], after: CodeType) -> str:
+def of_task(task: asyncio.Task[Any], *after: CodeType) -> str:
     """Return the stack of a waiting task: the coroutines that await each other, the innermost last."""
     return _text(_waiting(task), after)
 
@@ -41,7 +41,7 @@ def _waiting(task: asyncio.Task[Any]) -> list[FrameType]:
     return frames
 
 
-def _text(frames: list[FrameType], after: CodeType) -> str:
-    start = max((place + 1 for place, frame in enumerate(frames) if frame.f_code is after), default=0)
+def _text(frames: list[FrameType], after: tuple[CodeType, ...]) -> str:
+    start = max((place + 1 for place, frame in enumerate(frames) if frame.f_code in after), default=0)
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[start:])
     return "".join(summary.format()).rstrip()

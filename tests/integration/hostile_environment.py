@@ -28,7 +28,7 @@ class HostileEnv(ArithmeticEnv):
 
     def score(self, item: Problem, answer: str) -> float:
         if self.curr_step > 0:  # and not in the trial before the run
-            if answer.startswith("1"):  # not for each: that takes a core alone
+            if item.right % 4 == 0:  # not for each: that takes a core alone
                 print(f"WARNING {TITLE}\x1b[2J\rStep 9/9:" + "x" * 3_000_000, file=sys.stderr, flush=True)
             if item.left % 4 == 0:
                 raise KeyboardInterrupt
