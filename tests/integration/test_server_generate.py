@@ -74,6 +74,21 @@ def test_a_seed_gives_the_same_tokens_whatever_the_chunks_of_the_prompt(server: 
         assert chunked.generate(LONG, **asked).token_ids == server.generate(LONG, **asked).token_ids
 
 
+def test_servers_of_one_seed_repeat_each_other_and_those_of_two_seeds_differ(tmp_path: Path) -> None:
+    """Requests without a seed, one at a time, of servers that have just started."""
+
+    def answers(name: str, seed: str) -> list[list[list[int]]]:
+        (tmp_path / name).mkdir()
+        with serving(tmp_path / name, "--seed", seed) as server:
+            asked = {"policy_version": 0, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+            return [server.generate(SHORT, **asked).token_ids for _ in range(3)]
+
+    first = answers("a", "7")
+    assert answers("b", "7") == first
+    assert not any(own == others for own, others in zip(answers("c", "8"), first, strict=True))
+    assert first[0] != first[1]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(
     server: Serving, base: torch.nn.Module, temperature: float
