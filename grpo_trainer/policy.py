@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config.bridge import (
     AllWeightsOptions,
@@ -53,6 +53,7 @@ from grpo_trainer.model.load import (
     pick_device,
     pick_dtype,
 )
+from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.optim.landed import first_not_finite, sampled
 from grpo_trainer.parallel.shards import give_memory, is_sharded, read_weights, shard_model
@@ -158,7 +159,7 @@ class Adapter:
             raise ConfigError(
                 "the modules of its adapter are not this model's", field="--resume", got=path, fix="give it as it was"
             )
-        set_peft_model_state_dict(self.model, load_file(path / lora.WEIGHTS_FILE))
+        lora.load_weights(self.model, load_file(path / lora.WEIGHTS_FILE))
 
 
 class AllWeights:
@@ -228,7 +229,7 @@ class SharedWeights(AllWeights):
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
         """Read a checkpoint's weights, or this process's shard of them, into main memory, for `write_loaded`."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        model = load_causal_lm(path, dtype="auto")
         loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
         self._check_shapes(path, loaded)
         self._check_finite(path, loaded)

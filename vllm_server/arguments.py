@@ -112,6 +112,7 @@ def parse(argv: list[str]) -> Namespace:
         port=DEFAULT_PORT,
         logprobs_mode="processed_logprobs",  # logprobs of the distribution that tokens are sampled from
         generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
+        language_model_only=True,  # no towers for images and sounds: the trainer trains the text part
         disable_access_log_for_endpoints=",".join(UNLOGGED),
         **unset,
         **(_cpu_defaults() if compat.device_type() == "cpu" else {}),

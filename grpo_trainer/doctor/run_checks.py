@@ -27,7 +27,7 @@ from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.trial import Outcome
 from grpo_trainer.saving.manifest import refuse_unreadable
-from grpo_trainer.shared.names import ALIKE, EXPERTS
+from grpo_trainer.shared.names import ALIKE, EXPERTS, not_shareable
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def check_kind(files: ModelFiles) -> Finding:
 
 def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:
     """Can the trainer's parameters be views of the server's?"""
-    name, fix = "shared weights", "--weight-bridge-mode lora_only (without --share-base) or none"
+    name, fix = "shared weights", "--weight-bridge-mode lora_only (without --share-base) or broadcast"
     if not config.shares_weights:
         return skip(name, f"--weight-bridge-mode {config.bridge.mode} needs none")
     for part in config_parts(files.config):
@@ -121,8 +121,8 @@ def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:
             return fail(
                 name, "quantised weights (quantization_config)", "plain ones, which can be trained in place", fix
             )
-        if part.get("kv_lora_rank"):
-            return fail(name, "multi-head latent attention (kv_lora_rank)", "attention of plain matrices", fix)
+    if why := not_shareable(files.config):
+        return fail(name, why, "a model whose weights both can share", fix)
     strange = [
         tensor
         for tensor, shape in sorted(files.shapes.items())
@@ -138,7 +138,10 @@ def check_lora_modules(config: TrainConfig, files: ModelFiles) -> Finding:
     name = "LoRA modules"
     if not isinstance(config.bridge, LoraOptions) or not files.shapes:
         return skip(name, "no adapter" if files.shapes else "no safetensors to look into")
-    present = {_module(tensor) for tensor, shape in files.shapes.items() if len(shape) > 1}
+    names = [tensor for tensor, shape in files.shapes.items() if len(shape) > 1]
+    if files.config.get("text_config"):
+        names = [tensor for tensor in names if "language_model." in tensor]
+    present = {_module(tensor) for tensor in names}
     missing = [module for module in config.bridge.target_modules if module not in present]
     if missing:
         wanted = f"some of {', '.join(sorted(present - {'embed_tokens', 'lm_head'}))}"

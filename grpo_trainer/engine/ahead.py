@@ -10,7 +10,7 @@ import copy
 import logging
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOptions
 from grpo_trainer.config.train import TrainConfig
@@ -20,6 +20,7 @@ from grpo_trainer.engine.memory import Fitting, is_compiled
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.text_part import causal_lm_of
 from grpo_trainer.phases import START
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def _two_layers(config: TrainConfig, skeleton: PreTrainedModel, device: torch.de
         text.layer_types = text.layer_types[:LAYERS]
     options = {"dtype": skeleton.dtype, "attn_implementation": config.model.attention}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(found, **options)
+        model = causal_lm_of(found, **options)
     freeze(model, config.model)
     if isinstance(config.bridge, LoraOptions):
         return add_adapter(model, config.bridge.model_copy(update={"adapter": None}), config.model.seed)

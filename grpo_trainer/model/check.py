@@ -11,10 +11,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from grpo_trainer.errors import ModelError
+from grpo_trainer.model.text_part import is_causal, text_config_of
 
 
 def check_model(name: str) -> Any:
-    """Return the transformers configuration of a decoder-only causal language model.
+    """Return the transformers configuration of a decoder-only causal language model, or of a model with such a part.
 
     Raises:
         ModelError: the model is not found, or is of another kind.
@@ -53,7 +54,11 @@ def not_trainable(config: Any) -> str | None:
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if getattr(config, "is_encoder_decoder", False):
         return f"{_called(architectures, kind)} is an encoder-decoder"
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if (text := text_config_of(config)) is not None:
+        if is_causal(text.model_type):
+            return None
+        return f"the text part of {_called(architectures, kind)} ({text.model_type}) has no AutoModelForCausalLM"
+    if not is_causal(kind):
         return f"{_called(architectures, kind)} has no AutoModelForCausalLM"
     if architectures and not causal.intersection(architectures):
         return f"{_called(architectures, kind)} is no causal language model"

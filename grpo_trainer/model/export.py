@@ -21,12 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grpo_common.model_files import make_readable
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.model.text_part import OtherParts, published, whole_config
 from grpo_trainer.model.tokenizer import write_tokenizer
 from grpo_trainer.optim.landed import first_not_finite
 
@@ -120,6 +120,8 @@ def export_model(
 ) -> None:
     """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
 
+    If the model is the text part of another, write the whole one, with the other parts from its files.
+
     Args:
         folder: exists and is empty; see `files.whole_folder`.
         dtype: dtype of the written weights; LoRA is merged in fp32 before.
@@ -130,12 +132,18 @@ def export_model(
         OSError: a file could not be written; with `filename`.
     """
     stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
-    shards = plan_shards({name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}, shard_bytes)
+    whole = whole_config(plain_model(model))
+    others = None if whole is None else OtherParts(whole)
+    sizes = {name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}
+    shards = plan_shards(sizes | (others.sizes if others else {}), shard_bytes)
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = dict(_converted(model, [(name, *stored[name]) for name in names], dtype))
+        tensors = dict(_converted(model, [(name, *stored[name]) for name in names if name in stored], dtype))
+        if others is not None:
+            tensors = {others.named_as_there(name): tensor for name, tensor in tensors.items()}
+            tensors |= others.read([name for name in names if name not in stored])
         total += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         index |= dict.fromkeys(tensors, file)
         write_bytes(folder / file, save(tensors, metadata={"format": "pt"}))
@@ -143,6 +151,8 @@ def export_model(
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         write_bytes(folder / INDEX_FILE, json.dumps(content, indent=2).encode())
     _write_configs(plain_model(model), dtype, folder)
+    if others is not None:
+        others.copy_processors(folder)
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder)
 
@@ -152,14 +162,14 @@ def _converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors on the CPU under the names of published checkpoints.
 
-    transformers renames some tensors when it loads them and fuses others (the experts of a mixture); this undoes both.
+    Of a text part, these are the names in the whole model.
     """
     plain = plain_model(model)
     for name, own, tensor in chosen:
         with torch.no_grad():
             value = _merged(model, own, tensor).to(dtype)
         _check_finite(name, value)
-        for final, part in revert_weight_conversion(plain, {name: value.cpu()}).items():
+        for final, part in published(plain, {name: value.cpu()}).items():
             yield final, part.contiguous()
 
 
@@ -189,8 +199,10 @@ def architecture(model: nn.Module) -> str:
 
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    config: Any = copy.deepcopy(model.config)
-    config.architectures = [architecture(model)]
+    whole = whole_config(model)
+    config: Any = copy.deepcopy(model.config if whole is None else whole)
+    if whole is None:
+        config.architectures = [architecture(model)]
     config.dtype = dtype
     config.save_pretrained(folder)
     make_readable(folder)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import check_model, quantised_by
+from grpo_trainer.model.text_part import load_causal_lm
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def check_attention(found: Any, wanted: str) -> None:
     Raises:
         ConfigError: it would; the message names the part.
     """
-    capping = getattr(found, "attn_logit_softcapping", None)
+    capping = getattr(found.get_text_config(), "attn_logit_softcapping", None)
     if capping and wanted == "sdpa":
         raise ConfigError(
             f"does not cap this model's attention scores (attn_logit_softcapping {capping}), as the server does",
@@ -113,7 +114,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     quantised = {"quantization_config": _in_4_bits(config.name, found, dtype)} if config.load_in_4bit else {}
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_causal_lm(
         config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
     if config.load_in_4bit:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,6 +20,8 @@ from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterF
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.model.export import PEFT_PREFIX
+from grpo_trainer.model.text_part import PREFIX, in_part, in_whole, whole_config
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,11 @@ def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
 def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraOptions) -> None:
     """Check that the target modules are linear modules of the layers: outside, vLLM serves some architectures only."""
     missing = [name for name in options.target_modules if name not in layers.linear]
+    if "kv_b_proj" in options.target_modules and not missing:
+        raise ModelError(
+            "vLLM computes latent attention with copies of this matrix, which an adapter does not change",
+            field="--lora-target-modules", got="kv_b_proj", wanted=", ".join(sorted(layers.linear - {"kv_b_proj"})),
+        )  # fmt: skip
     if not missing:
         return
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in model.named_modules()}
@@ -110,7 +118,12 @@ def adapter_weights(model: PeftModel, file: AdapterFile) -> dict[str, torch.Tens
         ModelError: its names or shapes are not those of this model's adapter.
     """
     weights = load_file(file.path / WEIGHTS_FILE)
-    parameters = {name.replace(".default.", "."): name for name, p in model.named_parameters() if ".lora_" in name}
+    own = model.get_base_model()
+    parameters = {
+        _published(own, name.replace(".default.", ".")): name
+        for name, _ in model.named_parameters()
+        if ".lora_" in name
+    }
     differing = _differences(adapter_state(model), weights)
     if differing:
         raise ModelError(
@@ -153,11 +166,43 @@ def _differences(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
 
 
 def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return the adapter's tensors under the names of its checkpoint.
+    """Return the adapter's tensors under the names of its checkpoint, which are those of the whole model.
 
     Embeddings are never included. Without that setting, PEFT asks the hub about the base model at each call.
     """
-    return get_peft_model_state_dict(model, save_embedding_layers=False)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {_published(model.get_base_model(), name): tensor for name, tensor in state.items()}
+
+
+def _published(model: nn.Module, name: str) -> str:
+    """Return the name of an adapter's tensor in its checkpoint."""
+    return PEFT_PREFIX + in_whole(model, name.removeprefix(PEFT_PREFIX))
+
+
+def wrap_with(model: PreTrainedModel, path: Path) -> PeftModel:
+    """Wrap a model with an existing adapter, whose names may be those of the whole model.
+
+    Raises:
+        ModelError: the adapter has other modules than the model.
+    """
+    if whole_config(model) is None:
+        return PeftModel.from_pretrained(model, str(path))
+    config = LoraConfig.from_pretrained(str(path))
+    assert isinstance(config, LoraConfig)
+    config.exclude_modules = None
+    wrapped = get_peft_model(model, config)
+    assert isinstance(wrapped, PeftModel)
+    weights = load_file(path / WEIGHTS_FILE)
+    if differing := _differences(adapter_state(wrapped), weights):
+        raise ModelError("is another model's", field=str(path), got=differing, fix="name the model it was trained on")
+    load_weights(wrapped, weights)
+    return wrapped
+
+
+def load_weights(model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy an adapter's weights, by the names of its checkpoint, into the model's adapter, which has the same names."""
+    base = model.get_base_model()
+    set_peft_model_state_dict(model, {in_part(base, name): tensor for name, tensor in weights.items()})
 
 
 def save_adapter(model: PeftModel, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -180,10 +225,15 @@ def adapter_settings(model: PeftModel) -> dict[str, Any]:
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])
+    if whole_config(model.get_base_model()) is not None:
+        settings["exclude_modules"] = OUTSIDE_TEXT
     if base := settings["base_model_name_or_path"]:
         settings["base_model_name_or_path"] = from_anywhere(base)
     return readable_settings(json.loads(json.dumps(settings, default=str)))
 
+
+OUTSIDE_TEXT = rf"(?!{re.escape(PREFIX)}).*"
+"""Modules of a conditional model that its text part's adapter is not for, as PEFT matches names."""
 
 ALWAYS_WRITTEN = frozenset(
     {

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_trainer.config.adapter_file import read_adapter
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.lora import adapter_weights, decoder_layers
+from grpo_trainer.model.text_part import load_causal_lm
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
             return AdapterOff(model)
         return FrozenWeights(model, adapter_weights(model, read_adapter(start)))
     assert isinstance(model, PreTrainedModel)
-    found = AutoModelForCausalLM.from_pretrained(config.model.name, dtype="auto")
+    found = load_causal_lm(config.model.name, dtype="auto")
     weights = {name: parameter.detach() for name, parameter in found.named_parameters()}
     if {name: p.shape for name, p in model.named_parameters()} != {name: w.shape for name, w in weights.items()}:
         raise ModelError("its parameters are not the trained model's", field="--model-name", got=config.model.name)

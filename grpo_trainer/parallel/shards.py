@@ -21,16 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers import PreTrainedModel
 
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.activations import known_layers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import own_rows, stored_tensors
+from grpo_trainer.model.text_part import load_causal_lm, published, weight_files
 from grpo_trainer.parallel.world import World
 
 log = logging.getLogger(__name__)
@@ -135,20 +133,10 @@ def read_weights(model: PreTrainedModel, name: str, world: World) -> None:
     _hand_out(stored, name, world)
 
 
-def weight_files(name: str) -> list[str]:
-    """Return the paths of a model's safetensors files, downloaded if necessary; empty if it has no such files."""
-    known: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if (single := cached_file(name, SAFE_WEIGHTS_NAME, **known)) is not None:
-        return [single]
-    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **known)) is not None:
-        return list(get_checkpoint_shard_files(name, index)[0] or ())
-    return []
-
-
 def _is_plain(model: PreTrainedModel, stored: Mapping[str, Tensor], holder: Mapping[str, Any]) -> bool:
     """Return whether the files hold each tensor under the model's name and in its shape."""
     for key, tensor in stored.items():
-        written = revert_weight_conversion(model, {key: torch.empty(tensor.shape, device="meta")})
+        written = published(model, {key: torch.empty(tensor.shape, device="meta")})
         if {name: each.shape for name, each in written.items()} != {key: tensor.shape} or key not in holder:
             return False
         if holder[key].get_slice(key).get_shape() != list(tensor.shape):
@@ -159,7 +147,7 @@ def _is_plain(model: PreTrainedModel, stored: Mapping[str, Tensor], holder: Mapp
 def _hand_out(stored: Mapping[str, Tensor], name: str, world: World) -> None:
     whole = {}
     if world.leads:
-        whole = stored_tensors(AutoModelForCausalLM.from_pretrained(name, dtype="auto"))
+        whole = stored_tensors(load_causal_lm(name, dtype="auto"))
     for key, tensor in stored.items():
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if world.leads:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_common.model_files import TOKENIZER_CONFIG_FILE, make_readable
 from grpo_common.models import from_anywhere
@@ -23,7 +22,8 @@ from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.check import quantised_by, read_config
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.lora import readable_settings
+from grpo_trainer.model.lora import readable_settings, wrap_with
+from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
 from grpo_trainer.policy import MODEL_CONFIG_FILE, AllWeights
@@ -125,9 +125,9 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
             wanted="weights in 16 or 32 bits",
             fix="name the model that they were made of with --model-name, or leave --merge out",
         )
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model = load_causal_lm(name, dtype="auto")
     written = dtype or model.dtype
-    merged = PeftModel.from_pretrained(model, str(path))
+    merged = wrap_with(model, path)
     export_model(merged, _tokenizer(path, name), folder, written)
 
 
@@ -150,7 +150,7 @@ def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
                 shutil.copytree(file, folder / file.name) if file.is_dir() else shutil.copy2(file, folder)
         make_readable(folder)  # an earlier version may have written the checkpoint
         return
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model = load_causal_lm(path, dtype="auto")
     assert isinstance(model, PreTrainedModel)
     stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
     export_model(model, _tokenizer(path, None), folder, dtype, tensors=stored | _exact_weights(path))

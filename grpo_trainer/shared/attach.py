@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from grpo_trainer.config.train import ModelConfig
@@ -25,8 +25,9 @@ from grpo_trainer.engine.tensor_shards import cut_model
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.check import check_model
 from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
+from grpo_trainer.model.text_part import causal_lm_of
 from grpo_trainer.shared.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
-from grpo_trainer.shared.names import Binding, Facts, bind_names
+from grpo_trainer.shared.names import Binding, Facts, bind_names, not_shareable
 from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,18 @@ def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
         ConfigError, ModelError: see `attach_model`.
     """
     found = check_model(model_config.name)
+    _check_shareable(found, model_config.name)
     check_attention(found, model_config.attention)
     device = pick_device(model_config.device)
     return build_without_weights(found, pick_dtype(model_config.dtype, device), model_config.attention, device)
+
+
+def _check_shareable(config: Any, name: str) -> None:
+    if why := not_shareable(config.to_dict()):
+        raise ModelError(
+            why, field="--model-name", got=name, wanted="a model whose weights trainer and server can share",
+            fix="use --weight-bridge-mode lora_only (without --share-base) or broadcast",
+        )  # fmt: skip
 
 
 def attach_model(
@@ -77,6 +87,7 @@ def attach_model(
         ModelError: the server serves another model, or its parameters can't be bound (`NamesError`).
     """
     found = check_same_model(config.model, model_config.name)
+    _check_shareable(found, model_config.name)
     check_attention(found, model_config.attention)
     device = server_device(config, device)
     dtype = served_dtype(config)
@@ -253,9 +264,9 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     with init_empty_weights(include_buffers=False), no_init_weights():
-        reference = dict(AutoModelForCausalLM.from_config(config, **options).named_buffers())
+        reference = dict(causal_lm_of(config, **options).named_buffers())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = causal_lm_of(config, **options)
     held = set(model.state_dict())
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if name not in held:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from grpo_common.errors import Problem
 from grpo_common.sharing import padded_vocabulary
@@ -42,7 +42,7 @@ RENAMED: Final[tuple[tuple[str, str], ...]] = ((".mlp.", ".block_sparse_moe."),)
 
 ALIKE: Final = frozenset(
     {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
-    | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"}
+    | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj", "dense"}
     | {"gate", "shared_expert_gate"}
 )
 """Modules whose matrices, `[out, in]`, have the same rows on both sides. Not included are `query_key_value` and `Wqkv`,
@@ -50,6 +50,19 @@ which vLLM reorders, `kv_b_proj`, of which vLLM keeps transformed copies, and `c
 """
 
 _SHOWN = 12
+
+
+def not_shareable(config: Mapping[str, Any]) -> str | None:
+    """Return why trainer and server can't share the weights of a model with this config.json; None: names decide."""
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture.endswith("ForConditionalGeneration"):
+        return f"the place of the text part in vLLM's {architecture} is not known"
+    if config.get("kv_lora_rank"):
+        return (
+            "latent attention (kv_lora_rank): vLLM computes with copies of kv_b_proj (W_UK, W_UV) that it makes when "
+            "it loads the model, so weights that are written in place would not change its answers"
+        )
+    return None
 
 
 class NamesError(ModelError):

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_trainer.model.export import plan_shards
+from grpo_trainer.model.text_part import published
 from grpo_trainer.weights.packed import DTYPE_NAMES
 from vllm_server.protocol.flat import TensorSpan, encode_header, lay_out
 
@@ -64,7 +64,7 @@ class Buckets:
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return a tensor as a checkpoint has it: perhaps under another name, or in several parts."""
-        return revert_weight_conversion(self._model, {name: tensor})
+        return published(self._model, {name: tensor})
 
     def parts(self, number: int, stored: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpan, Tensor]]:
         """Yield a bucket's tensors with their places in its data. Several threads may do this.

@@ -2,9 +2,12 @@
 
     python -m tests.golden.host FOLDER [ARCHITECTURE ...]
 
+The conditional models need torchvision, which the locks for CPUs leave out: take torch's build of it for CPUs.
+
 For each architecture FOLDER gets `NAME.json`: vLLM's names and shapes, and where each of transformers' parameters was
-*found by its content* (which knows nothing of the rules in `names.py`); the committed ones are made this way. And
-`NAME.figures.json`: how the attached model's logprobs compare to the server's, before and after a write in place.
+*found by its content* (which knows nothing of the rules in `names.py`), and vLLM's logprobs with and without an adapter
+that the trainer wrote; the committed ones are made this way. And `NAME.figures.json`: how the attached model's logprobs
+compare to the server's, before and after a write in place.
 
 On a GPU vLLM's engine runs in a separate process, since no process can open its own CUDA IPC handles.
 """
@@ -18,6 +21,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +32,24 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.model.load import load_model
+from grpo_trainer.model.lora import save_adapter
 from grpo_trainer.shared.attach import attach_model, open_handles
 from grpo_trainer.shared.bridge_file import read_bridge_config, tied_names
-from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, Golden, random_model
+from tests.golden.models import (
+    ATTENTION,
+    CONDITIONAL,
+    CONFIGS,
+    IN_16_BITS,
+    IN_A_PROCESS,
+    PROMPT,
+    RECORDED,
+    WITHOUT_LORA,
+    Golden,
+    save_model,
+    with_adapter,
+)
 from tests.golden.stand_in import bridge_config, write_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
-
-PROMPT_TOKENS = 200  # longer than a block of the cache and than the tiny models' sliding windows
 
 
 @dataclass(frozen=True)
@@ -60,20 +75,38 @@ def main(folder: Path, architectures: Sequence[str]) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(on_gpu)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a child forked from here could not use the GPU
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function for `apply_model`
     for name in architectures:
-        model = random_model(name)
-        model.save_pretrained(folder / name)
+        model = save_model(name, folder / name)
+        own = with_adapter(name, load_model(_options(folder / name, on_gpu)))
+        (folder / f"{name}.adapter").mkdir()
+        save_adapter(own, folder / f"{name}.adapter")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(on_gpu or name in IN_A_PROCESS))
         with _engine(folder / name, on_gpu) as engine:
-            config = _exported(engine, folder / name, on_gpu)
-            attached = attach_model(config, _options(folder / name, on_gpu), torch.device("cuda" if on_gpu else "cpu"))
-            memory = open_handles(config, attached.device)
-            shapes = {vllm_name: tuple(mapping.shape) for vllm_name, mapping in config.param_mappings.items()}
-            found = {own: find(tensor, memory) for own, tensor in model.named_parameters()}
-            (folder / f"{name}.json").write_text(Golden(shapes, tied_names(config), found).text())
-            figures = _compare(engine, folder / name, attached)
-        (folder / f"{name}.figures.json").write_text(json.dumps(asdict(figures)))
-        print(name, figures, flush=True)
-        del attached, memory
+            served = _served(engine, PROMPT)
+            adapted = served[:0] if name in WITHOUT_LORA else _served(engine, PROMPT, folder / f"{name}.adapter")
+            (class_name,) = engine.apply_model(attrgetter("__class__.__name__"))
+            record = Golden({}, {}, {}, _short(served), _short(adapted), class_name)
+            if name not in CONFIGS:
+                (folder / f"{name}.json").write_text(record.text())
+            else:
+                config = _exported(engine, folder / name, on_gpu)
+                device = torch.device("cuda" if on_gpu else "cpu")
+                memory = open_handles(config, device)
+                shapes = {vllm_name: tuple(mapping.shape) for vllm_name, mapping in config.param_mappings.items()}
+                found = {own: find(tensor, memory) for own, tensor in model.named_parameters()}
+                record = msgspec.structs.replace(record, vllm=shapes, ties=tied_names(config), found=found)
+                (folder / f"{name}.json").write_text(record.text())
+                attached = attach_model(config, _options(folder / name, on_gpu), device)
+                figures = _compare(engine, folder / name, attached, served)
+                (folder / f"{name}.figures.json").write_text(json.dumps(asdict(figures)))
+                print(name, figures, flush=True)
+                del attached, memory
+        print(name, class_name, flush=True)
+
+
+def _short(logprobs: Tensor) -> list[float]:
+    return [round(each, 6) for each in logprobs.tolist()]
 
 
 def find(tensor: Tensor, memory: Mapping[str, Tensor]) -> list[tuple[str, int]]:
@@ -98,11 +131,14 @@ def _engine(folder: Path, on_gpu: bool) -> Any:
     cpu: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "distributed_executor_backend": "uni"}
     engine = LLM(
         model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16" if on_gpu else "float32",
+        skip_tokenizer_init=folder.name not in CONDITIONAL,
+        language_model_only=folder.name in CONDITIONAL,
+        dtype="bfloat16" if on_gpu or folder.name in IN_16_BITS else "float32",
         enforce_eager=True,
         max_model_len=256,
         enable_prefix_caching=True,
+        enable_lora=folder.name not in WITHOUT_LORA,
+        max_lora_rank=8,
         worker_extension_cls="vllm_server.worker.sharing.SharingWorker",
         **(sizes if on_gpu else cpu),
     )
@@ -130,25 +166,25 @@ def _exported(engine: Any, folder: Path, on_gpu: bool) -> BridgeConfigFile:
 
 def _options(folder: Path, on_gpu: bool) -> ModelConfig:
     attention = ATTENTION.get(folder.name, "sdpa")
-    return ModelConfig.model_validate({"name": str(folder), "attention": attention, "device": "auto"})
+    dtype = "bfloat16" if folder.name in IN_16_BITS else "auto"
+    return ModelConfig.model_validate({"name": str(folder), "attention": attention, "device": "auto", "dtype": dtype})
 
 
-def _compare(engine: Any, folder: Path, attached: PreTrainedModel) -> Figures:
-    tokens = torch.randint(2, VOCABULARY, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(2)).tolist()
-    first, ours = _served(engine, tokens), logprobs(attached, tokens)
-    own = logprobs(load_model(_options(folder, attached.device.type == "cuda")), tokens)
+def _compare(engine: Any, folder: Path, attached: PreTrainedModel, first: Tensor) -> Figures:
+    ours = logprobs(attached, PROMPT)
+    own = logprobs(load_model(_options(folder, attached.device.type == "cuda")), PROMPT)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in attached.parameters():
             noise = 0.05 * torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
     engine.reset_prefix_cache()
-    second = _served(engine, tokens)
+    second = _served(engine, PROMPT)
     return Figures(
         before=difference(first, ours),
         own=difference(own, ours),
         moved=difference(first, second),
-        after=difference(second, logprobs(attached, tokens)),
+        after=difference(second, logprobs(attached, PROMPT)),
         attached=len(list(attached.parameters())),
     )
 
@@ -166,14 +202,16 @@ def logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
 
-def _served(engine: Any, tokens: Sequence[int]) -> Tensor:
+def _served(engine: Any, tokens: Sequence[int], adapter: Path | None = None) -> Tensor:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = engine.generate({"prompt_token_ids": list(tokens)}, sampling, use_tqdm=False)
+    lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
+    (output,) = engine.generate({"prompt_token_ids": list(tokens)}, sampling, use_tqdm=False, lora_request=lora)
     given = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([logprobs_of[token].logprob for token, logprobs_of in given])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), sys.argv[2:] or list(CONFIGS))
+    main(Path(sys.argv[1]).absolute(), sys.argv[2:] or list(RECORDED))

@@ -17,7 +17,7 @@ from grpo_trainer.errors import BridgeError
 from grpo_trainer.shared.attach import attach_model
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from tests.golden.host import Figures, logprobs
-from tests.golden.models import CONFIGS, golden
+from tests.golden.models import CONFIGS, IN_A_PROCESS, golden
 from tests.golden.models import Golden as Report
 from tests.golden.stand_in import write_config
 from tests.integration.serving import Serving, serving
@@ -26,6 +26,8 @@ from vllm_server.protocol import BridgeInfo
 
 pytestmark = pytest.mark.timeout(600)
 
+AGAIN = sorted(set(CONFIGS) - {"yi", "deepseek_coder", *IN_A_PROCESS})
+"""Compared with vLLM again in each complete lane; of the others there is the record."""
 TOLERANCE = 1e-4  # nats a token, mean, in float32
 PROMPT = [7 + index % 83 for index in range(270)]  # longer than two blocks of the cache
 
@@ -35,7 +37,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `tests.golden.host` wrote about all architectures, one after another in one process."""
     folder = tmp_path_factory.mktemp("architectures")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.golden.host", str(folder)],
+        [sys.executable, "-m", "tests.golden.host", str(folder), *AGAIN],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
         timeout=500,
     )  # fmt: skip
@@ -43,7 +45,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+@pytest.mark.parametrize("architecture", AGAIN)
 def test_logprobs_are_the_servers_before_and_after_a_write(reports: Path, architecture: str) -> None:
     figures = msgspec.json.decode((reports / f"{architecture}.figures.json").read_bytes(), type=Figures)
     assert figures.own == 0.0  # bit for bit what transformers computes from the files
@@ -53,10 +55,13 @@ def test_logprobs_are_the_servers_before_and_after_a_write(reports: Path, archit
     assert figures.attached == len(golden(architecture).found)
 
 
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+@pytest.mark.parametrize("architecture", AGAIN)
 def test_vllm_still_has_the_names_and_places_of_the_golden_files(reports: Path, architecture: str) -> None:
     report = msgspec.json.decode((reports / f"{architecture}.json").read_bytes(), type=Report)
-    assert report == golden(architecture)
+    record = golden(architecture)
+    assert (report.vllm, report.ties, report.found) == (record.vllm, record.ties, record.found)
+    assert report.logprobs == pytest.approx(record.logprobs, abs=1e-3)
+    assert report.adapted == pytest.approx(record.adapted, abs=1e-3)
 
 
 def test_a_model_attached_to_a_server(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The templates are short ones of the same shape as those of the models that they 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -365,3 +366,64 @@ def test_thinking_that_the_template_opened_is_part_of_the_turn() -> None:
     for text, answer in (("17", ""), ("17</think>18", "18")):
         completion = Completion(prompt_ids(tokenizer, [user("x")]), tokenizer.encode(text), [], text, "length", 1)
         assert env.answer_of(completion).removeprefix("<s>") == answer
+
+
+# thinking and tools of Qwen 3 and Qwen 3.5 --------------------------------------------------------------------
+
+TURNS_OF_QWEN = (
+    "{%% if tools %%}<|im_start|>system\n%s{{ tools | tojson }}<|im_end|>\n{%% endif %%}"
+    "{%% for m in messages %%}{%% if m.role == 'tool' %%}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{%% elif m.role == 'assistant' and loop.last %%}<|im_start|>assistant\n"
+    "<think>\n\n</think>\n\n{{ m.content }}<|im_end|>\n{%% else %%}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n"
+    "{%% if enable_thinking is defined and enable_thinking is false %%}<think>\n\n</think>\n\n%s{%% endif %%}"
+    "{%% endif %%}"
+)
+QWEN3 = TURNS_OF_QWEN % ('<tool_call>{"name": … }</tool_call>', "")
+QWEN3_5 = TURNS_OF_QWEN % ("<tool_call>\n<function=name>…", "{% else %}<think>\n")
+CALLS = {
+    QWEN3: '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>',
+    QWEN3_5: "<tool_call>\n<function=double>\n<parameter=number>\n21\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+class Doubles(Asks):
+    """It has a tool."""
+
+    def opening(self, item: str) -> list[Message]:
+        return [user(item)]
+
+    def tools(self) -> Sequence[Any]:
+        def double(number: int) -> int:
+            """Double a number.
+
+            Args:
+                number: The number.
+            """
+            return 2 * number
+
+        return [double]
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN3_5])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_thinking_and_tools_of_qwen(template: str, thinks: bool) -> None:
+    tokenizer = build.__wrapped__("chatml")
+    tokenizer.chat_template = template
+    config = MultiTurnConfig(tokenizer_name="demo", chat_template_kwargs={} if thinks else {"enable_thinking": False})
+    env = Doubles(config, Scripted(tokenizer, lambda _: []), tokenizer)
+    talk = env.begin("x")
+    opened = {(QWEN3, True): "", (QWEN3_5, True): "<think>\n"}.get((template, thinks), "<think>\n\n</think>\n\n")
+    assert tokenizer.decode(talk.tokens).endswith(f"<|im_start|>assistant\n{opened}")
+    assert opens_thinking(tokenizer, talk.tokens) == (opened == "<think>\n")
+    thought = "" if not thinks else ("hm</think>" if opened else "<think>hm</think>")
+    before = len(talk.tokens)
+    say(talk, tokenizer, thought + CALLS[template], "<|im_end|>")
+    (result,) = asyncio.run(env.call_tools(thought + CALLS[template]))
+    assert (result["role"], result["content"]) == ("tool", "42")
+    assert talk.hear([result])
+    told = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    turn = f"{thought}{CALLS[template]}<|im_end|>\n{told}<|im_start|>assistant\n{opened}"
+    assert talk.tokens[before:] == tokenizer.encode(turn, add_special_tokens=False)
+    assert turn_end(tokenizer, config.chat_template_kwargs) == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -64,6 +64,24 @@ class Composed(Merged):
         return loaded
 
 
+class Latent(Merged):
+    """As latent attention: it computes with a copy of a weight, in memory that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(4, 1, bias=False)
+        self.W_UV = nn.Parameter(torch.zeros(2, 2))
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        given = dict(weights)
+        if "gate" in given:
+            self.kv_b_proj.weight.data.copy_(given["gate"][None])
+        return super().load_weights(iter(given.items())) | {"kv_b_proj.weight"}
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.W_UV.data.copy_(self.kv_b_proj.weight.view(2, 2).to(dtype))
+
+
 def header(shapes: list[tuple[str, tuple[int, ...]]]) -> bytes:
     return encode_header(lay_out(shapes, "F32"), {})
 
@@ -119,6 +137,21 @@ def test_what_a_models_loading_computes_is_loaded_each_time(tmp_path: Path) -> N
         assert not channel.apply(0).replayed
         assert model.values()[0] == 2 * value
     assert model.loads == 2 * len(BUCKETS)
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_copies_of_latent_attention_are_computed_again(tmp_path: Path, staging: Staging) -> None:
+    model = Latent()
+    place = model.W_UV.data_ptr()
+    channel = opened(tmp_path, model, staging)
+    for version, value in enumerate((1.0, 2.0)):
+        write(tmp_path / str(version), value)
+        if staging == "on":
+            staged(channel, version)
+        channel.apply(version)
+        assert model.W_UV.tolist() == [[value + 2, value + 2]] * 2
+    assert model.W_UV.data_ptr() == place
+    channel.close()
 
 
 def test_what_a_models_loading_computes_in_place_is_loaded_each_time(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from vllm_server.worker.streams import stream_beside, writing_on
 SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
 
+COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
+"""Parameters that latent attention computes from kv_b_proj: no checkpoint has them."""
 
 Receiver = ParameterMap | NcclReceiver | MemoryMap | GlooReceiver | FolderReader
 """A way for buckets to arrive: `fill` receives a bucket of a version into a buffer on any device."""
@@ -165,6 +167,7 @@ class WeightChannel:
             else:
                 bucket = self._receive(version, number, self._buffer(number))
             replayed &= self._writer.write(number, bucket)
+        self._writer.compute_copies()
         if not replayed:
             self._writer.check_complete()
         if self._device.type == "cuda":
@@ -193,7 +196,11 @@ class ParameterWriter:
         self._model = model
         self._shards = shards
         self._plans: dict[int, CopyPlan] = {}
-        parameters = dict(model.named_parameters())
+        self._latent = [
+            module for module in model.modules() if hasattr(module, "W_UV") and hasattr(module, "kv_b_proj")
+        ]
+        copies = {id(each) for module in self._latent for name, each in module.named_parameters() if name in COPIES}
+        parameters = {name: each for name, each in model.named_parameters() if id(each) not in copies}
         self._names = {parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()}
         self._sizes = {name: _least(name, parameter) for name, parameter in parameters.items()}
         self._written: Counter[str] = Counter()
@@ -244,6 +251,11 @@ class ParameterWriter:
         )
         if missing:
             raise ValueError(f"no weights came for {', '.join(missing[:5])} ({len(missing)} in all)")
+
+    def compute_copies(self) -> None:
+        """Compute again what vLLM's latent attention keeps of kv_b_proj, in the same memory; call after all writes."""
+        for module in self._latent:
+            module.process_weights_after_loading(next(module.kv_b_proj.parameters()).dtype)
 
     def forget(self) -> None:
         """Drop cached views, so that buffers can be freed."""

@@ -1,0 +1,190 @@
+"""The text part of a conditional model: trained alone, published and exported under the names of the whole one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, LlavaConfig, PreTrainedModel, Qwen3VLConfig
+
+from grpo_trainer.batch.microbatches import TrainingSequence, split
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.engine.forward import build_forward
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model.check import not_trainable
+from grpo_trainer.model.export import export_model, stored_tensors
+from grpo_trainer.model.load import load_all_weights, load_model
+from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
+from grpo_trainer.model.text_part import load_causal_lm
+from grpo_trainer.policy import Adapter, AllWeights
+from grpo_trainer.saving.export import ExportOptions, export_checkpoint
+from grpo_trainer.shared.attach import build_skeleton
+from grpo_trainer.weights.buckets import Buckets
+from tests.golden.models import CONDITIONAL, save_model, with_adapter
+
+TOKENS = torch.randint(2, 89, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=CONDITIONAL)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model.eval()(input_ids=TOKENS).logits[0].float()
+
+
+def whole(folder: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+def part(folder: Path) -> PreTrainedModel:
+    return load_model(ModelConfig(name=str(folder), device="cpu"))
+
+
+def test_the_text_part_is_loaded_without_the_others(tmp_path: Path, architecture: str) -> None:
+    save_model(architecture, tmp_path)
+    both = whole(tmp_path)
+    text = part(tmp_path)
+    assert torch.equal(logits(text), logits(both))
+    assert text.num_parameters() < both.num_parameters()
+    assert not [name for name, _ in text.named_modules() if "vision" in name or "visual" in name]
+
+
+def test_an_adapter_is_the_text_parts_of_the_whole_model(tmp_path: Path, architecture: str) -> None:
+    """PEFT puts it on the whole model, and nowhere else; vLLM's logprobs with it are recorded."""
+    save_model(architecture, tmp_path)
+    ours = with_adapter(architecture, part(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(ours, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(whole(tmp_path), str(tmp_path / "adapter"))
+    assert torch.equal(logits(theirs), logits(ours))
+    adapted = {name for name, _ in theirs.named_parameters() if ".lora_A." in name}
+    assert len(adapted) == len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) / 2
+    assert all(".language_model.layers." in name for name in adapted)
+    again = Adapter(with_adapter(architecture, part(tmp_path)))
+    for parameter in again.model.parameters():
+        parameter.data.mul_(0.5 if parameter.requires_grad else 1.0)
+    again.load(tmp_path / "adapter", {})  # as a resumed run does
+    assert torch.equal(logits(again.model), logits(ours))
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["exclude_modules"] == OUTSIDE_TEXT
+
+
+def test_a_merged_export_is_the_whole_model(tmp_path: Path, architecture: str) -> None:
+    base, folder = tmp_path / "base", tmp_path / "merged"
+    save_model(architecture, base)
+    folder.mkdir()
+    ours = with_adapter(architecture, part(base))
+    export_model(ours, None, folder, torch.float32, shard_bytes=60_000)
+    files = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+    assert files == set(load_file(base / "model.safetensors")), "the names are those of the files it was made from"
+    merged, before = whole(folder), whole(base)
+    torch.testing.assert_close(logits(merged), logits(ours), rtol=0, atol=1e-4)
+    after = dict(merged.named_parameters())
+    changed = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, after[name])}
+    assert changed and all(name.startswith("model.language_model.layers.") for name in changed)
+    assert (folder / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
+
+
+def test_export_merges_an_adapter_into_the_whole_model(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_model("gemma3_whole", base)
+    adapter.mkdir()
+    ours = with_adapter("gemma3_whole", part(base))
+    save_adapter(ours, adapter)
+    export_checkpoint(ExportOptions(adapter, tmp_path / "merged", merge=True))
+    torch.testing.assert_close(logits(whole(tmp_path / "merged")), logits(ours), rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_all_weights_is_the_whole_model(tmp_path: Path, architecture: str) -> None:
+    base, folder = tmp_path / "base", tmp_path / "step_1"
+    save_model(architecture, base)
+    folder.mkdir()
+    policy = AllWeights(load_all_weights(ModelConfig(name=str(base), device="cpu")), None)
+    with torch.no_grad():
+        policy.model.get_parameter("model.norm.weight").add_(0.5)
+    policy.write(folder, policy.tensors())
+    assert torch.equal(logits(whole(folder)), logits(policy.model))
+    again = AllWeights(load_all_weights(ModelConfig(name=str(base), device="cpu")), None)
+    again.load(folder, policy.exact(policy.tensors()))
+    assert torch.equal(logits(again.model), logits(policy.model))
+    assert torch.equal(logits(load_causal_lm(folder)), logits(policy.model))
+
+
+def test_weights_are_sent_under_the_whole_models_names(tmp_path: Path, architecture: str) -> None:
+    save_model(architecture, tmp_path)
+    model = part(tmp_path)
+    stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
+    sent = {name for each in Buckets(model, stored, torch.float32)._spans for name in (span.name for span in each)}
+    named = dict(whole(tmp_path).named_parameters())
+    text = {name for name in named if name.startswith("model.language_model.")}
+    buffers = {name for name in sent if name.endswith("layer_scalar")}  # Gemma 4's, in its files
+    assert sent - buffers == text | ({"lm_head.weight"} & set(named))
+
+
+def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
+    """With recurrent layers: the states of a packed row would pass from one sequence to the next."""
+    save_model("qwen3_5", tmp_path)
+    options = {"name": str(tmp_path), "device": "cpu", "seq_len": 64}
+    config = TrainConfig.model_validate({"model": options, "compute": {"packing": "auto"}})
+    forward = build_forward(part(tmp_path), config)
+    assert not forward.packed
+
+    def scores(*lengths: int) -> Tensor:
+        made = []
+        for length in lengths:
+            tokens, places = TOKENS[0, :length].numpy(), np.arange(1, length)
+            made.append(TrainingSequence(tokens, places, np.ones(length - 1, np.float32), None, 1.0, 1.0))
+        (microbatch,) = split(made, len(made))
+        return forward.scores(microbatch).logprobs_N.detach()
+
+    alone = torch.cat([scores(9), scores(23), scores(31)])  # microbatches are sorted by length
+    torch.testing.assert_close(scores(23, 9, 31), alone, rtol=0, atol=1e-5)
+    config = TrainConfig.model_validate({"model": options, "compute": {"packing": "on"}})
+    with pytest.raises(ConfigError, match="linear_attention"):
+        build_forward(part(tmp_path), config)
+
+
+def test_what_has_no_text_part_says_so() -> None:
+    qwen = Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"])
+    refused = not_trainable(qwen)
+    assert refused is not None and "text part" in refused and "qwen3_vl_text" in refused
+    assert not_trainable(LlavaConfig(architectures=["LlavaForConditionalGeneration"])) is None
+
+
+def test_files_without_the_text_part_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_model("gemma3_whole", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        part(tmp_path)
+    assert "model.norm.weight" in str(refused.value.got)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"), [("deepseek_v2", "W_UV"), ("qwen3_5", "Qwen3_5ForConditionalGeneration")]
+)
+def test_one_copy_of_the_weights_is_refused_with_the_reason(tmp_path: Path, architecture: str, reason: str) -> None:
+    save_model(architecture, tmp_path)
+    with pytest.raises(ModelError, match=reason) as refused:
+        build_skeleton(ModelConfig(name=str(tmp_path), device="cpu"))
+    assert "broadcast" in refused.value.fix
+
+
+def test_an_adapter_on_the_matrix_that_vllm_copies_is_refused(tmp_path: Path) -> None:
+    save_model("deepseek_v2", tmp_path)
+    with pytest.raises(ModelError) as refused:
+        add_adapter(part(tmp_path), LoraOnly(r=8, target_modules=("q_proj", "kv_b_proj")), seed=0)
+    assert refused.value.got == "kv_b_proj" and "q_proj" in refused.value.wanted
