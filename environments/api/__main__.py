@@ -39,7 +39,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
         "--max-body-mb",
         type=int,
         default=default.max_body_mb,
-        help=f"largest body of a request, in MiB, before and after decompression (default: {default.max_body_mb})",
+        help="largest body of a request in MessagePack, in MiB, before and after decompression; in JSON a quarter of "
+        f"this (default: {default.max_body_mb})",
     )
     add(
         "--memory-mb",

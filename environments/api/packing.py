@@ -15,17 +15,15 @@ def pack_ints(rows: Iterable[list[int]]) -> bytes:
 
 
 def pack_floats(rows: Iterable[list[float]] | None) -> bytes | None:
-    """float32 bytes where that loses nothing, else float64; None for no rows."""
+    """float32 bytes where that loses nothing, else float64; None for no numbers."""
     numbers = array("f")
-    empty = True
     for row in rows or ():
-        empty = False
         packed = array(numbers.typecode, row)
         # Logprobs come from float32 models: most rows lose nothing at half the size.
         if numbers.typecode == "f" and packed.tolist() != row:
             numbers, packed = array("d", numbers), array("d", row)
         numbers += packed
-    return None if empty else _little_endian(numbers).tobytes()
+    return _little_endian(numbers).tobytes() or None
 
 
 def unpack_ints(data: bytes, spans: Sequence[slice]) -> list[list[int]]:

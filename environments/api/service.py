@@ -12,8 +12,8 @@ from statistics import fmean
 from msgspec import Struct
 
 from environments.api import wire
-from environments.api.checks import Posted
 from environments.api.explain import Explainer
+from environments.api.groups import Posted
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
 from environments.api.limit import QueueLimit

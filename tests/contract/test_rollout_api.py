@@ -41,7 +41,7 @@ GROUP_KEYS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running_server("--max-body-mb", "4", log=tmp_path_factory.mktemp("api") / "log") as server:
+    with running_server("--max-body-mb", "8", log=tmp_path_factory.mktemp("api") / "log") as server:
         yield server
 
 
@@ -354,13 +354,23 @@ def test_a_gzip_bomb_is_refused_and_memory_stays_bounded(api: httpx.Client, serv
     assert api.post("/scored_data", content=iter([bytes(1 << 20)] * 5)).status_code == 413
 
 
+def test_a_body_of_json_may_be_a_quarter_of_one_of_messagepack(api: httpx.Client):
+    start_run(api)
+    long = wire.ScoredData(**group(2, 300_000))  # type: ignore[arg-type]
+    body, packed = wire.encode(long), wire.encode_group(long)
+    assert 2 << 20 < len(packed) < 8 << 20 and 2 << 20 < len(body) < 8 << 20
+    refused = api.post("/scored_data", content=body)
+    assert refused.status_code == 413 and "--max-body-mb" in refused.json()["detail"]
+    assert api.post("/scored_data", content=packed, headers={"Content-Type": wire.MSGPACK}).status_code == 200
+
+
 def test_other_encodings_paths_and_methods_are_refused(api: httpx.Client):
     assert api.post("/scored_data", content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
     assert api.get("/nothing").status_code == 404
     assert api.get("/register").status_code == 405
 
 
-def test_a_long_group_is_read_row_by_row_and_comes_back_whole(api: httpx.Client):
+def test_a_long_group_comes_back_whole(api: httpx.Client):
     start_run(api, batch_size=8)
     long = group(8, 20_000, inference_logprobs=[[-0.1] * 20_000] * 8, advantages=[[2.0]] * 8)
     assert len(json.dumps(long)) > 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from array import array
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from environments.api import intake, wire
+from environments.api import groups, intake, wire
 from environments.api.answers import json_group
 from environments.api.app import build_app
 from environments.api.records import ApiError
@@ -110,6 +111,24 @@ def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) 
         assert {name: shown[name] for name in fields} == fields
 
 
+def test_a_long_body_of_messagepack_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = msgspec.msgpack.encode(group())
+    assert intake.read_one(lists, wire.MSGPACK).group.lengths == [4, 4]
+    monkeypatch.setattr(groups, "MOST_LISTS", len(lists) - 1)
+    with pytest.raises(ApiError) as refused:
+        intake.read_one(lists, wire.MSGPACK)
+    assert refused.value.status == 422
+
+
+def test_nan_of_a_long_body_is_named_by_its_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(group(scores=[0.0, float("nan")])).encode()
+    monkeypatch.setattr(groups, "LONGEST_EXPLAINED", len(body) - 1)
+    for post in (intake.read_one, lambda body, kind: intake.PostedList(b"[" + body + b"]", kind, None)):
+        with pytest.raises(ApiError, match=f"byte {body.index(b'NaN')}|byte {body.index(b'NaN') + 1}") as refused:
+            post(body, wire.JSON)
+        assert refused.value.status == 422
+
+
 def long_group(length: int, sequences: int) -> wire.PackedGroup:
     total = length * sequences
     numbers = array("f", [-0.5]) * total
@@ -124,28 +143,25 @@ def long_group(length: int, sequences: int) -> wire.PackedGroup:
 
 
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
-def test_a_long_body_is_read_in_a_thread_and_row_by_row(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[tuple[int, bool]] = []
+def test_a_long_body_is_read_in_a_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_loop: list[bool] = []
+    original = groups.read
 
-    def decode(body: Any, **options: Any) -> Any:
-        decoded.append((len(body), threading.current_thread() is threading.main_thread()))
-        return msgspec.json.decode(body, **options)
+    def read(*arguments: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return original(*arguments)
 
-    async def post(group: wire.ScoredData) -> list[tuple[int, bool]]:
-        decoded.clear()
+    async def post(group: wire.ScoredData) -> None:
         body = msgspec.json.encode(group if path == "/scored_data" else [group])
         transport = httpx.ASGITransport(build_app(Service(Settings())))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             answer = await client.post(path, content=body, headers={"content-type": wire.JSON})
         assert answer.status_code == 200
-        return decoded[:]
 
-    monkeypatch.setattr(intake, "json_decode", decode)
-    assert [on_the_loop for _, on_the_loop in asyncio.run(post(wire.unpack(long_group(4, 2))))] == [True]
-    (whole, _), *rows = asyncio.run(post(wire.unpack(long_group(1 << 14, 8))))
-    assert len(rows) == 4 * 8  # four fields of eight rows
-    assert max(size for size, _ in rows) < whole / 20
-    assert not any(on_the_loop for _, on_the_loop in rows)
+    monkeypatch.setattr(groups, "read", read)
+    for length in (4, 1 << 14):
+        asyncio.run(post(wire.unpack(long_group(length, 8))))
+    assert on_the_loop == [True, False]
 
 
 def test_the_newest_group_is_shown_in_pieces() -> None:

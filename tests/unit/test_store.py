@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.checks import Posted
+from environments.api.groups import Posted
 from environments.api.intake import read_one
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
