@@ -22,10 +22,9 @@ from starlette.applications import Starlette
 
 from grpo_common.http import address, connection_limit
 from vllm_server import forking, output_blocks
-from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
-from vllm_server.publisher import Installed
+from vllm_server.publisher import Delivery, Installed
 from vllm_server.seams import found, moved, seam
 from vllm_server.worker import lifeline
 

@@ -6,17 +6,27 @@ with, and requests that arrive after the load get the new one.
 
 import asyncio
 import logging
+import mmap
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from base64 import b64decode
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from uuid import uuid4
 
 from grpo_common.trace import stage
-from vllm_server.adapters import understood
-from vllm_server.bodies import Bodies
-from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_by, from_body, from_folder
+from vllm_server.adapters import (
+    WEIGHTS_FILE,
+    allowed_path,
+    check_config,
+    check_file,
+    check_folder,
+    check_header,
+    understood,
+)
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
 from vllm_server.protocol import (
@@ -28,7 +38,219 @@ from vllm_server.protocol import (
     LoraLoadResponse,
     LoraUnloadRequest,
     LoraUnloadResponse,
+    Transport,
 )
+from vllm_server.protocol.flat import decode_header
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Keep request bodies in memory files, which the engine's processes read without another copy.
+
+
+FIRST_BYTES = 1 << 20
+TRUSTED_BYTES = 8 << 30  # a larger Content-Length is not reserved in advance: the file grows with the bytes received
+
+
+class MemoryFile:
+    """A file without a name and not on disk; other processes of the same user open it by `path`."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("adapter")
+        os.ftruncate(self._descriptor, FIRST_BYTES)
+        self._mapped = mmap.mmap(self._descriptor, FIRST_BYTES)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def reserve(self, nbytes: int) -> None:
+        """Resize the file to `nbytes`; keep its content up to that length."""
+        if nbytes != len(self._mapped):
+            self._mapped.resize(nbytes)
+
+    def write(self, offset: int, piece: bytes) -> None:
+        """Write `piece` at `offset`; grow the file if needed."""
+        if offset + len(piece) > len(self._mapped):
+            self.reserve(max(offset + len(piece), 2 * len(self._mapped)))
+        self._mapped[offset : offset + len(piece)] = piece
+
+    def close(self) -> None:
+        """Close the file; processes that have it open can still read it."""
+        self._mapped.close()
+        os.close(self._descriptor)
+
+
+@dataclass
+class Bodies:
+    """Files for bodies. The last file is reused: allocating new pages costs more than copying the body into them."""
+
+    _idle: list[MemoryFile] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def holding(self, pieces: AsyncIterator[bytes], nbytes: int | None) -> AsyncIterator[str]:
+        """Yield the path of a file that has exactly these bytes while the block runs.
+
+        Args:
+            nbytes: the expected number of bytes, if known.
+
+        Raises:
+            ServeError: 422, the body is empty.
+        """
+        file = self._idle.pop() if self._idle else MemoryFile()
+        try:
+            if nbytes and nbytes <= TRUSTED_BYTES:
+                file.reserve(nbytes)
+            end = 0
+            async for piece in pieces:
+                file.write(end, piece)
+                end += len(piece)
+            if not end:
+                raise ServeError(422, WEIGHTS_FILE, got="0 bytes", wanted="a whole safetensors file", fix="send it")
+            file.reserve(end)  # drop the rest of an earlier, longer body
+            yield file.path
+        finally:
+            if self._idle:
+                file.close()
+            else:
+                self._idle.append(file)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ways an adapter reaches the engine: a folder, a request body or a channel. Each is checked here first.
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One adapter to install.
+
+    Attributes:
+        origin: where it comes from, as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`.
+        config: its adapter_config.json.
+        file: the safetensors file that the engine reads; empty for a channel.
+        channel: the open channel that the engine receives from; empty for a file.
+    """
+
+    transport: Transport
+    origin: str
+    config: dict[str, Any]
+    file: str = ""
+    channel: str = ""
+
+    @property
+    def said_by(self) -> str:
+        """Return the part of the request that names the adapter; errors refer to it."""
+        return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
+
+
+class ChannelEngine(Protocol):
+    """The engine's methods that channels use."""
+
+    async def open_channel(self, name: str, request: ChannelRequest) -> None: ...
+    async def close_channel(self, name: str) -> None: ...
+
+
+async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int) -> Delivery:
+    """Return the delivery of an adapter in a folder.
+
+    Raises:
+        ServeError: 403, 404 or 422; see `adapters`.
+    """
+
+    def check() -> Delivery:
+        path = allowed_path(adapter_path, roots)
+        config, weights = check_folder(path, roots, max_rank=max_rank)
+        return Delivery("disk", str(path), config, file=str(weights))
+
+    return await asyncio.to_thread(check)  # a disk may be slow
+
+
+def from_body(file: str, max_rank: int) -> Delivery:
+    """Return the delivery of a safetensors body in the memory file `file`; its metadata holds the configuration.
+
+    Raises:
+        ServeError: 422, the body is damaged or not servable.
+    """
+    config = check_file(Path(file), max_rank=max_rank)
+    return Delivery("memory", f"memory://{uuid4().hex[:8]}", config, file=file)
+
+
+@dataclass
+class Channels:
+    """The open channel, if there is one. A server has one trainer, so a new channel replaces the previous one."""
+
+    engine: ChannelEngine
+    _open: dict[str, ChannelRequest] = field(default_factory=dict)
+
+    async def open(self, request: ChannelRequest, max_rank: int) -> str:
+        """Open the channel in the engine; return its name.
+
+        Raises:
+            ServeError: 422, the adapter is not servable, or the engine does not support this transport.
+        """
+        try:
+            header = decode_header(b64decode(request.header, validate=True))
+        except ValueError as error:
+            raise ServeError(
+                422, "header", got=error, wanted="the header of a safetensors file in base64", fix="encode it"
+            ) from error
+        check_config(request.adapter_config, max_rank=max_rank)
+        check_header(header, request.adapter_config["r"])
+        if request.nbytes != header.nbytes:
+            raise ServeError(
+                422,
+                "nbytes",
+                got=request.nbytes,
+                wanted=f"{header.nbytes}, as the header says",
+                fix="say how many bytes of data one publish has",
+            )
+        for name in list(self._open):
+            await self.close(name)
+        name = uuid4().hex[:8]
+        await self.engine.open_channel(name, request)
+        self._open[name] = request
+        return name
+
+    async def close(self, name: str) -> None:
+        """Close the channel. A channel that is not open needs no closing."""
+        if self._open.pop(name, None) is not None:
+            await self.engine.close_channel(name)
+
+    def delivery(self, name: str) -> Delivery:
+        """Return the delivery of the adapter in the channel.
+
+        Raises:
+            ServeError: 404, the channel is not open.
+        """
+        request = self._open.get(name)
+        if request is None:
+            raise ServeError(
+                404,
+                "channel",
+                got=name,
+                wanted="an open channel of POST /lora/channel",
+                fix="open it again: the server was restarted, or another trainer has opened one",
+            )
+        kind: Transport = request.__struct_config__.tag  # type: ignore[assignment]  # "cuda_ipc" or "nccl"
+        return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", request.adapter_config, channel=name)
+
+
+def delivered_by(request: LoraLoadRequest, body: str | None) -> str:
+    """Return which way a request uses: "body", "channel" or "folder".
+
+    Raises:
+        ServeError: 422, the request names none or several.
+    """
+    said = [
+        way
+        for way, value in (("body", body), ("channel", request.channel), ("folder", request.adapter_path))
+        if value is not None
+    ]
+    if len(said) != 1:
+        raise ServeError(
+            422,
+            "adapter_path",
+            got=" and ".join(said) or "no adapter",
+            wanted="one of adapter_path, channel, or a body of safetensors",
+            fix="say where the adapter is",
+        )
+    return said[0]
+
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
 

@@ -22,7 +22,7 @@ from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
-from vllm_server.shared_engine import SharedEngine
+from vllm_server.sharing import SharedEngine
 from vllm_server.weights import WeightChannels
 
 logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format

@@ -1,18 +1,253 @@
-"""A server whose weights a trainer writes: its checks at the start, and the bridge file of shared weights."""
+"""A server whose weights a trainer writes: what it refuses, what it uses of vLLM, and the bridge file."""
 
+import asyncio
+import inspect
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
+
+from grpo_common.errors import Problem
 from grpo_common.http import address
-from vllm_server import compat, model_check, seams, shared_engine, sharing_checks
+from grpo_common.models import config_parts
+from grpo_common.sharing import indivisible, unreceivable, unshareable
+from vllm_server import compat, model_check, seams
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError
-from vllm_server.protocol import WorkerInfo, machine_id
+from vllm_server.protocol import ParameterInfo, WorkerInfo, machine_id
 from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
-from vllm_server.shared_engine import SharedEngine
 from vllm_server.worker.shared_weights import Exported
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Refuse settings that prevent a trainer from writing the weights, before anything is loaded.
+
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+_REPACKING_FORMATS = ("bitsandbytes", "gguf")
+
+
+def check_shareable(
+    args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
+) -> None:
+    """Raise for the first setting that does not work with shared weights.
+
+    Args:
+        args: the parsed command line.
+        config: the model's config.json.
+        device: "cpu" or "cuda".
+        kernel: the kernel's release, `os.uname().release`.
+
+    Raises:
+        FatalError: it names everything that cannot work; exit status 2.
+    """
+    refusals = _refusals(args, config, device, environment, kernel)
+    if problems := [replace(refusal, field="--shared-weights") for refusal in refusals]:
+        raise FatalError.of(problems)
+
+
+def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
+    """Raise for settings with which no trainer could send weights; see `check_shareable`."""
+    found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
+    refusals = [*found, *_plain_weights(args, config, device)]
+    if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
+        raise FatalError.of(problems)
+
+
+def _refusals(
+    args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
+) -> Iterator[Problem]:
+    for refusal in unshareable(vars(args)):
+        yield replace(refusal, got=f"{flag(refusal.field)} {refusal.got}")
+    for text in config_parts(config):
+        for refusal in indivisible(text, args.tensor_parallel_size):
+            size = f"--tensor-parallel-size {args.tensor_parallel_size}"
+            yield replace(refusal, got=f"{size}, and a {refusal.field} of {refusal.got}")
+    if args.port == 0 and not args.uds:
+        yield Problem(
+            got="--port 0",
+            wanted="a port's number, since the bridge file tells the trainer where the server is",
+            fix="choose a port",
+        )
+    yield from _plain_weights(args, config, device)
+    if device != "cuda":
+        return
+    for name in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            yield Problem(
+                got=f"{name}={environment[name]}",
+                wanted="no expandable_segments, since their memory cannot be shared",
+                fix=f"unset {name}",
+            )
+    if "microsoft" in kernel.lower():
+        yield Problem(
+            got=f"WSL ({kernel})",
+            wanted="Linux itself, since WSL has no CUDA IPC",
+            fix="use lora_only or a Linux machine",
+        )
+
+
+def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> Iterator[Problem]:
+    """Yield what keeps the engine from computing with the parameters as a checkpoint has them."""
+    if args.load_format in _REPACKING_FORMATS:
+        yield Problem(
+            got=f"--load-format {args.load_format}",
+            wanted="plain weights, since packed ones cannot be trained in place",
+            fix="use safetensors",
+        )
+    for text in config_parts(config):
+        yield from _model_refusals(text)
+    if device == "cuda" and args.moe_backend not in ("auto", "triton"):
+        yield Problem(
+            got=f"--moe-backend {args.moe_backend}",
+            wanted="triton, since the others reorder experts' weights",
+            fix="leave it out",
+        )
+
+
+def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            found = config[name]
+            method = found.get("quant_method", "?") if isinstance(found, Mapping) else found
+            yield Problem(
+                got=f"a model with {name} ({method}) in its config.json",
+                wanted="plain weights, since quantised ones cannot be trained in place",
+                fix="use lora_only, or the model before it was quantised",
+            )
+    if config.get("kv_lora_rank"):
+        yield Problem(
+            got=f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']})",
+            wanted="a model without it, since vLLM precomputes products of its weights that an update does not change",
+            fix="use lora_only",
+        )
+
+
+def flag(name: str) -> str:
+    """Return the flag of a parsed argument's name."""
+    return "--" + name.replace("_", "-")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vLLM's side of shared weights: further seams, checked like those of `compat` when weights are shared.
+
+
+_CORE_SEAMS: dict[str, tuple[str, ...]] = {
+    "pause_scheduler_async": ("mode", "clear_cache"),
+    "resume_scheduler_async": (),
+    "reset_prefix_cache_async": ("reset_running_requests",),
+    "reset_encoder_cache_async": (),
+    "add_request_async": ("request",),
+}
+
+
+def assert_seams() -> None:
+    """Check the seams that this module uses, as `compat.assert_seams` does.
+
+    Raises:
+        FatalError: names what this vLLM does not have.
+    """
+    compat.assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", _CORE_SEAMS)
+    processor = {"abort_requests": ("request_ids", "internal")}
+    compat.assert_callable("vllm.v1.engine.output_processor", "OutputProcessor", processor)
+    request = seams.found("vllm.v1.engine", "EngineCoreRequest")
+    if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
+        raise seams.moved("EngineCoreRequest.cache_salt that can be set")
+    hashing = seams.found("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys")
+    if "cache_salt" not in inspect.getsource(hashing):
+        raise seams.moved("generate_block_hash_extra_keys that reads cache_salt")
+
+
+@dataclass(frozen=True)
+class SharedEngine:
+    """The engine, as the fence uses it.
+
+    It calls the engine's core directly: `AsyncLLM.pause_generation` sleeps another 20 ms after the pause.
+    """
+
+    engine: compat.Engine
+
+    async def hold(self, *, abort: bool) -> None:
+        """Hold scheduling.
+
+        vLLM confirms a pause when its queue of batches is empty. Their kernels may still run on the device, so wait for
+        the device. Both requests are sent at once. An idle engine confirms the pause before it waits for the device.
+        One that confirms it afterwards still had batches, so wait for the device again.
+        """
+        mode = "abort" if abort else "keep"
+        pause = asyncio.ensure_future(self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+
+        async def was_idle() -> bool:
+            await self.engine.collective_rpc("grpo_synchronize")
+            return pause.done()
+
+        _, idle = await asyncio.gather(pause, was_idle())
+        if not idle:
+            await self.engine.collective_rpc("grpo_synchronize")
+
+    async def renew(self, *, recompute: bool) -> None:
+        """Drop caches of the old weights.
+
+        New requests cannot match old prefix-cache entries, because the salt differs. In-flight requests lose their
+        caches only if they return to the queue; otherwise vLLM resets nothing while a request runs. Encoded images are
+        cached by content alone. That cache must be cleared, and in-flight requests must return to the queue.
+        """
+        images = self.engine.vllm_config.model_config.is_multimodal_model
+        if recompute or images:
+            await self.engine.engine_core.reset_prefix_cache_async(reset_running_requests=True)
+        if images:
+            await self.engine.engine_core.reset_encoder_cache_async()
+
+    async def release(self) -> None:
+        """Resume the scheduler."""
+        await self.engine.engine_core.resume_scheduler_async()
+
+    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
+        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
+
+        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
+        fence before: with the old key it would read prefixes that the old weights had computed.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
+        add = core.add_request_async
+
+        async def add_salted(request: Any) -> None:
+            try:
+                await passage()
+            except BaseException:
+                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
+                processor.abort_requests([request.request_id], internal=True)
+                raise
+            request.cache_salt = f"{salt()} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_salted
+
+    async def export(self) -> list[Exported]:
+        """Have the workers share their parameters, and return their answers by rank.
+
+        Raises:
+            FatalError: a worker cannot; the message says why.
+        """
+        answers = await self.engine.collective_rpc("grpo_export_weights")
+        for answer in answers:
+            if "refused" in answer:
+                raise FatalError(answer["refused"], field="--shared-weights")
+        exported = [msgspec.json.decode(answer["exported"], type=Exported) for answer in answers]
+        return sorted(exported, key=lambda each: each.rank)
+
+
+async def parameters(engine: compat.Engine) -> dict[str, ParameterInfo]:
+    """Return the parameters of all workers by name. A sharded tensor has the shape of one shard."""
+    found: dict[str, ParameterInfo] = {}
+    for answer in await engine.collective_rpc("grpo_parameters"):
+        found |= msgspec.convert(answer, dict[str, ParameterInfo])
+    return found
+
 
 logger = logging.getLogger("vllm.grpo.sharing")
 
@@ -25,7 +260,7 @@ def prepare(args: Namespace) -> None:
     """Refuse unsupported settings before anything is loaded, and set the vLLM flags that plain weights need.
 
     Raises:
-        FatalError: see `sharing_checks`, `bridge_file` and `shared_engine`.
+        FatalError: see `check_shareable`, `check_receivable`, `assert_seams` and `bridge_file`.
     """
     set_in_vain = [name for name in _WITHOUT_EFFECT if name in os.environ]
     if set_in_vain:
@@ -42,11 +277,11 @@ def prepare(args: Namespace) -> None:
         config = {}  # `check_model` reports the error
     device = compat.device_type()
     if args.shared_weights:
-        sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)
+        check_shareable(args, config, device, os.environ, os.uname().release)
         bridge_file(args).check()
     else:
-        sharing_checks.check_receivable(args, config, device)
-    shared_engine.assert_seams()
+        check_receivable(args, config, device)
+    assert_seams()
     if device == "cuda":
         args.moe_backend = "triton"  # the triton backend does not reorder experts' weights
 

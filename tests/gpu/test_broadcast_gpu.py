@@ -21,7 +21,7 @@ from tests.integration.test_broadcast import Sending, assert_equal_bits, receivi
 from vllm_server.protocol.flat import encode_header, lay_out
 from vllm_server.protocol.weights import MainMemorySource, MappedTensor
 from vllm_server.worker.packed import layout_of
-from vllm_server.worker.sources.main_memory import MemoryMap
+from vllm_server.worker.sources import MemoryMap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

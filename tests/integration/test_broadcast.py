@@ -39,7 +39,7 @@ from tests.processes import answers, free_port, running, tail, wait_for
 from tests.runs import finished, of_mode, rows, started
 from tests.unit.factories import batch, sample
 from vllm_server.protocol import BRIDGE_CHECKSUMS_ROUTE, BRIDGE_STATE_DICT_INFO_ROUTE, Checksums, StateDictInfo
-from vllm_server.protocol.checksums import added, checksum
+from vllm_server.worker.shared_weights import added, checksum
 
 pytestmark = pytest.mark.timeout(600)
 

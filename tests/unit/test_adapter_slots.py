@@ -11,8 +11,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.worker.finite import NotFiniteError
-from vllm_server.worker.packed import PackedAdapter, layout_of
+from vllm_server.worker.packed import NotFiniteError, PackedAdapter, layout_of
 from vllm_server.worker.slots import AdapterSlots, Installed
 
 SLOTS, MAX_RANK, RANK, WIDTH, SCALING = 2, 4, 2, 6, 3

@@ -13,10 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from vllm_server.bodies import Bodies
-from vllm_server.deliveries import Channels, delivered_by, from_body
 from vllm_server.errors import ServeError
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
+from vllm_server.publisher import Bodies, Channels, delivered_by, from_body
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

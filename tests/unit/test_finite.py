@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.worker.finite import NotFiniteError, check_finite, scaling_of
-from vllm_server.worker.packed import PackedAdapter, cast, layout_of
+from vllm_server.worker.packed import NotFiniteError, PackedAdapter, cast, check_finite, layout_of, scaling_of
 
 NAMES = ("q.lora_A.weight", "q.lora_B.weight")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 
 from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, header_size, lay_out
 from vllm_server.worker.packed import DTYPES, layout_of
-from vllm_server.worker.transports.file import FileReader
+from vllm_server.worker.transports import FileReader
 
 names = st.text(min_size=1, max_size=30).filter(lambda name: name != "__metadata__" and name.isprintable())
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

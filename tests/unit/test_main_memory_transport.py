@@ -23,7 +23,7 @@ from grpo_trainer.weights.senders.main_memory import MemorySender
 from grpo_trainer.weights.senders.sender import NotInPlaceError, Way
 from tests.unit.factories import bridge_info
 from vllm_server.worker.packed import Layout, layout_of
-from vllm_server.worker.sources.main_memory import MemoryMap
+from vllm_server.worker.sources import MemoryMap
 
 CPU = torch.device("cpu")
 

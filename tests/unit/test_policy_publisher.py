@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_server.deliveries import Delivery
 from vllm_server.errors import ServeError, not_finite
 from vllm_server.policy import PolicyRegistry
 from vllm_server.protocol import ChannelRequest, LoraLoadRequest, LoraUnloadRequest
-from vllm_server.publisher import Installed, Publisher
+from vllm_server.publisher import Delivery, Installed, Publisher
 
 RANK = 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_server.compat import Adapters, describe_workers
-from vllm_server.deliveries import Delivery
+from vllm_server.publisher import Delivery
 
 INSTALLED = {"slot": 0, "replayed": False, "unserved": (), "seconds": 0.1}
 DELIVERY = Delivery("memory", "memory://1", {"r": 8}, file="file")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_server.errors import ServeError
-from vllm_server.shared_engine import SharedEngine
+from vllm_server.sharing import SharedEngine
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
 from vllm_server.protocol.flat import encode_header, lay_out, with_version
-from vllm_server.worker.finite import NotFiniteError
+from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("embed", (6, 8)), ("gate", (4,))]

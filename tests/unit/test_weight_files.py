@@ -19,7 +19,7 @@ from tests.golden.models import random_model
 from tests.unit.factories import bridge_info
 from vllm_server.protocol import file_parts
 from vllm_server.protocol.file_parts import PartThreads
-from vllm_server.worker.sources.disk import FolderReader
+from vllm_server.worker.sources import FolderReader
 
 CPU = torch.device("cpu")
 LIMIT = 40_000
@@ -29,7 +29,7 @@ LIMIT = 40_000
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a small model takes several parts, and the last one is smaller."""
-    for module in ("vllm_server.protocol.file_parts", "vllm_server.worker.sources.disk"):
+    for module in ("vllm_server.protocol.file_parts", "vllm_server.worker.sources"):
         monkeypatch.setattr(f"{module}.PART_BYTES", 3000)
 
 

@@ -1,7 +1,7 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it; only `gloo` and `checksums`, which
-are imported by themselves, need torch.
+It imports neither torch nor vLLM, so that both sides can use it; only `gloo`, `file_parts` and
+`page_lock`, which are imported by themselves, need torch.
 Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
 Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
 

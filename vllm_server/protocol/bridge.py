@@ -116,7 +116,7 @@ class StateDictInfo(msgspec.Struct, frozen=True):
 
 
 class Checksums(msgspec.Struct, frozen=True):
-    """`GET /bridge/checksums`: for each worker, its parameters' checksums by vLLM's names (`protocol.checksums`)."""
+    """`GET /bridge/checksums`: for each worker, its parameters' checksums by vLLM's names."""
 
     workers: list[dict[str, int]]
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from vllm_server import shared_engine
+from vllm_server import sharing
 from vllm_server.errors import ServeError
 from vllm_server.http import json_response, passing_on, read_body
 from vllm_server.protocol import (
@@ -136,7 +136,7 @@ async def scale_elastic_ep(request: Request) -> Response:
 
 async def state_dict_info(request: Request) -> Response:
     """Return the model's parameters, as `StateDictInfo`."""
-    params = await shared_engine.parameters(PolicyServer.of(request).engine)
+    params = await sharing.parameters(PolicyServer.of(request).engine)
     return json_response(StateDictInfo(len(params), params))
 
 

@@ -25,12 +25,10 @@ from vllm_server.worker import (
     sampling_parameters,
     seeds,
 )
-from vllm_server.worker.finite import NotFiniteError
+from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
-from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
-from vllm_server.worker.transports.file import FileReader
-from vllm_server.worker.transports.nccl import NcclReceiver
+from vllm_server.worker.transports import CudaIpcReceiver, FileReader, NcclReceiver, gpu_uuid
 
 if current_platform.is_cuda():
     install.prepare_worker()

@@ -7,6 +7,7 @@ The kernel frees it when no process has it open or mapped.
 
 from __future__ import annotations
 
+import importlib
 import os
 from base64 import b64encode
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from vllm_server.protocol.bridge_config import CudaIpcHandle, FileHandle, Handle
 
@@ -138,3 +140,109 @@ def _layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
             places[storage.data_ptr()] = size
             size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
     return places, size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Keep vLLM's weights on a CPU in their plain layout.
+#
+# vLLM packs weights for its own kernels when it loads them, and computes from the packed copy: later writes to the
+# parameter have no effect. This module tells vLLM that those kernels are missing, only in this process, and only for
+# servers that share their weights.
+
+
+class PlainExperts:
+    """Replaces two methods of vLLM's CPU kernel for experts."""
+
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Do not pack or pad the weights."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        *_: Any,
+        apply_router_weight_on_input: bool,
+        **__: Any,
+    ) -> None:
+        """Compute the experts one by one, as transformers does.
+
+        Args:
+            output: [token, hidden], written.
+            w1: gate and up projections, [expert, 2 * intermediate, hidden]; w2: [expert, hidden, intermediate].
+            topk_weights, topk_ids: [token, choice].
+        """
+        compute = importlib.import_module("vllm.model_executor.layers.fused_moe.activation").apply_moe_activation
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+            gate_up = linear(hidden_states[tokens], w1[expert], None if self.w1_bias is None else self.w1_bias[expert])
+            inner = gate_up.new_empty(len(tokens), w2.shape[2])
+            compute(activation, inner, gate_up)
+            part = linear(inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert])
+            if not apply_router_weight_on_input:
+                part = part * topk_weights[tokens, choices].to(part.dtype).unsqueeze(-1)
+            output.index_add_(0, tokens, part.to(output.dtype))
+
+
+def keep_weights_plain() -> None:
+    """Turn off vLLM's packing. Call before the model is loaded.
+
+    Raises:
+        AttributeError: vLLM has moved one of the switches.
+    """
+    operators = importlib.import_module("vllm._custom_ops")
+    utils = importlib.import_module("vllm.model_executor.layers.utils")
+    for module, name in ((operators, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
+        if not hasattr(module, name):
+            raise AttributeError(f"this vLLM has no {module.__name__}.{name}, which turns off its packing")
+    vars(operators)["_supports_onednn"] = False
+    vars(utils)["check_cpu_sgl_kernel"] = lambda n, k, dtype: False
+    experts = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    for name in ("process_weights_after_loading", "apply"):
+        setattr(experts, name, getattr(PlainExperts, name))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checksums of weights, for both sides: equal bits at equal places have equal sums. Needs torch.
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHTS = 8191
+"""A prime: an element's bits are multiplied by 1 to 8191, depending on its place, so that an exchange shows."""
+
+_PIECE = 16 << 20
+"""Elements at a time: they take 8 bytes each meanwhile."""
+
+
+def checksum(tensor: Tensor, first: int = 0) -> int:
+    """Return the sum of the elements' bits, each multiplied by a number that its place determines, modulo 2^64.
+
+    Sums of parts add up to the sum of the whole, if `first` says where a part begins. Zeros add nothing.
+
+    Args:
+        tensor: floats of any shape, on any device.
+        first: flat place of its first element.
+    """
+    bits_E = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    sums = []
+    for start in range(0, len(bits_E), _PIECE):
+        piece_E = bits_E[start : start + _PIECE].to(torch.int64)
+        places_E = torch.arange(first + start, first + start + len(piece_E), device=piece_E.device) % _WEIGHTS + 1
+        sums.append(int((piece_E * places_E).sum()))
+    return added(sums)
+
+
+def added(sums: list[int]) -> int:
+    """Return the checksum of a whole from those of its parts."""
+    total = sum(sums) % 2**64
+    return total - 2**64 if total >= 2**63 else total

@@ -16,10 +16,8 @@ from vllm.platforms import current_platform
 
 from vllm_server.protocol import WeightsOpenRequest
 from vllm_server.protocol.bridge_config import Handle
-from vllm_server.protocol.checksums import checksum
 from vllm_server.worker.extension import PolicyWorker
-from vllm_server.worker.plain_weights import keep_weights_plain
-from vllm_server.worker.shared_weights import Exported, plain_parameters, share
+from vllm_server.worker.shared_weights import Exported, checksum, keep_weights_plain, plain_parameters, share
 from vllm_server.worker.weights import WeightChannel
 
 if current_platform.is_cpu():

@@ -19,10 +19,19 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
-from vllm_server.worker.finite import check_finite, scaling_of
-from vllm_server.worker.packed import Layout, PackedAdapter, cast
-from vllm_server.worker.streams import stream_beside, writing_on
+from vllm_server.worker.packed import (
+    CopyPlan,
+    CopyRecorder,
+    Layout,
+    PackedAdapter,
+    Piece,
+    cast,
+    check_finite,
+    owners,
+    scaling_of,
+    stream_beside,
+    writing_on,
+)
 
 logger = logging.getLogger("vllm.grpo.slots")
 

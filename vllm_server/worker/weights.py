@@ -20,15 +20,19 @@ from torch import Tensor
 from grpo_common.sharing import VOCABULARY_PADDING
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
 from vllm_server.protocol.weights import CudaIpcSource, MainMemorySource, NcclSource, Source
-from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
-from vllm_server.worker.finite import check_finite
-from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
-from vllm_server.worker.sources.cuda_ipc import ParameterMap
-from vllm_server.worker.sources.disk import FolderReader
-from vllm_server.worker.sources.gloo import GlooReceiver
-from vllm_server.worker.sources.main_memory import MemoryMap
-from vllm_server.worker.sources.nccl import NcclReceiver
-from vllm_server.worker.streams import stream_beside, writing_on
+from vllm_server.worker.packed import (
+    CopyPlan,
+    CopyRecorder,
+    Layout,
+    PackedAdapter,
+    Piece,
+    check_finite,
+    layout_of,
+    owners,
+    stream_beside,
+    writing_on,
+)
+from vllm_server.worker.sources import FolderReader, GlooReceiver, MemoryMap, NcclReceiver, ParameterMap
 
 SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
@@ -73,7 +77,7 @@ class WeightChannel:
     """One worker's open channel.
 
     Args:
-        model: vLLM's model; its parameters are plain (`plain_weights.py`) and have no LoRA wrappers.
+        model: vLLM's model; its parameters are plain (`shared_weights.keep_weights_plain`) and have no LoRA wrappers.
         shards: number of workers over which matrices are cut.
 
     Attributes:

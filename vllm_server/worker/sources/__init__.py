@@ -1,1 +1,0 @@
-"""Where a worker takes the weights of a version from: one file for each way."""
