@@ -34,8 +34,7 @@ from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.metrics.rows import read_rows
-from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo
-from vllm_server.protocol.lora import Transport
+from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo, Transport
 
 ENVIRONMENT = "environments.synthetic_server"
 GROUP = 8

@@ -37,10 +37,8 @@ from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, server_process, we
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
-from vllm_server.protocol import BridgeInfo
+from vllm_server.protocol import BridgeInfo, Staging, Transport, WeightTransport
 from vllm_server.protocol.bridge_config import FILE_NAME
-from vllm_server.protocol.lora import Transport
-from vllm_server.protocol.weights import Staging, WeightTransport
 
 if TYPE_CHECKING:
     import torch

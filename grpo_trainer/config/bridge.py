@@ -14,9 +14,7 @@ from pydantic import Field, field_validator
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.values import Ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
-from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
-from vllm_server.protocol.lora import Transport
-from vllm_server.protocol.weights import Staging, WeightTransport
+from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, Staging, Transport, WeightTransport
 
 SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from grpo_trainer.weights.buckets import Buckets
 from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
+from vllm_server.protocol import MainMemorySource, MappedTensor
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.protocol.weights import MainMemorySource, MappedTensor
 from vllm_server.worker.packed import layout_of
 from vllm_server.worker.sources import MemoryMap
 

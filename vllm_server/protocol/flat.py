@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
-from vllm_server.protocol.versions import HIGHEST_VERSION
+from vllm_server.protocol import HIGHEST_VERSION
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit

@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_server.protocol import DiskSource, GlooSource
+from vllm_server.protocol import CudaIpcSource, DiskSource, GlooSource, MainMemorySource, MappedTensor, NcclSource
 from vllm_server.protocol.file_parts import PART_BYTES, PartMemory, PartThreads
 from vllm_server.protocol.flat import decode_header, read_header, with_version
 from vllm_server.protocol.gloo import GlooGroup
 from vllm_server.protocol.nccl import Communicator
 from vllm_server.protocol.page_lock import page_lock
-from vllm_server.protocol.weights import CudaIpcSource, MainMemorySource, MappedTensor, NcclSource
 from vllm_server.worker.packed import Layout
 from vllm_server.worker.transports import mapped, visible_index
 

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from grpo_common.sharing import VOCABULARY_PADDING
-from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
-from vllm_server.protocol.weights import CudaIpcSource, MainMemorySource, NcclSource, Source
+from vllm_server.protocol import (
+    CudaIpcSource,
+    DiskSource,
+    GlooSource,
+    MainMemorySource,
+    NcclSource,
+    Source,
+    WeightsOpenRequest,
+)
 from vllm_server.worker.packed import (
     CopyPlan,
     CopyRecorder,

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from grpo_trainer.weights.gpus import gpu_uuid, handle_of
 from grpo_trainer.weights.senders.sender import Way, in_place, mapped_tensor
-from vllm_server.protocol import WeightTransport
-from vllm_server.protocol.weights import CudaIpcSource
+from vllm_server.protocol import CudaIpcSource, WeightTransport
 
 
 class IpcSender:

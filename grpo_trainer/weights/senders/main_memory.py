@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from grpo_trainer.weights.senders.sender import NotInPlaceError, Way, in_place, mapped_tensor
-from vllm_server.protocol import WeightTransport
-from vllm_server.protocol.weights import MainMemorySource
+from vllm_server.protocol import MainMemorySource, WeightTransport
 
 
 class MemorySender:

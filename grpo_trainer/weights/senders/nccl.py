@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.weights.senders.sender import Way, failed
-from vllm_server.protocol import WeightTransport
+from vllm_server.protocol import NcclSource, WeightTransport
 from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
-from vllm_server.protocol.weights import NcclSource
 
 
 class NcclSender:

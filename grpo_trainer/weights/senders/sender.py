@@ -12,8 +12,7 @@ from torch import Tensor
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.weights.buckets import Buckets
-from vllm_server.protocol import BridgeInfo, WeightTransport
-from vllm_server.protocol.weights import MappedTensor, Source
+from vllm_server.protocol import BridgeInfo, MappedTensor, Source, WeightTransport
 
 
 class NotInPlaceError(BridgeError):
