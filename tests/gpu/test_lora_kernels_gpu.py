@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_server.lora_kernels.groups import group, write
-from vllm_server.lora_kernels.install import update_metadata
+from vllm_server.lora_kernels.install import group, update_metadata, write
 from vllm_server.lora_kernels.operators import run_expand, run_shrink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

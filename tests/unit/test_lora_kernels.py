@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.triton_kernels import compiled_for_hopper, interpreting
-from vllm_server.lora_kernels import KERNELS_VARIABLE, groups, kernels, operators
+from vllm_server.lora_kernels import KERNELS_VARIABLE, install, kernels, operators
 from vllm_server.lora_kernels.install import prepare_worker, update_metadata
 from vllm_server.lora_kernels.operators import Blocks, run_expand, run_shrink
 
@@ -192,7 +192,7 @@ FIELDS = ("active_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "no_
 def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[int]) -> None:
     ours, vllms = kernel_meta(captured), kernel_meta(captured)
     for slots in batches:  # one after the other into the same tensors, as in a server
-        groups.write(ours, groups.group(torch.tensor(slots, dtype=torch.int32).numpy()))
+        install.write(ours, install.group(torch.tensor(slots, dtype=torch.int32).numpy()))
         vllms.prepare_tensors(torch.tensor(slots, dtype=torch.long))
         for field in FIELDS:
             assert torch.equal(getattr(ours, field), getattr(vllms, field)), field
@@ -202,9 +202,9 @@ def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[
 
 
 def test_slots_of_adapters() -> None:
-    assert groups.slots_of([7, 0, 9, 7], [9, None, 7]).tolist() == [2, -1, 0, 2]
+    assert install.slots_of([7, 0, 9, 7], [9, None, 7]).tolist() == [2, -1, 0, 2]
     with pytest.raises(KeyError):
-        groups.slots_of([8], [9, None, 7])
+        install.slots_of([8], [9, None, 7])
 
 
 def test_a_worker_groups_tokens_on_the_host_as_vllm_does_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

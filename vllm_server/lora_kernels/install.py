@@ -2,15 +2,117 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
 
 from vllm_server import seams
 from vllm_server.lora_kernels import KERNELS_VARIABLE
-from vllm_server.lora_kernels.groups import group, slots_of, write
 from vllm_server.worker import is_batch_invariant
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Group a step's tokens by adapter, on the host, where the adapters are known.
+#
+# vLLM sends each token's slot to the GPU, which sorts and counts the tokens and returns the counts. The host waits for
+# the counts until the GPU has finished all earlier work, the previous step included. Meanwhile the host cannot prepare
+# the next step, so the GPU idles between steps. This happens whenever the slots differ from those of the previous step:
+# with one version when requests begin or end, and with several versions also when one replaces another.
+
+
+NO_ADAPTER = -1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A batch's tokens by slot, in the form that the kernels use; arrays of int32."""
+
+    slots_M: np.ndarray
+    """Slot of each token; -1 for no adapter."""
+    order_M: np.ndarray
+    """Tokens sorted by slot; the sort is stable."""
+    active: np.ndarray
+    """Slots that occur, ascending; includes -1."""
+    counts: np.ndarray
+    """Number of tokens of each active slot."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return where each slot's tokens begin in `order_M`, and as the last entry where they end."""
+        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+
+    @property
+    def none(self) -> bool:
+        """Return whether no token has an adapter."""
+        return bool((self.slots_M == NO_ADAPTER).all())
+
+
+def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np.ndarray:
+    """Return the slot of each token's adapter. Adapter 0 means none and gives -1.
+
+    `slot_adapters` has the adapter of each slot.
+
+    Raises:
+        KeyError: an adapter is in no slot.
+    """
+    found = {adapter: slot for slot, adapter in enumerate(slot_adapters) if adapter is not None}
+    adapters_M = np.asarray(adapters, dtype=np.int64)
+    known, places = np.unique(adapters_M, return_inverse=True)
+    return np.array([found[a] if a > 0 else NO_ADAPTER for a in known.tolist()], dtype=np.int32)[places]
+
+
+def group(slots_M: np.ndarray) -> Groups:
+    """Sort and count the tokens of a batch of at least one token."""
+    active, counts = np.unique(slots_M, return_counts=True)
+    order_M = np.argsort(slots_M, kind="stable")
+    return Groups(slots_M, order_M.astype(np.int32), active.astype(np.int32), counts.astype(np.int32))
+
+
+def write(meta: Any, groups: Groups) -> None:
+    """Write groups into vLLM's `LoRAKernelMeta`, whose tensors captured graphs read, as its `prepare_tensors` does.
+
+    The copies are queued without a wait. Their source is newly allocated pinned memory, so nothing overwrites it while
+    they run.
+    """
+    meta.no_lora_flag_cpu.fill_(groups.none)
+    meta.num_active_loras_cpu.fill_(0 if groups.none else _captured(len(groups.active), meta.captured_lora_counts))
+    nothing = np.empty(0, dtype=np.int32)
+    room = len(meta.active_lora_ids)
+    active, counts, starts = (nothing,) * 3 if groups.none else (groups.active, groups.counts, groups.starts)
+    pairs = [
+        (meta.active_lora_ids, _filled(active, room, NO_ADAPTER)),
+        (meta.num_tokens_per_lora, _filled(counts, room, 0)),
+        (meta.lora_token_start_loc, _filled(starts, room + 1, 0)),
+    ]
+    if not groups.none:
+        pairs += [(meta.token_lora_mapping, groups.slots_M), (meta.token_indices_sorted_by_lora_ids, groups.order_M)]
+    _copy(pairs, pinned=meta.token_lora_mapping.is_cuda)
+
+
+def _captured(active: int, counts: list[int]) -> int:
+    """Return the next number of slots for which a graph was captured, or `active` itself if there is none."""
+    place = bisect.bisect_left(counts, active)
+    return counts[place] if place < len(counts) else active
+
+
+def _filled(values: np.ndarray, length: int, with_: int) -> np.ndarray:
+    filled = np.full(length, with_, dtype=np.int32)
+    filled[: len(values)] = values
+    return filled
+
+
+def _copy(pairs: list[tuple[torch.Tensor, np.ndarray]], *, pinned: bool) -> None:
+    ends = np.cumsum([len(values) for _, values in pairs]).tolist()
+    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=pinned)
+    staged.numpy()[:] = np.concatenate([values for _, values in pairs])
+    for (target, values), end in zip(pairs, ends, strict=True):
+        target[: len(values)].copy_(staged[end - len(values) : end], non_blocking=pinned)
+
 
 logger = logging.getLogger("vllm.grpo.lora_kernels")
 
