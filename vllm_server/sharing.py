@@ -53,7 +53,8 @@ def check_shareable(
 def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
     """Raise for settings with which no trainer could send weights; see `check_shareable`."""
     found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
-    refusals = [*found, *_plain_weights(args, config, device)]
+    latent = _latent_attention(config, "computing its copies of weights again was tried on CPUs only")
+    refusals = [*found, *_plain_weights(args, config, device), *(latent if device == "cuda" else ())]
     if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
         raise FatalError.of(problems)
 
@@ -74,6 +75,7 @@ def _refusals(
             fix="choose a port",
         )
     yield from _plain_weights(args, config, device)
+    yield from _latent_attention(config, "vLLM computes with copies of its weights, which a write in place leaves old")
     if device != "cuda":
         return
     for name in _ALLOCATOR_SETTINGS:
@@ -119,12 +121,13 @@ def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
                 wanted="plain weights, since quantised ones cannot be trained in place",
                 fix="use lora_only, or the model before it was quantised",
             )
-    if config.get("kv_lora_rank"):
-        yield Problem(
-            got=f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']})",
-            wanted="a model without it, since vLLM precomputes products of its weights that an update does not change",
-            fix="use lora_only",
-        )
+
+
+def _latent_attention(config: Mapping[str, Any], why: str) -> Iterator[Problem]:
+    for text in config_parts(config):
+        if text.get("kv_lora_rank"):
+            got = f"a model with multi-head latent attention (kv_lora_rank {text['kv_lora_rank']})"
+            yield Problem(got=got, wanted=f"a model without it, since {why}", fix="use lora_only")
 
 
 def flag(name: str) -> str:

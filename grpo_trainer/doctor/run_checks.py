@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import netrc
 from collections.abc import Iterator, Mapping
@@ -103,11 +104,15 @@ def check_tokenizer(files: ModelFiles) -> Finding:
 def check_kind(files: ModelFiles) -> Finding:
     """Is it a decoder-only model, which can be trained and served?"""
     from grpo_trainer.model.check import check_model  # imports transformers and torch
+    from grpo_trainer.model.text_part import text_config_of
 
     try:
         config = check_model(str(files.folder))
     except ModelError as error:
         return fail("decoder-only", error.summary, error.wanted, "choose another --model-name")
+    if text_config_of(config) is not None and importlib.util.find_spec("torchvision") is None:
+        got, wanted = f"{config.model_type} without torchvision", "torchvision, without which vLLM does not serve it"
+        return warn("decoder-only", got, wanted, "install torchvision's build for this torch (docs/models.md)")
     return ok("decoder-only", config.model_type)
 
 

@@ -16,6 +16,8 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, PreTrainedMod
 from grpo_trainer.batch.microbatches import TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.doctor.model import read_model
+from grpo_trainer.doctor.run_checks import check_kind
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import not_trainable
@@ -188,3 +190,13 @@ def test_an_adapter_on_the_matrix_that_vllm_copies_is_refused(tmp_path: Path) ->
     with pytest.raises(ModelError) as refused:
         add_adapter(part(tmp_path), LoraOnly(r=8, target_modules=("q_proj", "kv_b_proj")), seed=0)
     assert refused.value.got == "kv_b_proj" and "q_proj" in refused.value.wanted
+
+
+@pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "warn")])
+def test_doctor_says_that_the_server_needs_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, status: str
+) -> None:
+    save_model("gemma3_whole", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: installed or None)
+    found = check_kind(read_model(tmp_path))
+    assert found.status == status and ("torchvision" in found.got) != installed

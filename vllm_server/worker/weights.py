@@ -6,6 +6,7 @@ experts together. A recorder notes its copies. Every later version repeats them 
 
 from __future__ import annotations
 
+import importlib
 import time
 from base64 import b64decode
 from collections import Counter
@@ -210,6 +211,7 @@ class ParameterWriter:
         self._latent = [
             module for module in model.modules() if hasattr(module, "W_UV") and hasattr(module, "kv_b_proj")
         ]
+        self._convolutions = [each for each in model.modules() if hasattr(each, "_cpu_unpacked_conv_weight")]
         copies = {id(each) for module in self._latent for name, each in module.named_parameters() if name in COPIES}
         parameters = {name: each for name, each in model.named_parameters() if id(each) not in copies}
         self._names = {parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()}
@@ -264,9 +266,17 @@ class ParameterWriter:
             raise ValueError(f"no weights came for {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def compute_copies(self) -> None:
-        """Compute again what vLLM's latent attention keeps of kv_b_proj, in the same memory; call after all writes."""
+        """Compute again, in the same memory, what vLLM made of weights when it loaded them; call after all writes.
+
+        Latent attention keeps parts of kv_b_proj. On a CPU convolutions of recurrent layers are packed in place.
+        """
         for module in self._latent:
             module.process_weights_after_loading(next(module.kv_b_proj.parameters()).dtype)
+        for module in self._convolutions:
+            pack = importlib.import_module("vllm._custom_ops").causal_conv1d_weight_pack
+            plain = module._cpu_unpacked_conv_weight
+            plain.copy_(module.weight.view_as(plain))
+            module.weight.copy_(pack(plain).view_as(module.weight))
 
     def forget(self) -> None:
         """Drop cached views, so that buffers can be freed."""
