@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from environments.config import ConfigError
 from environments.peers.http import PeerError
 from environments.running.runner import LOSSES, EnvironmentFailed, Failures
+from environments.threads import as_exception
 
 AT_ONCE: Final = 256
 """Rows that are generated and scored at the same time."""
@@ -39,7 +40,11 @@ async def examine_each(
         for place, row in waiting:
             try:
                 found[place] = await examine(row)
-            except Exception as error:  # an error in the environment's code for one row must not lose the others
+            except (
+                Exception,
+                KeyboardInterrupt,
+            ) as raised:  # the environment's code for one row must not lose the others
+                error = raised if isinstance(raised, Exception) else as_exception(raised)
                 if isinstance(error, PeerError | ConfigError) and not isinstance(error, tuple(LOSSES)):
                     raise
                 failures.log(name, row, error)
