@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -149,8 +150,10 @@ def _sample(group: Group, packed: wire.PackedGroup) -> Sample:
     )
 
 
-def _text(conversation: list[dict[str, Any]]) -> str:
+def _text(conversation: list[dict[str, Any]] | msgspec.Raw) -> str:
     """The conversation's end: what the policy said is last."""
+    if isinstance(conversation, msgspec.Raw):  # of a group in MessagePack, whose messages stay encoded
+        conversation = msgspec.msgpack.decode(conversation, type=list[dict[str, Any]])
     lines = []
     for message in conversation[-6:]:
         role, content = message["role"], message["content"]

@@ -40,10 +40,7 @@ async def examine_each(
         for place, row in waiting:
             try:
                 found[place] = await examine(row)
-            except (
-                Exception,
-                KeyboardInterrupt,
-            ) as raised:  # the environment's code for one row must not lose the others
+            except (Exception, KeyboardInterrupt) as raised:  # of the environment's code: it loses one row
                 error = raised if isinstance(raised, Exception) else as_exception(raised)
                 if isinstance(error, PeerError | ConfigError) and not isinstance(error, tuple(LOSSES)):
                     raise

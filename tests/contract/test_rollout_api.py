@@ -294,6 +294,15 @@ def test_unknown_environments(api: httpx.Client):
     assert api.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
 
 
+def test_packed_groups_have_messages_that_the_page_shows(api: httpx.Client) -> None:
+    start_run(api)
+    messages = [[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]] * 2
+    sent = wire.ScoredData(**group(messages=messages))
+    packed = api.post("/scored_data", content=wire.encode_group(sent), headers={"Content-Type": wire.MSGPACK})
+    assert packed.status_code == 200, packed.text
+    assert [sample["texts"] for sample in api.get("/overview").json()["samples"]] == [["user: 2+2=\nassistant: 4"] * 2]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_evaluation_refuses_a_figure_that_is_not_finite(api: httpx.Client, value: float):
     """JSON has no such number: the trainer could read no evaluation of any environment."""
