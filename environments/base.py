@@ -264,13 +264,18 @@ class BaseEnv(Generic[Item, Config]):
         end = turn_end(self.tokenizer, self.config.chat_template_kwargs)
         return None if end in stop_tokens(self.config.tokenizer_name, self.tokenizer) else end
 
-    def said_of_stops(self) -> str:
+    def said_of_stops(self, room: int) -> str:
         """Return what a trial says about a chat template whose end of a turn is no stop token; empty: it is one."""
         missing = self._missing_stop()
         if missing is None:
             return ""
-        does = "answers stop there" if self.config.stop_at_turn_end else "answers do not stop there"
-        return f"; {self.tokenizer.decode([missing])}: {WHY_STOP}; {does} (--env.stop_at_turn_end)"
+        if missing in self.sampling(room).stop_token_ids:
+            does = "answers stop there (--env.stop_at_turn_end)"
+        elif self.config.stop_at_turn_end:
+            does = "answers do not stop there, as sampling() leaves out stop_token_ids=self.more_stops"
+        else:
+            does = "answers do not stop there (--env.stop_at_turn_end)"
+        return f"; {self.tokenizer.decode([missing])}: {WHY_STOP}; {does}"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """Return one scored group for the item, or None if there is none (the runner counts these)."""
@@ -352,7 +357,7 @@ class BaseEnv(Generic[Item, Config]):
         doing("sampling()")
         self.check_sampling(room)
         if collects:
-            return seen + self.said_of_stops()
+            return seen + self.said_of_stops(room)
         doing("score_group()" if scores_groups else "score()")
         completions = [self._made_up(token_ids, text) for text in MADE_UP]
         scores = await self.scoring.within(item, self.score_group(item, completions))
@@ -365,7 +370,7 @@ class BaseEnv(Generic[Item, Config]):
                 )
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
-        return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops()}"
+        return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops(room)}"
 
     def _check_known(self, token_ids: list[int]) -> None:
         vocabulary = known_tokens(self.config.tokenizer_name)

@@ -167,8 +167,9 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         doing("opening()")
         tokens = len(self.begin(item).tokens)
         doing("sampling()")
-        self.check_sampling(self.config.max_token_length - tokens)
-        return f"a beginning of {tokens} tokens{self.said_of_stops()}"
+        room = self.config.max_token_length - tokens
+        self.check_sampling(room)
+        return f"a beginning of {tokens} tokens{self.said_of_stops(room)}"
 
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from environments import stacks
-from environments.threads import CLOCK, Clock, as_exception, elsewhere, run
+from environments.threads import CLOCK, Clock, Interrupted, as_exception, elsewhere, run
 from grpo_common.errors import UserError
 from grpo_common.text import Lines
 
@@ -131,7 +131,9 @@ class Scoring:
                 wanted=f"at most {self._seconds:g} s",
                 fix="see the stack of the code in the log; raise the time-out if the code needs that long",
             ) from None
-        except KeyboardInterrupt as error:
+        except Interrupted:
+            raise
+        except (KeyboardInterrupt, SystemExit) as error:
             raise as_exception(error) from error
         finally:
             if each.timer is not None:
@@ -188,6 +190,7 @@ class LoopWatch:
         try:
             yield
         finally:
+            self._moved.set()  # first: the time that was spent in here does not count
             self._patient = False
 
     async def _beat(self) -> None:
@@ -206,12 +209,13 @@ class LoopWatch:
         )
         looks = 0
         while not self._over.wait(LOOK_S):
+            patient = self._patient
             looks = 0 if self._moved.is_set() else looks + 1
             self._moved.clear()
             if looks < min(reports, ends):
                 continue
             stack = stacks.of_thread(thread, asyncio.Handle._run.__code__, Scoring._limited.__code__)
-            if looks >= ends and not self._patient:
+            if looks >= ends and not patient:
                 form = "the event loop has been blocked for %.0f s, %s: this process ends; %s. Stack of the code:\n%s"
                 limit = f"longer than --env.score_timeout {self._seconds:g}"
                 log.error(form, looks * LOOK_S, limit, UNBLOCK, Lines(stack))

@@ -161,10 +161,14 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
         done.set_exception(as_exception(error))
 
 
+class Interrupted(SystemExit):
+    """A signal ends the program, whose event loop is blocked by the code that this interrupts."""
+
+
 def as_exception(error: BaseException) -> RuntimeError:
     """Return an error of an environment's code that a future can't hold, or that would end the process.
 
-    `exit()` in a score is a mistake of one group. A real Ctrl-C arrives as a signal, and not here.
+    `exit()` in a score is a mistake of one group. A real Ctrl-C raises `Interrupted`, and not this.
     """
     said = RuntimeError(f"{type(error).__name__}: {error}")
     said.__cause__ = error

@@ -40,16 +40,23 @@ def may_pass(status: int) -> bool:
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
-def connection_limit() -> int:
-    """Raise this process's limit of open files (`ulimit -n`) as far as it may, at most to 65,536.
-
-    Return how many connections its server takes, for uvicorn's `limit_concurrency`. Without a free file descriptor the
-    event loop would close new connections unanswered; uvicorn answers those beyond the limit with 503 and logs it.
-    """
+def raise_open_files() -> int:
+    """Raise this process's limit of open files (`ulimit -n`) as far as it may, at most to 65,536, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < descriptors:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    return descriptors
+
+
+def connection_limit() -> int:
+    """Raise the limit of open files, and return how many connections this process's server takes, for uvicorn's
+    `limit_concurrency`.
+
+    Without a free file descriptor the event loop would close new connections unanswered; uvicorn answers those beyond
+    the limit with 503 and logs it.
+    """
+    descriptors = raise_open_files()
     return descriptors - min(_SPARE_DESCRIPTORS, descriptors // 4)
 
 

@@ -110,7 +110,8 @@ def _of_msgpack(body: Buffer) -> wire.PackedGroup:
         return _checked(_from_packed(body))
     except msgspec.ValidationError as error:
         if len(body) > MOST_LISTS:
-            raise
+            most = f"got `array`, which may be in bodies of up to {MOST_LISTS >> 20} MiB"
+            raise msgspec.ValidationError(str(error).replace("got `array`", most)) from None
         try:  # a generic client sends lists
             lists = _from_lists(body)
         except msgspec.ValidationError as plain:

@@ -27,6 +27,7 @@ import msgspec
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
 from grpo_common.errors import OF_FILES, nearest
+from grpo_common.http import raise_open_files
 
 log = logging.getLogger(__name__)
 
@@ -217,11 +218,10 @@ def _decompressed(field: str, path: Path) -> IO[bytes]:
     try:
         with fsspec.open(str(path.absolute()), "rb", compression="infer") as file:
             shutil.copyfileobj(cast("IO[bytes]", file), copy)
-    except OSError:
-        copy.close()
-        raise
     except Exception as error:  # each compression has its own errors; a missing one is a ValueError
         copy.close()
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
         fix = "compress it again, or decompress it"
         raise ConfigError("cannot be decompressed", field=field, got=_first_line(error), fix=fix) from None
     copy.flush()
@@ -443,6 +443,7 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     size = sum(each.stat().st_size for each in files)
     whole = size <= CHECKED_WHOLE
     rows: Rows
+    raise_open_files()  # each file of JSON Lines stays open
     if not (saved or subset or _names_subsets(path)) and all(_kind(each) in JSON_ENDS for each in files):
         splits = _load(field, lambda library: _splits_of_files(library, path, files), path)
         found, part = _split_of(field, splits, split, split_flag)

@@ -92,8 +92,8 @@ class InferenceClient:
         Raises:
             PeerError: As for `generate`.
         """
-        dialect = await self._dialect(Sampling(max_tokens=1))
         with elsewhere():
+            dialect = await self._dialect(Sampling(max_tokens=1))
             async with self._slots:
                 return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
 

@@ -40,6 +40,7 @@ from environments.running.runner import (
 )
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import ScoreTimeout
+from environments.threads import Interrupted
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
 from grpo_common.text import PrintableFormatter
@@ -160,7 +161,7 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
         if stop.is_set():
             return
         if heard or loop.is_closed():  # the loop has not set `stop`: it is blocked by the code that this interrupts
-            raise SystemExit(status)
+            raise Interrupted(status)
         heard.append(number)
         loop.call_soon_threadsafe(stop.set)
         again = threading.Timer(BLOCKED_S, signal.pthread_kill, (threading.main_thread().ident, number))

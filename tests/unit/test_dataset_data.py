@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -261,6 +262,17 @@ def test_text_of_json_stays_text_in_any_file(tmp_path: Path, compressed: bool) -
     data = opened(tmp_path / "folder")
     assert data.rows.place(1) == f"data/train-1.jsonl{end}, line 1" and data.split == "train"
     assert rows_of(opened(tmp_path / "folder", split="test")) == [rows[0]]
+
+
+def test_a_folder_may_have_more_files_than_may_be_open(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"train-{number:02}.jsonl").write_text(f'{{"question": "{number}"}}\n')
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, hard))
+    try:
+        assert len(opened(tmp_path).rows) == 60
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_fingerprint_of_a_folder_is_that_of_its_data(tmp_path: Path) -> None:

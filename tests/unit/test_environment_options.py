@@ -92,6 +92,9 @@ def test_stop_at_turn_end(
     assert env.sampling(9).stop_token_ids == stops
     seen = asyncio.run(env.rehearse("a", lambda _: None))
     assert ("<turn>" in seen) == bool(stops or options), "what the model does not stop at is said"
+    assert "more_stops" not in seen
+    env.sampling = Sampling  # type: ignore[method-assign, assignment]  # an environment's own, without more_stops
+    assert ("more_stops" in asyncio.run(env.rehearse("a", lambda _: None))) == bool(stops)
 
 
 CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]

@@ -115,9 +115,9 @@ def test_a_long_body_of_messagepack_is_packed(monkeypatch: pytest.MonkeyPatch) -
     lists = msgspec.msgpack.encode(group())
     assert intake.read_one(lists, wire.MSGPACK).group.lengths == [4, 4]
     monkeypatch.setattr(groups, "MOST_LISTS", len(lists) - 1)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError, match="MiB") as refused:
         intake.read_one(lists, wire.MSGPACK)
-    assert refused.value.status == 422
+    assert (refused.value.status, refused.value.key) == (422, "tokens")
 
 
 def test_nan_of_a_long_body_is_named_by_its_byte(monkeypatch: pytest.MonkeyPatch) -> None:

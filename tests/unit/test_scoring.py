@@ -135,14 +135,18 @@ def test_a_clock_that_restarts_counts_from_the_last_progress(monkeypatch: pytest
     assert seconds(restarts=True) == 3.0
 
 
+@pytest.mark.parametrize("in_thread", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
-def test_an_interrupt_that_a_score_raises_is_an_error_of_its_group(error: BaseException) -> None:
+def test_an_interrupt_that_a_score_raises_is_an_error_of_its_group(error: BaseException, in_thread: bool) -> None:
     def score() -> float:
+        raise error
+
+    async def score_in_loop() -> float:
         raise error
 
     async def scene() -> None:
         with pytest.raises(RuntimeError) as raised:
-            await Scoring(60.0).within("item", Threads(1).call(score))
+            await Scoring(60.0).within("item", Threads(1).call(score) if in_thread else score_in_loop())
         assert raised.value.__cause__ is error
 
     asyncio.run(scene())
@@ -169,6 +173,9 @@ async def main():
 
 asyncio.run(main())
 """
+SLOW_START = """with watch.patience():
+            time.sleep(3)
+        time.sleep(0.5)"""
 NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
 
 
@@ -180,6 +187,7 @@ NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
         (NATIVE, "nullcontext()", 1.6, 1, []),  # no Python code runs meanwhile
         ("time.sleep(2)", "nullcontext()", 60, 0, ["WARNING"]),
         ("time.sleep(3)", "watch.patience()", 1.6, 0, ["WARNING"]),
+        (SLOW_START, "nullcontext()", 1.6, 0, ["WARNING"]),
     ],
 )
 def test_a_process_whose_event_loop_is_blocked_shows_where_and_ends(
@@ -269,13 +277,17 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
 BLOCKED = """
 import asyncio, time
 from environments.running import cli
+from environments.scoring import Scoring
+
+async def score(stop):
+    {block}
 
 async def main():
     stop = asyncio.Event()
     cli._stop_on_signals(stop, status=7)
     try:
         print("blocks", flush=True)
-        {block}
+        await Scoring(60).within("item", score(stop))
     finally:
         await asyncio.sleep(0.01)
         print("left", flush=True)

@@ -231,7 +231,7 @@ def test_an_evaluation_asks_held_out_problems_of_every_level(tokenizer: Qwen2Tok
     assert found["questions"] == 20 and {"accuracy_level_1", "accuracy_level_2"} <= set(found)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("in one row"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [ZeroDivisionError("in one row"), KeyboardInterrupt(), SystemExit(0)])
 def test_an_evaluation_keeps_the_other_rows_if_one_fails(
     tokenizer: Qwen2Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
