@@ -6,7 +6,8 @@ import os
 from argparse import Namespace
 
 from grpo_common.http import SERVER_IDLE_S
-from vllm_server import compat, executor, sockets
+from grpo_common.models import config_parts
+from vllm_server import compat, executor, model_check, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import (
@@ -267,12 +268,18 @@ def _plan_logits(args: Namespace) -> None:
     The trainer's logits are fp32, too (`grpo_trainer.engine.head`). Rounded to bfloat16, a logit of 10 is off by up to
     0.03: half of the total error of a bfloat16 model, measured on the demo model. "auto" avoids float32 on a CPU, where
     each step would convert the head's weights. vLLM's batch-invariant product has only the model's dtype.
+
+    vLLM builds the text part of a conditional model from `text_config` alone, so the head's dtype is set there, too.
     """
     exact = args.logits_dtype == "float32" or (args.logits_dtype == "auto" and compat.device_type() == "cuda")
     if exact and is_batch_invariant():
         logger.warning("VLLM_BATCH_INVARIANT: logits have the model's dtype, the only one of its product")
     elif exact:
-        args.hf_overrides = {"head_dtype": "float32", **args.hf_overrides}
+        overrides = {"head_dtype": "float32", **args.hf_overrides}
+        if len(config_parts(model_check.config_or_nothing(args.model))) > 1:
+            head = {"head_dtype": overrides["head_dtype"]}
+            overrides["text_config"] = head | overrides.get("text_config", {})
+        args.hf_overrides = overrides
 
 
 def _positive(text: str) -> int:

@@ -45,6 +45,14 @@ def read_config(model: str) -> dict[str, Any]:
     return configuration.PretrainedConfig.get_config_dict(model)[0]
 
 
+def config_or_nothing(model: str) -> dict[str, Any]:
+    """Return the model's config.json; empty if it can't be read, which `check_model` reports."""
+    try:
+        return read_config(model)
+    except (OSError, ValueError):
+        return {}
+
+
 def _text_generators() -> frozenset[str]:
     """Return architectures that vLLM implements for text generation."""
     return frozenset(seams.found("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"))

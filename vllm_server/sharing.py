@@ -274,11 +274,7 @@ def prepare(args: Namespace) -> None:
         raise FatalError(
             field="--receive-weights", got="--shared-weights with it", wanted="one of them", fix="leave one out"
         )
-    try:
-        config = model_check.read_config(args.model)
-    except (OSError, ValueError):
-        config = {}  # `check_model` reports the error
-    device = compat.device_type()
+    config, device = model_check.config_or_nothing(args.model), compat.device_type()
     if args.shared_weights:
         check_shareable(args, config, device, os.environ, os.uname().release)
         bridge_file(args).check()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,24 @@ def test_logits_dtype_is_that_of_vllms_head(
 ) -> None:
     monkeypatch.setattr(compat, "device_type", lambda: device)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-    args = Namespace(logits_dtype=asked, hf_overrides=given)
+    args = Namespace(model="none", logits_dtype=asked, hf_overrides=given)
     arguments._plan_logits(args)
     assert args.hf_overrides == given | ({} if head is None else {"head_dtype": head})
+
+
+@pytest.mark.parametrize(
+    ("given", "head", "text"),
+    [
+        ({}, "float32", {"head_dtype": "float32"}),
+        ({"head_dtype": "bfloat16"}, "bfloat16", {"head_dtype": "bfloat16"}),
+        ({"text_config": {"rope_theta": 1e4}}, "float32", {"head_dtype": "float32", "rope_theta": 1e4}),
+    ],
+)
+def test_logits_dtype_is_that_of_a_conditional_models_text_part(
+    tmp_path: Path, given: dict[str, Any], head: str, text: dict[str, Any]
+) -> None:
+    """vLLM builds that part from its own configuration."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": "gemma3_text"}}))
+    args = Namespace(model=str(tmp_path), logits_dtype="float32", hf_overrides=given)
+    arguments._plan_logits(args)
+    assert args.hf_overrides == {"head_dtype": head, "text_config": text}
