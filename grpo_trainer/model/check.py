@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from grpo_trainer.errors import ModelError
-from grpo_trainer.model.text_part import is_causal, text_config_of
+from grpo_trainer.model.text_part import NAMED_OTHERWISE, PREFIX, is_causal, text_config_of
 
 
 def check_model(name: str) -> Any:
@@ -55,6 +55,8 @@ def not_trainable(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{_called(architectures, kind)} is an encoder-decoder"
     if (text := text_config_of(config)) is not None:
+        if kind in NAMED_OTHERWISE:
+            return f"the text part of {_called(architectures, kind)} is not at {PREFIX.removesuffix('.')}"
         if is_causal(text.model_type):
             return None
         return f"the text part of {_called(architectures, kind)} ({text.model_type}) has no AutoModelForCausalLM"

@@ -33,6 +33,10 @@ READ_AS: Final[Mapping[str, str]] = {
     r"^language_model\.model\.": "model.",  # files of transformers before 4.52, and Gemma 3's to this day
     r"^language_model\.lm_head\.": "lm_head.",
 }
+NAMED_OTHERWISE: Final = frozenset(
+    {"blip-2", "idefics2", "idefics3", "instructblip", "instructblipvideo", "llama4", "smolvlm"}
+)
+"""Kinds whose text part transformers does not name `model.language_model`."""
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _WHOLE: Final = "whole_config"
 
@@ -43,7 +47,8 @@ def text_config_of(config: Any) -> Any | None:
     text = getattr(config, "text_config", None)
     if not isinstance(text, PreTrainedConfig) or not architectures[0].endswith("ForConditionalGeneration"):
         return None
-    text.tie_word_embeddings = config.tie_word_embeddings  # vLLM, too, reads this one
+    if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some kinds have it in the text part only
+        text.tie_word_embeddings = tied  # vLLM, too, reads this one
     return text
 
 

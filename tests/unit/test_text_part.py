@@ -11,7 +11,14 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, LlavaConfig, PreTrainedModel, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Llama4Config,
+    LlavaConfig,
+    PreTrainedModel,
+    Qwen2AudioConfig,
+    Qwen3VLConfig,
+)
 
 from grpo_trainer.batch.microbatches import TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
@@ -159,7 +166,12 @@ def test_what_has_no_text_part_says_so() -> None:
     qwen = Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"])
     refused = not_trainable(qwen)
     assert refused is not None and "text part" in refused and "qwen3_vl_text" in refused
+    llama = Llama4Config(architectures=["Llama4ForConditionalGeneration"])
+    refused = not_trainable(llama)
+    assert refused is not None and "language_model" in refused, "its names are language_model.model.layers…"
     assert not_trainable(LlavaConfig(architectures=["LlavaForConditionalGeneration"])) is None
+    audio = Qwen2AudioConfig(architectures=["Qwen2AudioForConditionalGeneration"])
+    assert not_trainable(audio) is None, "a kind that says in its text part alone whether the head is tied"
 
 
 def test_files_without_the_text_part_are_refused(tmp_path: Path) -> None:
