@@ -92,22 +92,25 @@ class Threads:
         """Return the function's result, or raise its error.
 
         Args:
-            timeout: limit in seconds from the start of the call.
+            timeout: limit in seconds from the start of the call. Its time does not count for another limit.
 
         Raises:
             TimeoutError: the call took longer.
         """
+        clock, limited = CLOCK.get() or Clock(), int(timeout is not None)
         if inspect.iscoroutinefunction(function):
-            return await _within(timeout, function(*args))
-        clock = CLOCK.get() or Clock()
+            with clock.count(calls=limited, waiting=limited):
+                return await _within(timeout, function(*args))
         with clock.count(calls=1):
             with clock.count(waiting=1):
                 await self._slots.acquire()
             try:
-                result = await self._in_a_thread(function, args, timeout)
+                with clock.count(waiting=limited):
+                    result = await self._in_a_thread(function, args, timeout)
             finally:
                 self._slots.release()
-        return await _within(timeout, result) if inspect.isawaitable(result) else result
+            with clock.count(waiting=limited):
+                return await _within(timeout, result) if inspect.isawaitable(result) else result
 
     async def _in_a_thread(self, function: Callable[..., Any], args: Any, timeout: float | None) -> Any:
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

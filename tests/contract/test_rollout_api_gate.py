@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_the_list_of_routes_is_the_applications_own(api: Knocking) -> None:
     assert {("GET", "/reset_data"), ("POST", "/register"), ("POST", "/batch/1/ack"), ("GET", "/metrics")} <= set(
         api.endpoints
     )
+
+
+def test_the_links_of_the_page_lead_somewhere(api: Knocking) -> None:
+    links = re.findall(r'href="([^"#:]+)"', api("GET", "/", headers={"accept": "text/html"}).text)
+    assert links and all(api("GET", f"/{link}").status_code == 200 for link in links)
 
 
 @pytest.mark.parametrize("name", FOREIGN)

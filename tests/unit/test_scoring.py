@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,12 @@ def test_a_call_may_take_any_time_while_it_waits_for_a_server() -> None:
         return 1.0
 
     assert asyncio.run(Scoring(SECONDS).call("evaluate()", evaluate())) == 1.0
+
+
+@pytest.mark.parametrize("tool", [partial(time.sleep, 3 * SECONDS), partial(asyncio.sleep, 3 * SECONDS)])
+def test_a_call_with_a_time_limit_may_take_that_long(tool: Callable[[], Any]) -> None:
+    call = Threads(1).call(tool, timeout=60.0)
+    asyncio.run(Scoring(SECONDS).call("collect_trajectories()", call))
 
 
 def test_a_call_without_progress_is_given_up_by_name(caplog: pytest.LogCaptureFixture) -> None:
