@@ -55,6 +55,9 @@ def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) ->
     found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
     latent = _latent_attention(config, "computing its copies of weights again was tried on CPUs only")
     refusals = [*found, *_plain_weights(args, config, device), *(latent if device == "cuda" else ())]
+    if len(config_parts(config)) > 1 and not args.language_model_only:
+        wanted = "the model's text part alone, since a trainer sends no other part"
+        refusals.append(Problem(got="--no-language-model-only", wanted=wanted, fix="leave it out"))
     if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
         raise FatalError.of(problems)
 

@@ -20,7 +20,7 @@ from vllm_server.errors import FatalError, ServeError
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, FileHandle, Handle, ParamMapping
-from vllm_server.sharing import check_shareable
+from vllm_server.sharing import check_receivable, check_shareable
 from vllm_server.worker.shared_weights import plain_parameters, share
 
 # the file --------------------------------------------------------------------------------------------------
@@ -179,6 +179,7 @@ def arguments(**changes: object) -> Namespace:
         "cpu_offload_gb": 0.0,
         "kv_transfer_config": None,
         "moe_backend": "auto",
+        "language_model_only": True,
     }
     return Namespace(**plain | changes)
 
@@ -191,6 +192,14 @@ def check(
     **changes: object,
 ) -> None:
     check_shareable(arguments(**changes), model or {}, device, environment or {}, kernel)
+
+
+def test_a_server_with_towers_can_receive_no_weights() -> None:
+    conditional = {"text_config": {"hidden_size": 64}}
+    check_receivable(arguments(), conditional, "cpu")
+    check_receivable(arguments(language_model_only=False), {}, "cpu")
+    with pytest.raises(FatalError, match="--no-language-model-only"):
+        check_receivable(arguments(language_model_only=False), conditional, "cpu")
 
 
 def test_a_plain_model_on_one_device_can_be_shared() -> None:
