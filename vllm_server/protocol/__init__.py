@@ -1,9 +1,9 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it; only `gloo`, `file_parts` and
-`page_lock`, which are imported by themselves, need torch.
-Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
-Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
+It imports neither torch nor vLLM, so that both sides can use it. Only `gloo`, `file_parts` and `page_lock` need torch;
+import them from their modules. Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a
+client forbid unknown fields. Structs that go *to* a client may get new fields, so readers must ignore unknown fields,
+as msgspec does.
 
 Versions. The policy is published as numbered versions, each with a name that a server process never uses twice:
 `<lora-name>-v<N>`. Version 0 is the base model, until an adapter is published as version 0. A request that names no
