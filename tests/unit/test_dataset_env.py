@@ -577,4 +577,4 @@ def test_a_trial_says_which_rows_columns_and_rewards_are_used(
     found = asyncio.run(scene())
     assert found.startswith(f"16 rows of {data}") and "4 held" in found
     assert all(part in found for part in ("column prompt", "column answer", "--data.chat", "right (weight 0.5)"))
-    assert steps == ["prompt()", "score_group()"]
+    assert steps == ["prompt()", "sampling()", "score_group()"]

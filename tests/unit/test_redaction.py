@@ -22,8 +22,8 @@ from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.stored import run_file
 from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.dry_run import as_json, rows_of
+from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
-from grpo_trainer.launch.watched import command_line
 from grpo_trainer.logs.sinks import public
 from tests.unit.test_report import html_of, row, write_run
 
@@ -138,15 +138,18 @@ def test_a_problem_shows_no_secret() -> None:
     assert "hunter2" not in str(error) and "{'token': '…'}" in str(error)
 
 
-def test_trackers_and_logs_of_processes_get_no_secret() -> None:
+def test_trackers_and_logs_of_processes_get_no_secret(tmp_path: Path) -> None:
     config = TrainConfig(
         model=ModelConfig(name="m"),
         logging=LogConfig.model_validate({"wandb_project": "p"}),
         rollouts=RolloutConfig.model_validate({"api_key": "hunter2", "url": "http://u:hunter3@h:1"}),
     )
     assert "hunter" not in json.dumps(public(config))
-    spec = ProcessSpec("server", ("python", "-m", "vllm_server", "--hf-token", "hunter2", "--seed", "7"))
-    assert command_line(spec) == "$ python -m vllm_server --hf-token '…' --seed 7\n"
+    log = tmp_path / "server.log"
+    child = Child(ProcessSpec("server", ("true", "--hf-token", "hunter2", "--seed", "7")), log)
+    child.process.wait(timeout=60)
+    child.close()
+    assert log.read_text().splitlines()[0] == "$ true --hf-token '…' --seed 7"
 
 
 # properties ---------------------------------------------------------------------------------------------------
