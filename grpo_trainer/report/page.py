@@ -122,8 +122,9 @@ def _main_evaluations(run: Run) -> list[str]:
 
 
 def _evaluation(run: Run, key: str) -> dict[str, Any]:
-    last = next(value for value in reversed(run.series[key].values) if value is not None)
-    return {"last": last, "step": run.series[key].steps[-1], **_best(run, key)}
+    pairs = zip(run.series[key].values, run.series[key].steps, strict=True)
+    last, step = [(value, step) for value, step in pairs if value is not None][-1]
+    return {"last": last, "step": step, **_best(run, key)}
 
 
 def _best(run: Run, key: str) -> dict[str, float | None]:

@@ -319,6 +319,7 @@ def test_json_has_figures_and_verdict(tmp_path: Path) -> None:
     rows = [row(step, **{"train/grad_norm": 1.0 if step <= 2 else 20.0}) for step in range(1, 13)]
     rows[3] |= {key: 0.75, "eval/g_0/step": 3}
     rows[9] |= {key: 0.5, "eval/g_0/step": 9}
+    rows[11] |= {key: None, "eval/g_0/step": 11}  # not finite
     sick = write_run(tmp_path / "a", rows, steps=12)
     well = write_run(tmp_path / "b", [row(1)])
     done = CliRunner().invoke(app, ["report", str(sick), str(well), "--json"])
