@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationInfo, field_validator
 
@@ -137,6 +137,13 @@ class LossConfig(Section):
         """Return the options for samples of a server in 8 bits, with the correction unless they say otherwise."""
         said = "ratio_against" in self.model_fields_set
         return self if said else self.model_copy(update={"ratio_against": "trainer"})
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _is_not_own(cls, value: Any) -> Any:
+        if value == "own":  # of earlier versions
+            raise ConfigError("this value has been removed", wanted="server or off", fix="start a new run with server")
+        return value
 
     @field_validator("loss", "advantage_estimator")
     @classmethod

@@ -156,7 +156,10 @@ def read_stored(folder: Path) -> dict[str, Any]:
             log.warning(
                 "%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"]
             )
-        return {**tables, "trainer": {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}}
+        kept = {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}
+        if kept.get("lora_adapter") and (kept.get("kl_beta") or kept.get("log_kl")):
+            kept.setdefault("kl_reference", "base")  # before the option, the reference was the model without an adapter
+        return {**tables, "trainer": kept}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}", field=f"--resume {path}", fix="correct the file there") from None
     except (TypeError, AttributeError) as error:  # a value of another kind

@@ -142,7 +142,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _known_optimizer(cls, value: Any) -> Any:
         if value in ("adamw_cpu", "adafactor"):
-            fix = "use adamw_8bit, whose states are small"
+            fix = "use adamw_8bit, whose states are small; a run that used another optimizer can't be resumed with it"
             raise ConfigError("not in this version", wanted="adamw or adamw_8bit", fix=fix)
         return value
 

@@ -37,6 +37,7 @@ from grpo_trainer.run import own_folder
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
 
 TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=4096)
+ADAPTER = str(FINISHED / "checkpoints" / "adapter_final")
 
 
 def stored(folder: Path, *words: str, file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
@@ -110,6 +111,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
         {"weight_bridge_mode": "shared_vllm", "master_weights": True, "trainer_gpus": 2},
         {"weight_bridge_mode": "none", "train_layer_indices": "1", "batch_size": 4, "server__dtype": "bfloat16"},
         {"weight_bridge_mode": "broadcast", "server__replicas": 2, "server__gpus": "0;1", "api__port": 0},
+        {"lora_adapter": ADAPTER, "kl_beta": 0.1},
         {"server__quantization": "fp8", "server__extra_args": "--seed,7", "prompts_per_step": 4},
     ],
 )
@@ -132,6 +134,15 @@ def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) ->
     tables["trainer"] |= dict.fromkeys(OLD_OPTIONS, True)
     (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
     assert continued(tmp_path / "r").trainer.bridge == config.trainer.bridge
+
+
+@pytest.mark.parametrize("of_reference", [{"kl_beta": 0.1}, {"log_kl": True}])
+def test_a_run_of_before_the_option_keeps_its_reference(tmp_path: Path, of_reference: dict[str, Any]) -> None:
+    stored(tmp_path / "r", lora_adapter=ADAPTER, **of_reference)
+    tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
+    del tables["trainer"]["kl_reference"]
+    (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
+    assert continued(tmp_path / "r").trainer.loss.kl_reference == "base"
 
 
 def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
