@@ -30,6 +30,8 @@ from vllm_server.protocol import GENERATE_ROUTE, GenerateResponse
 PROMPTS, PROMPT_TOKENS = 16, 24
 LEAST_REFERENCES = 4
 """Answers of each pattern to each prompt; half of them are kept to compare others with."""
+LEAST_ANSWERS = 24
+"""Judged answers during writes within a fence."""
 NOISE_MARGIN = 2.0
 """Factor for the largest distance among answers of one pattern, of which only a sample is compared."""
 FINENESS = 20.0
@@ -75,7 +77,8 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
     """Write two patterns in turn, under load, and judge the answers meanwhile.
 
     Args:
-        writes: the number of writes; without a fence at most, since the first torn answer ends them.
+        writes: the number of writes; without a fence at most, since the first torn answer ends them. With a fence there
+            are more of them until `LEAST_ANSWERS` were judged.
         concurrency: sequences in flight beside those that are judged.
     """
     vocab, url = SHAPES[publisher.options.shape].vocab, publisher.config.vllm.url
@@ -87,8 +90,9 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
         known: list[list[Floats]] = []
         noise = 0.0
         for pattern in patterns:
-            # Each write repeats the present pattern, so these answers are right; they differ by rounding, which depends
-            # on the batch.
+            publisher.write(lambda pattern=pattern: _copy(publisher.weights, pattern))
+            # Each further write repeats the present pattern, so these answers are right; they differ by rounding, which
+            # depends on the batch.
             with _asking(url, prompts, LEAST_REFERENCES) as answers:
                 until = time.perf_counter() + 1.0
                 while time.perf_counter() < until:
@@ -110,7 +114,9 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
                 is_torn.set()
 
         with _asking(url, prompts, judge=judge) as answers:
-            while written < writes and (fenced or not is_torn.is_set()):
+            while (written < writes or (fenced and len(distances) < LEAST_ANSWERS)) and (
+                fenced or not is_torn.is_set()
+            ):
                 pattern = patterns[written % 2]
                 if fenced:
                     publisher.write(lambda pattern=pattern: _copy(publisher.weights, pattern))

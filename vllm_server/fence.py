@@ -159,7 +159,7 @@ class Fence:
         update = self._update
         if update is None or not update.held or update.ending or token != update.token:
             raise ServeError(
-                409, "token", got=token, wanted="the token of the update in progress",
+                409, "token", got="another token", wanted="that of the update in progress",
                 fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
             )  # fmt: skip
         return update

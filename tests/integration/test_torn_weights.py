@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_trainer.bench.publish import SyncOptions, opened
-from tests.torn_weights import find_torn_answers
+from tests.torn_weights import LEAST_ANSWERS, find_torn_answers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,6 +22,6 @@ def test_answer_of_half_written_weights_only_without_a_fence(
     options = SyncOptions.model_validate({"shape": "tiny", "bridge": bridge, "log_dir": tmp_path})
     with opened(options, ()) as publisher:
         found = find_torn_answers(publisher, writes=writes, fenced=fenced)
-    assert found.answers > (20 if fenced else 0) and found.misnamed == 0, found
+    assert found.answers >= (LEAST_ANSWERS if fenced else 1) and found.misnamed == 0, found
     assert (found.torn == 0) == fenced, found
-    assert not fenced or found.writes == writes
+    assert not fenced or found.writes >= writes

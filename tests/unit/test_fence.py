@@ -167,7 +167,7 @@ async def test_one_update_at_a_time_of_this_server_only() -> None:
     assert (refused.value.status, refused.value.field) == (409, "update")
     with pytest.raises(ServeError) as refused:
         await fence.end(UpdateEndRequest(token="mine", version=1))
-    assert (refused.value.status, refused.value.field, refused.value.got) == (409, "token", "mine")
+    assert (refused.value.status, refused.value.field) == (409, "token") and "mine" not in str(refused.value)
     assert engine.events == ["hold"]
     await fence.end(UpdateEndRequest(token=begun.token, version=1))
     with pytest.raises(ServeError) as refused:
