@@ -51,12 +51,13 @@ run_dir=$out/$(date +%Y%m%d-%H%M%S)
 "$PYTHON" -m grpo_trainer run --config "$config" --model "$out/$model" --run-dir "$run_dir" --api.port 0 --server.port 0 "${flags[@]}"
 "$PYTHON" - "$run_dir" "${rise[@]}" <<'PYTHON'
 import json, sys
+from pathlib import Path
 from statistics import fmean
 
 from grpo_trainer.metrics.rows import ENDS, read_rows
 
 run_dir, least = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else float("-inf")
-rows = read_rows(f"{run_dir}/metrics.jsonl")
+rows = read_rows(Path(run_dir, "metrics.jsonl"))
 rewards = [row["reward/mean"] for row in rows]
 start, end = fmean(rewards[:ENDS]), fmean(rewards[-ENDS:])
 seconds = round(sum(row["train/seconds"] for row in rows), 1)
