@@ -58,7 +58,7 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
         return "".join(random.Random(f"{self.config.seed}/{item}").choices(SIGNS, k=self.config.prompt_tokens))
 
     async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
-        """Return `n` answers, each of its own request: a request has one limit."""
+        """Return `n` answers. Each comes from a separate request, since a request has one limit of tokens."""
         token_ids = self.encode(prompt)
         room = self.config.max_token_length - len(token_ids)
         draw, mean = random.Random(str(prompt)), self.config.completion_mean

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from grpo_trainer.metrics.rows import ENDS
+from tests.old_runs import FINISHED
 from tests.processes import ROOT
 from tests.unit.factories import values_of
 
@@ -78,3 +82,17 @@ def test_shellcheck_has_nothing_to_say() -> None:
 def test_no_script_ends_what_it_did_not_start(path: Path) -> None:
     text = path.read_text()
     assert not [word for word in ("pkill", "killall", "kill -9", "lsof", "fuser") if word in text]
+
+
+def test_quickstart_prints_the_rise_of_the_reward_and_fails_where_it_is_too_small() -> None:
+    text = (ROOT / "scripts" / "quickstart.sh").read_text()
+    summary = text.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")[0]
+    rewards = [json.loads(line)["reward/mean"] for line in (FINISHED / "metrics.jsonl").read_text().splitlines()]
+    start = fmean(rewards[:ENDS])
+    for least, code in (("-1", 0), ("1.5", 1)):
+        done = subprocess.run(
+            [sys.executable, "-", FINISHED, least], input=summary, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        shown = json.loads(done.stdout)
+        assert shown["reward_start"] == round(start, 4) and shown["steps"] == len(rewards)

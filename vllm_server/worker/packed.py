@@ -231,7 +231,7 @@ def owners(copies: list[tuple[Tensor, Piece]], layout: Layout) -> list[str] | No
 
 
 def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream of its own on a GPU; None on a CPU."""
+    """Return a new CUDA stream; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
