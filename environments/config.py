@@ -26,8 +26,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from environments.data_config import DataConfig, Rewards, spelled_out
-from grpo_common.errors import Problem, UserError, nearest, wanted_by_pydantic
+from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
+from grpo_common.suggest import did_you_mean
 
 
 class ConfigError(UserError, ValueError):
@@ -371,10 +372,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _nearest(name: str, names: Sequence[str], flag: str) -> str:
     if name.rpartition(".")[2].replace("-", "_") in CUTS:
         return WHOLE_VOCABULARY
-    # A missing or wrong table name is the likeliest mistake: --group_size for --env.group_size.
-    same = (known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2])
-    near = next(same, None) or nearest(name, names)
-    return f"did you mean {flag}{near}?" if near else "--help lists them"
+    return did_you_mean(name, names, "--help lists them", prefix=flag)
 
 
 def _explain(wrong: Any, names: Sequence[str]) -> Problem:

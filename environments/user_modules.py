@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from environments.config import ConfigError
-from grpo_common.errors import OF_FILES, nearest
+from grpo_common.suggest import OF_FILES, did_you_mean, nearest
 
 
 def import_file(path: Path) -> ModuleType:
@@ -115,11 +115,10 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
     if callable(found):
         return found
     there = [each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")]
-    near = nearest(name, there)
     raise ConfigError(
         "no such function" if found is None else "not a function",
         field=field,
         got=name,
         wanted=f"one of {', '.join(there)}" if there else "a function",
-        fix=f"did you mean {near}?" if near else "",
+        fix=did_you_mean(name, there),
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -51,22 +50,6 @@ def wanted_by_pydantic(message: str) -> str:
     """
     text = message.removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to parse")[0]
     return f"a number {text}" if text.startswith(("greater", "less")) else text
-
-
-LIKENESS = 0.78
-"""Least share of equal characters (`difflib`'s ratio) of a misspelling: `lerning_rate`, but not `group_size` for
-`world_size` (0.6) or `temperature` for `distill_temperature` (0.73)."""
-
-
-def nearest(name: str, known: Iterable[str], likeness: float = LIKENESS) -> str | None:
-    """Return the known name of which `name` is a misspelling; None: none is near enough to be suggested."""
-    # In a short name one wrong letter is a large share.
-    least = min(likeness, 1 - 1.001 / len(name)) if len(name) > 2 else likeness
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=least)), None)
-
-
-OF_FILES = 0.7
-"""Least likeness of files' and folders' names, which people also cut short: `reverse` for `reverse_text`."""
 
 
 class UserError(Exception):

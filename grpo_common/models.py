@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_common.errors import OF_FILES, Problem, nearest
+from grpo_common.errors import Problem
+from grpo_common.suggest import OF_FILES, nearest
 
 CONFIG_FILE = "config.json"
 LISTED = 6

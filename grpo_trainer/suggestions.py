@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
 
-from grpo_common.errors import Problem, nearest
+from grpo_common.errors import Problem
 from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
+from grpo_common.suggest import nearest
 
 SAME = MappingProxyType(
     {

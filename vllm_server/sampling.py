@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_common.errors import nearest
+from grpo_common.suggest import did_you_mean
 from vllm_server import compat
 from vllm_server.errors import ServeError
 
@@ -49,13 +49,13 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     """
     for key in sampling:
         if key not in known_keys():
-            near = nearest(key, [*known_keys(), *_ROUTING_KEYS])
+            known = [*known_keys(), *_ROUTING_KEYS]
             raise ServeError(
                 422,
                 key,
                 got="a key that this server does not know",
                 wanted="a sampling parameter of vLLM",
-                fix=f"did you mean {near}?" if near else f"known are {', '.join(sorted(known_keys()))}",
+                fix=did_you_mean(key, known, f"known are {', '.join(sorted(known_keys()))}"),
             )
     try:
         params = msgspec.convert(sampling, compat.sampling_params_class(), str_keys=True)

@@ -12,7 +12,7 @@ from environments.data_config import DataConfig
 from environments.dataset.data import Data, Row, listed
 from environments.maths.answer_form import in_the_asked_form, read_number
 from environments.trajectory import Message
-from grpo_common.errors import nearest
+from grpo_common.suggest import nearest
 
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS: Final = ("answer", "solution", "label")

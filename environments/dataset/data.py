@@ -26,8 +26,8 @@ import msgspec
 
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
-from grpo_common.errors import OF_FILES, nearest
 from grpo_common.http import raise_open_files
+from grpo_common.suggest import OF_FILES, nearest
 
 log = logging.getLogger(__name__)
 

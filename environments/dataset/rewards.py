@@ -35,7 +35,8 @@ from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
 from environments.threads import Threads, settled
 from environments.user_modules import function_of, module_named, module_of_file
-from grpo_common.errors import UserError, nearest
+from grpo_common.errors import UserError
+from grpo_common.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -202,13 +203,12 @@ class RewardLoader:
             if each.kind is each.POSITIONAL_ONLY:
                 raise ConfigError(field=field, got=f"{each.name}, positional only", wanted="arguments with names")
             if each.name not in known and each.default is each.empty:
-                near = nearest(each.name, known)
                 raise ConfigError(
                     "an argument is neither a column nor one of TRL's",
                     field=field,
                     got=each.name,
                     wanted=f"one of {listed(known)}",
-                    fix=f"did you mean {near}?" if near else "give it a default, or rename the column",
+                    fix=did_you_mean(each.name, known, "give it a default, or rename the column"),
                 )
 
     async def _call(self, config: RewardConfig, function: Callable[..., Any], asked: Asked) -> Any:

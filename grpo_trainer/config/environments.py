@@ -15,7 +15,8 @@ from pydantic import Field
 
 from environments.running import settings_check
 from environments.running.settings_check import BUILT_IN
-from grpo_common.errors import OF_FILES, Problem, collected, nearest
+from grpo_common.errors import Problem, collected
+from grpo_common.suggest import OF_FILES, nearest
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 

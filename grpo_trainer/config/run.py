@@ -43,6 +43,7 @@ from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
 from grpo_common.roster import FOLDER
+from grpo_common.suggest import nearest
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
 from grpo_trainer.config.learning_rate import ADAPTER_MODES
@@ -53,7 +54,7 @@ from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, RUNS, holds_r
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.config.values import LARGEST_PORT, Arguments, at_home
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.suggestions import flags_of, nearest, unknown_key, unknown_word
+from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 
 log = logging.getLogger(__name__)
 
