@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
-from environments.released_model import NAME, ReleasedModelError, write_released
+from environments.demo_model.released import NAME, ReleasedModelError, write_released
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.released_model import NAME
+from environments.demo_model.released import NAME
 from grpo_common.errors import UserError
 
 MARKER = "demo_model.json"

@@ -1,8 +1,8 @@
 """`VerifiersEnv`: run an environment of the `verifiers` library (0.4) as a `BaseEnv`.
 
-This module is imported only where `verifiers` is installed (`environments.from_verifiers.venv`). The library's training
-client renders the turns and parses tool calls. Tokens, masks and logprobs come from its traces, which hold the server's
-token ids.
+This module is imported only where `verifiers` is installed (`environments.from_verifiers.__main__`). The library's
+training client renders the turns and parses tool calls. Tokens, masks and logprobs come from its traces, which hold the
+server's token ids.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers, `verifiers.v1`.
 """

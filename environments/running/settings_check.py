@@ -43,13 +43,13 @@ DATASET_MODULE: Final = "environments.dataset"
 
 BUILT_IN: Final = MappingProxyType(
     {
-        "arithmetic": BuiltIn("environments.arithmetic_server", "ArithmeticConfig", is_tried=False),
+        "arithmetic": BuiltIn("environments.arithmetic", "ArithmeticConfig", is_tried=False),
         "dataset": BuiltIn(DATASET_MODULE, "DatasetConfig", settings_module=f"{DATASET_MODULE}.env"),
-        "gsm8k": BuiltIn("environments.gsm8k_server", "Gsm8kConfig"),
+        "gsm8k": BuiltIn("environments.gsm8k", "Gsm8kConfig"),
         "verifiers": BuiltIn(
-            "environments.verifiers_server", "VerifiersConfig", settings_module="environments.from_verifiers.config"
+            "environments.from_verifiers", "VerifiersConfig", settings_module="environments.from_verifiers.config"
         ),
-        "word_problems": BuiltIn("environments.word_problems_server", "WordProblemsConfig", is_tried=False),
+        "word_problems": BuiltIn("environments.word_problems", "WordProblemsConfig", is_tried=False),
     }
 )
 """By short name."""

@@ -36,7 +36,7 @@ from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.metrics.rows import read_rows
 from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo, Transport
 
-ENVIRONMENT = "environments.synthetic_server"
+ENVIRONMENT = "environments.synthetic"
 GROUP = 8
 """Completions of a prompt."""
 LAST_STEPS = 5

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from environments.base import BaseEnv
 from environments.config import parse_settings, settings_class
-from environments.gsm8k_server import Gsm8kEnv
+from environments.gsm8k import Gsm8kEnv
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.threads import settled
 from environments.tokenizers import load_tokenizer
-from environments.word_problems_server import WordProblemsEnv
+from environments.word_problems import WordProblemsEnv
 from grpo_trainer.config.adapter_file import CONFIG_FILE
 
 ENVIRONMENTS: dict[str, type[BaseEnv[Any, Any]]] = {"gsm8k": Gsm8kEnv, "word_problems": WordProblemsEnv}

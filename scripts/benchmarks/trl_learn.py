@@ -33,8 +33,7 @@ from trl_loop import Curve, Job, Questions, ours, trl
 from environments.config import ServerConfig
 from environments.peers.roster import servers
 from environments.tokenizers import load_tokenizer
-from environments.word_problems import is_right
-from environments.word_problems_server import WordProblemsConfig, WordProblemsEnv
+from environments.word_problems import WordProblemsConfig, WordProblemsEnv, is_right
 
 RANK = 16
 """Of an adapter."""

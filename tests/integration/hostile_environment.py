@@ -6,8 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from environments.arithmetic import Problem
-from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem
 
 TITLE = "\x1b]0;the title of a window\x07"
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from environments.peers.inference import Completion
-from environments.word_problems import WordProblem
-from environments.word_problems_server import WordProblemsEnv
+from environments.word_problems import WordProblem, WordProblemsEnv
 
 
 class NumbersEnv(WordProblemsEnv):

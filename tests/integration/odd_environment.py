@@ -9,8 +9,7 @@ from typing import Literal
 import msgspec
 
 from environments.api import wire
-from environments.arithmetic import Problem
-from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem
 from environments.threads import settled
 
 

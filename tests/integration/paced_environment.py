@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from environments.arithmetic import Problem
-from environments.arithmetic_server import ArithmeticEnv
+from environments.arithmetic import ArithmeticEnv, Problem
 from environments.peers.inference import Completion
 
 SECONDS = 2.0

@@ -30,7 +30,7 @@ def test_nothing_is_lost_and_no_step_is_trained_twice(demo_model: Path, tmp_path
     api_words = ["-m", "environments.api", "--port", str(api), "--store", str(store)]
     serve = ["-m", "vllm_server", "--model", str(demo_model), "--port", str(server), "--max-model-len", "64"]
     serve += ["--max-lora-rank", "8", "--lora-root", str(run / "adapters")]
-    env = ["-m", "environments.arithmetic_server", "serve", "--env.tokenizer_name", str(demo_model)]
+    env = ["-m", "environments.arithmetic", "serve", "--env.tokenizer_name", str(demo_model)]
     env += ["--env.rollout_server_url", url, "--openai.base_url", f"http://127.0.0.1:{server}/v1"]
     env += ["--env.group_size", str(GROUP_SIZE), "--env.data_path_to_save_groups", str(groups)]
     train = ["-m", "grpo_trainer", "train", "--model", str(demo_model), "--weight-bridge-mode", "lora_only"]

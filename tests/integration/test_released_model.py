@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from environments.released_model import ReleasedModelError, write_released
+from environments.demo_model.released import ReleasedModelError, write_released
 from environments.tokenizers import load_tokenizer, prompt_ids
 from environments.word_problems import held_out_problems
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for

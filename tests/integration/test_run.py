@@ -28,7 +28,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
         wait_for_step(run_dir, 2, process, log)
         members = family(process.pid)
         commands = "\n".join(members.values())
-        for module in ("environments.api", "vllm_server", "environments.arithmetic_server", "grpo_trainer train"):
+        for module in ("environments.api", "vllm_server", "environments.arithmetic", "grpo_trainer train"):
             assert f"-m {module}" in commands
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130
@@ -59,9 +59,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
     assert str(run_dir) in refused.stderr and "--resume auto" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("vllm_server", "server"), ("environments.arithmetic_server", "env-arithmetic")]
-)
+@pytest.mark.parametrize(("module", "name"), [("vllm_server", "server"), ("environments.arithmetic", "env-arithmetic")])
 def test_a_killed_process_stops_the_run_with_its_name(demo_model: Path, tmp_path: Path, module: str, name: str) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with started(demo_model, run_dir, log, training_steps=500, max_restarts=0) as process:

@@ -85,7 +85,7 @@ def test_a_trainer_that_was_killed_attaches_anew_to_the_server_that_lived_on(dem
     with ExitStack() as stack:
         stack.enter_context(running("-m", "environments.api", "--port", str(api), log=logs["api"]))
         server = stack.enter_context(running("-m", "vllm_server", *served, "--shared-weights", log=logs["server"]))
-        stack.enter_context(running("-m", "environments.arithmetic_server", "serve", *environment, log=logs["env"]))
+        stack.enter_context(running("-m", "environments.arithmetic", "serve", *environment, log=logs["env"]))
         with running(*words, "--training-steps", "500", log=logs["train"]) as trainer:
             wait_for_step(run_dir, 5, trainer, logs["train"])
             os.kill(trainer.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from transformers import Qwen2Tokenizer
 
-from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.arithmetic import ArithmeticConfig, ArithmeticEnv
 from environments.config import ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
 from tests.stand_ins import Scripted
@@ -169,7 +169,7 @@ TYPE = ("--openai.server_type", "vllm")  # the stand-in has no other route to be
 
 
 def command(name: str, model: Path, server: str, *more: str) -> list[str]:
-    program = [sys.executable, "-m", "environments.arithmetic_server", name]
+    program = [sys.executable, "-m", "environments.arithmetic", name]
     return [*program, "--env.tokenizer_name", str(model), "--openai.base_url", f"{server}/v1", *TYPE, *more]
 
 
@@ -239,7 +239,7 @@ def test_servers_that_never_come_are_named(model: Path) -> None:
     ],
 )
 def test_mistakes_end_with_status_2_and_one_line(arguments: tuple[str, ...], says: list[str]) -> None:
-    done = run(sys.executable, "-m", "environments.arithmetic_server", *arguments)
+    done = run(sys.executable, "-m", "environments.arithmetic", *arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert all(part in line for part in says)

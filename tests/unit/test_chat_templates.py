@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from environments import tokenizers
 from environments.config import PromptRefused
 from environments.conversation import Conversation
-from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
-from environments.maths.gsm8k import Question
+from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render, turn_end

@@ -91,7 +91,7 @@ def test_no_name_is_cut(command: typer.Typer, names: Sequence[str], columns: int
             ("--model", "--port", "--max-lora-rank", "--shared-weights", "--bridge-config-path", "--help-all"),
         ),
         ("environments.api", ("--port", "--store")),
-        ("environments.arithmetic_server", ("serve", "process", "evaluate")),
+        ("environments.arithmetic", ("serve", "process", "evaluate")),
         ("environments.demo_model", ("--released", "--seed")),
     ],
 )

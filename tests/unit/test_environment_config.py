@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from environments.arithmetic_server import ArithmeticConfig
+from environments.arithmetic import ArithmeticConfig
 from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
 
 TOKENIZER = ["--env.tokenizer_name", "model"]

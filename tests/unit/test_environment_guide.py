@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from environments.arithmetic_server import ArithmeticConfig
+from environments.arithmetic import ArithmeticConfig
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
-from environments.gsm8k_server import Gsm8kConfig
+from environments.gsm8k import Gsm8kConfig
 from environments.multi_turn import MultiTurnConfig
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion

@@ -16,10 +16,9 @@ from transformers import Qwen2Tokenizer
 
 from environments.config import ConfigError
 from environments.demo_model.model import build_tokenizer
-from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
+from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question, read_questions, too_long
 from environments.intervals import wilson
 from environments.items import Shuffled
-from environments.maths.gsm8k import Question, read_questions, too_long
 from environments.tokenizers import after_thinking
 from tests.stand_ins import Scripted
 
@@ -248,7 +247,7 @@ def test_the_shipped_configurations_say_what_it_understands(path: Path) -> None:
 
 
 def test_it_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
-    command = "environments/gsm8k_server.py serve --env.tokenizer_name no/model --env.use_wandb False "
+    command = "environments/gsm8k.py serve --env.tokenizer_name no/model --env.use_wandb False "
     command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
     command += "--openai.api_key x --slurm False --env.batch_size 12"
     offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -264,7 +263,7 @@ def test_the_model_that_is_asked_has_the_tokenizer(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "environments.gsm8k_server",
+        "environments.gsm8k",
         "serve",
         "--openai.model_name",
         str(tmp_path / "none"),

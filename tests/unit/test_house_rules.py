@@ -112,12 +112,11 @@ ROOMS = {
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("data_config", "config", "user_modules", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
+        *("data_config", "config", "user_modules", "threads", "stacks", "scoring", "items", "intervals"),
         *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
-        *("base", "multi_turn", "maths", "word_problems"),
-        *("dataset", "from_verifiers", "released_model", "demo_model"),
-        *("arithmetic_server", "gsm8k_server", "verifiers_server"),
-        *("word_problems_server", "synthetic_server"),
+        *("base", "multi_turn", "maths", "dataset", "from_verifiers"),
+        *("arithmetic", "gsm8k", "word_problems", "synthetic", "demo_model"),
+        *("arithmetic_server", "gsm8k_server", "word_problems_server"),
     ),
 }
 """Lowest first."""

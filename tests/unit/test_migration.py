@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from environments.config import ServerConfig
-from environments.gsm8k_server import Gsm8kConfig
+from environments.gsm8k import Gsm8kConfig
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import leaves
 from grpo_trainer.config.run import RunConfig

@@ -338,7 +338,7 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
         "arithmetic, dataset, gsm8k, verifiers, word_problems" in error.value.wanted
         and "my_envs.chess" in error.value.fix
     )
-    assert environment_command("arithmetic") == ("environments.arithmetic_server",)
+    assert environment_command("arithmetic") == ("environments.arithmetic",)
     assert environment_command("my.chess") == ("environments", "my.chess")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chess.py").touch()

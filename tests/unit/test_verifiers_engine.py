@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from environments.config import ConfigError, ServerConfig
+from environments.from_verifiers import __main__ as verifiers_venv
 from environments.from_verifiers import engine as verifiers_engine
-from environments.from_verifiers import venv as verifiers_venv
+from environments.from_verifiers.__main__ import main, normalised
 from environments.from_verifiers.engine import Engine
 from environments.peers.inference import InferenceClient
-from environments.verifiers_server import main, normalised
 from tests.stand_ins import Asked, Handle, Reply, answering
 
 COMMAND = "grpo env verifiers"
@@ -157,5 +157,5 @@ def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, mon
     ).is_dir()
     assert (site / "grpo_common" / "errors.py").is_file()
     with pytest.raises(ConfigError) as error:
-        verifiers_venv.become("environments.verifiers_server", [])
+        verifiers_venv.become("environments.from_verifiers", [])
     assert error.value.field == f"verifiers {verifiers_venv.VERSION}" and f"`{COMMAND} install`" in error.value.fix

@@ -23,12 +23,13 @@ from environments.word_problems import (
     Ladder,
     Part,
     WordProblem,
+    WordProblemsConfig,
+    WordProblemsEnv,
     held_out_problems,
     is_right,
     levels_of,
     make_problem,
 )
-from environments.word_problems_server import WordProblemsConfig, WordProblemsEnv
 
 LEVEL = st.sampled_from(sorted(LEVELS))
 TOM = WordProblem(1, "Tom has 7 apples. He buys 5 more. How many apples does Tom have now?", 12)

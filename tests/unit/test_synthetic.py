@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from environments.peers.inference import Completion, Sampling
-from environments.synthetic_server import SyntheticConfig, SyntheticEnv, draw_length
+from environments.synthetic import SyntheticConfig, SyntheticEnv, draw_length
 from environments.tokenizers import load_tokenizer
 from grpo_trainer.bench.models import SHAPES, ensure_model
 

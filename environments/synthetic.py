@@ -1,4 +1,4 @@
-"""The environment of `grpo bench loop`: ``python -m environments.synthetic_server serve --env.tokenizer_name MODEL``.
+"""The environment of `grpo bench loop`: ``python -m environments.synthetic serve --env.tokenizer_name MODEL``.
 
 It has no task. Prompts are random and of one length. Lengths of completions are geometric: each completion is a request
 whose limit of tokens is drawn for it, so lengths are the same in every run of a seed, and no policy changes them. The

@@ -1,0 +1,294 @@
+"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or run this file by its path.
+
+Each answer is judged twice. Strictly: it ended before its limit, and is the right number, and nothing else, in the form
+that was asked for. Leniently: math-verify, in processes that can be killed, finds the right value anywhere in it. Both
+are reported with each step, and `--env.reward` says which one is the reward.
+
+Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2110.14168. Its solutions end in
+`#### NUMBER`.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run by its path: sys.path needs the repository's root instead of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import asyncio
+import logging
+import re
+from codecs import BOM_UTF8
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final, Literal
+
+import msgspec
+from pydantic import Field
+
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.intervals import with_interval
+from environments.items import Shuffled
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
+from environments.maths.judge import MathJudge, Verdict
+from environments.peers.inference import Completion
+from environments.running.evaluation import examine_each
+from environments.running.runner import Failures
+from environments.trajectory import Message
+
+log = logging.getLogger(__name__)
+
+LEAST_ROOM = 8
+"""Tokens that a prompt must leave for an answer; questions with less room are skipped."""
+Split = Literal["train", "test"]
+
+ASKED: Final[dict[AnswerForm, str]] = {
+    "boxed": "Think step by step, then give the final answer, a number, as \\boxed{answer}.",
+    "hashes": "Think step by step, then give the final answer, a number, on a line of its own after ####.",
+}
+PERCENT_ASKED: Final = re.compile(r"\b(what|which|how many) ((is|was|are|were|will be) )?(the )?percent", re.IGNORECASE)
+
+
+class _Row(msgspec.Struct, frozen=True):
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One exercise and the number that solves it."""
+
+    text: str
+    gold: str
+
+    @classmethod
+    def of(cls, question: str, answer: str) -> "Question":
+        """Return the question of a row of the data set.
+
+        Solutions write no units. If the question asks for a percentage, the number is one: 60 and 60 % are right.
+
+        Raises:
+            ValueError: The solution does not end in `#### NUMBER`.
+        """
+        gold = in_the_asked_form(answer, "hashes")
+        number = None if gold is None else read_number(gold)
+        if number is None:
+            raise ValueError(f"a solution that does not end in '#### NUMBER': {answer[-60:]!r}")
+        asks_percent = PERCENT_ASKED.search(question) is not None and not number.percent
+        return cls(question, number.text + ("%" if asks_percent else ""))
+
+
+def read_questions(path: Path, split: Split) -> list[Question]:
+    """Return the questions in `path/SPLIT.jsonl`. For the training split `path` may also be the file itself.
+
+    Raises:
+        ConfigError: There is no such file, or a line is not a row of GSM8K.
+    """
+    file = path / f"{split}.jsonl" if path.is_dir() else path
+    if not file.is_file() or (split == "test" and file == path):
+        raise ConfigError(
+            field="--env.dataset_path",
+            got=path,
+            wanted=f'a folder with {split}.jsonl, one {{"question": …, "answer": "… #### 18"}} a line',
+        )
+    questions = []
+    for number, line in enumerate(file.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=_Row)
+            questions.append(Question.of(row.question, row.answer))
+        except ValueError as error:  # includes msgspec's errors
+            raise ConfigError(
+                field=f"--env.dataset_path {file}, line {number}", got=error, wanted="a row of GSM8K"
+            ) from None
+    return questions
+
+
+def download_questions(name: str, split: Split) -> list[Question]:
+    """Return the questions of a data set on the hub.
+
+    Raises:
+        ConfigError: `datasets` is not installed, or the hub does not return them.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ConfigError(
+            "is not set, and `datasets`, which downloads from the hub, is not installed",
+            field="--env.dataset_path",
+            fix="pip install datasets, or name a folder with train.jsonl and test.jsonl",
+        ) from None
+    field = f"--env.dataset_name {name}"
+    try:
+        rows = load_dataset(name, "main", split=split).to_list()
+    except (OSError, ValueError) as error:  # no network, no such data set
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            "cannot be loaded",
+            field=field,
+            got=reason,
+            fix="set --env.dataset_path to a folder with train.jsonl and test.jsonl",
+        ) from None
+    questions = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            questions.append(Question.of(str(row["question"]), str(row["answer"])))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                field=f"{field}, row {number} of {split}", got=str(error), wanted="a row of GSM8K"
+            ) from None
+    return questions
+
+
+def too_long(tokens: int, room: int, free: float) -> float:
+    """Return how much of the penalised part of its room an answer uses: 0 up to the share `free`, 1 at the end.
+
+    Linear, as in C. Yu et al., DAPO, arXiv 2503.14476, section 3.4.
+    """
+    start = free * room
+    if tokens <= start:
+        return 0.0
+    return 1.0 if tokens >= room else (tokens - start) / (room - start)
+
+
+class Gsm8kConfig(BaseEnvConfig):
+    """Settings of GSM8K."""
+
+    dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
+    dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
+    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
+    reward: Literal["strict", "lenient"] = Field(
+        default="strict",
+        description="which right answers have reward 1: strict, in the asked form; lenient, in any form",
+    )
+    format_reward: float = Field(default=0.0, ge=0.0, description="reward of the asked form, right or wrong")
+    length_penalty: float = Field(default=0.0, ge=0.0, description="penalty of the longest answer, right or wrong")
+    length_free: float = Field(
+        default=0.5, ge=0.0, lt=1.0, description="share of the longest answer that costs no penalty"
+    )
+    eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
+    eval_samples: int = Field(default=1, ge=1, description="samples per test question")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
+    judge_workers: int = Field(default=2, ge=1, description="processes that judge answers")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A completion and its judgement.
+
+    Attributes:
+        verdict: The judge's; strict only if the answer ended before its limit.
+        formed: The answer is one number in the form that was asked for, right or wrong.
+        ended: The answer ended before its limit.
+    """
+
+    completion: Completion
+    verdict: Verdict
+    formed: bool
+    ended: bool
+
+
+class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
+    """GSM8K: word problems whose answer is a number."""
+
+    name = "gsm8k"
+    env_config_cls = Gsm8kConfig
+
+    async def setup(self) -> None:
+        """Read the training questions; the test questions are read with the first evaluation."""
+        self.judge = MathJudge(self.config.judge_workers)
+        self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
+        self._test: list[Question] = []
+        self._failures = Failures()
+
+    async def close(self) -> None:
+        """Stop the judges."""
+        if hasattr(self, "judge"):
+            await self.judge.close()
+
+    def _questions(self, split: Split) -> list[Question]:
+        path = self.config.dataset_path
+        every = download_questions(self.config.dataset_name, split) if path is None else read_questions(path, split)
+        fitting = [question for question in every if self._fits(question)]
+        longest, skipped = self.config.max_token_length, len(every) - len(fitting)
+        note = f", {skipped} skipped: longer than --env.max_token_length {longest}" if skipped else ""
+        log.info("%d questions of the %s split%s", len(fitting), split, note)
+        if not fitting:
+            raise ConfigError(
+                field="--env.max_token_length",
+                got=longest,
+                wanted=f"room for an answer to one of the {len(every)} {split} questions at least",
+                fix="raise it",
+            )
+        return fitting
+
+    def _fits(self, question: Question) -> bool:
+        return len(self.tokenize(self.prompt(question))) + LEAST_ROOM <= self.config.max_token_length
+
+    def prompt(self, item: Question) -> str | list[Message]:
+        """Return a chat if the model has a chat template, else plain text."""
+        system = ASKED[self.config.answer_form] if self.config.system_prompt is None else ""
+        if not self.tokenizer.chat_template:
+            return "\n\n".join(filter(None, [system, f"Question: {item.text}\nAnswer:"]))
+        question = {"role": "user", "content": item.text}
+        return [{"role": "system", "content": system}, question] if system else [question]
+
+    async def score_group(self, item: Question, completions: Sequence[Completion]) -> list[float]:
+        """Return 1 for a right answer, plus the format's reward and minus the length's penalty."""
+        judged = await asyncio.gather(*(self._judge(item, completion) for completion in completions))
+        scores = [self._score(one) for one in judged]
+        for one, score in zip(judged, scores, strict=True):
+            figures = {"strict": one.verdict.strict, "lenient": one.verdict.lenient, "formed": one.formed}
+            figures |= {"ended": one.ended, "unjudged": not one.verdict.judged, "score": score}
+            for name, value in figures.items():
+                self.measures.add(name, value)
+        return scores
+
+    async def _judge(self, item: Question, completion: Completion) -> Judged:
+        answer = self.answer_of(completion)
+        found = await self.judge.judge(item.gold, answer, self.config.answer_form)
+        ended = completion.finish_reason != "length"
+        verdict = Verdict(found.strict and ended, found.lenient, found.judged)
+        final = in_the_asked_form(answer, self.config.answer_form)
+        formed = ended and final is not None and read_number(final) is not None
+        return Judged(completion, verdict, formed, ended)
+
+    def _score(self, judged: Judged) -> float:
+        config, completion = self.config, judged.completion
+        right = judged.verdict.strict if config.reward == "strict" else judged.verdict.lenient
+        room = self.sampling(config.max_token_length - len(completion.prompt_token_ids)).max_tokens
+        excess = too_long(len(completion.token_ids), room, config.length_free)
+        return right + config.format_reward * judged.formed - config.length_penalty * excess
+
+    async def evaluate(self) -> dict[str, float]:
+        """Return the share of right answers to test questions, with its 95 % confidence interval.
+
+        The interval counts questions, not samples: several answers to one question are not independent trials.
+        """
+        if not self._test:
+            self._test = await asyncio.to_thread(self._questions, "test")
+        questions = self._test[: self.config.eval_questions]
+        asked, failed = await examine_each(self.name, questions, self._examine, self._failures)
+        judged = [one for answers in asked for one in answers]
+        return {
+            **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(asked)),
+            **with_interval("lenient", fmean(one.verdict.lenient for one in judged), len(asked)),
+            "ended": fmean(one.ended for one in judged),
+            "length_mean": fmean(len(one.completion.token_ids) for one in judged),
+            "questions": len(asked),
+            "questions_failed": failed,
+            "samples": len(judged),
+        }
+
+    async def _examine(self, question: Question) -> list[Judged]:
+        prompt = self.encode(self.prompt(question))
+        room = self.config.max_token_length - len(prompt)
+        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
+        completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
+        return list(await asyncio.gather(*(self._judge(question, completion) for completion in completions)))
+
+
+if __name__ == "__main__":
+    Gsm8kEnv.cli()
