@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from grpo_common.errors import UserError, collected
+from grpo_common.status import OWN
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.environments import BUILT_IN, environment_command
@@ -435,6 +436,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)
+    OWN.open()
     try:
         app()
     except UserError as error:

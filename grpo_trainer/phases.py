@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_common.formats import KEY
+from grpo_common.status import OWN, TRAINED
 from grpo_trainer.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Phases:
         now = self._clock() if at is None else at
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + max(0.0, now - self._since)
         self._name, self._since = name, now
+        OWN.update(phase=name, since=now)
         log.info("start: %s", name)
 
     @contextmanager
@@ -165,6 +167,7 @@ def report_start(folder: Path, say: Callable[[str], None]) -> None:
         replace_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode())
     except OSError as error:  # the run does not depend on the report
         log.warning("could not write the report on the start: %s", error)
+    OWN.update(phase=TRAINED, since=time.time())
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

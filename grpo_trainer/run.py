@@ -37,17 +37,14 @@ from grpo_trainer.doctor.run_checks import warn_of_lr
 from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
-from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
-from grpo_trainer.launch.plan import RunPlan, plan_run
+from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.trial import Trials, refuse_failed, trying
-from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.metrics.health import last_line
@@ -104,7 +101,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     say(f"model {config.trainer.model.name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
     gpus = machine if on_gpu else None
     config = _fitted(config, machine, shape, console)
-    places, execute = NO_PLACES, Child
+    places, start = NO_PLACES, Process
     if cluster:
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
         cluster.occupy(places)
@@ -112,7 +109,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     again = partial(planned, on_gpu=on_gpu, machine=gpus)
     plan = again(config, ports, places)
     if cluster:
-        execute = partial(cluster.start, contents(plan))
+        start = partial(cluster.start, contents(plan))
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     try:
         with held_folder(config.run_dir, "--run-dir") as folder:
@@ -121,10 +118,9 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
             if "run_dir" in config.unset:
                 link_latest(config.run_dir)
             write_record(config, [gpu.name for gpu in machine.gpus])
-            watch = StartWatch(config.run_dir / REPORT_FILE)
             replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
             with recorded(config.trace_file):
-                supervise(config, plan, console, folder, watch, execute, replanner)
+                supervise(config, plan, console, folder, start, replanner)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
 
@@ -201,50 +197,40 @@ def supervise(
     plan: RunPlan,
     console: Console,
     folder: HeldFolder,
-    watch: StartWatch,
-    execute: Executor = Child,
+    start: Callable[[ProcessSpec, Path, Callable[[str, bool], None]], Process] = Process,
     replanner: Replanner | None = None,
 ) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
     began, new_rows = time.time(), NewRows(config.run_dir / METRICS_FILE)
     saves = config.trainer.checkpoints.saves
-    view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
-    stops = "stops the run and keeps it resumable" if saves else "stops the run"
-    view.say(f"run folder {config.run_dir}; {_addresses(config, plan)}; Ctrl-C {stops}")
-
-    crew = Crew(
-        config.options.max_restarts,
-        has_begun=lambda: watch.is_over,
-        has_checkpoint=lambda: _saved(config),
-        servers=config.roster,
-        planner=replanner,
-        say=view.say,
-    )
 
     def show() -> None:
         view.say_waits()
-        for row in new_rows.read() if watch.is_over else ():
+        for row in new_rows.read() if supervisor.begun else ():
             if (row.get("time") or 0.0) < began:  # of a run that is resumed
                 view.remember(row)
             else:
                 view.write(row["step"], row)
 
+    supervisor = Supervisor(
+        config.run_dir / "logs",
+        say=lambda line: view.say(line, style="dim"),
+        echo=lambda line: view.say(line),
+        check=folder.check,
+        show=show,
+        start=start,
+        max_restarts=config.options.max_restarts,
+        has_checkpoint=lambda: _saved(config),
+        servers=config.roster,
+        replanner=replanner,
+        saves=saves,
+        report=config.run_dir / REPORT_FILE,
+    )
+    view = RunConsole(console, config.trainer.training_steps, lambda: supervisor.waits)
+    stops = "stops the run and keeps it resumable" if saves else "stops the run"
+    view.say(f"run folder {config.run_dir}; {_addresses(config, plan)}; Ctrl-C {stops}")
     try:
-        with (
-            closing(new_rows),
-            view,
-            Supervisor(
-                config.run_dir / "logs",
-                say=lambda line: view.say(line, style="dim"),
-                echo=view.say,
-                watch=watch,
-                check=folder.check,
-                show=show,
-                execute=execute,
-                crew=crew,
-                saves=saves,
-            ) as supervisor,
-        ):
+        with closing(new_rows), view, supervisor:
             supervisor.run(plan.stages)
     except StoppedError as stopped:
         stopped.add(summary="; all processes have ended", fix=_goes_on(config))

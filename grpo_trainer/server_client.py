@@ -18,6 +18,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from grpo_common.formats import check_format
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_common.roster import read_members, read_served
+from grpo_common.status import NOTICE, WAITS
 from grpo_trainer import background
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
@@ -97,7 +98,8 @@ class ServerClient:
                 )
             if waited >= report_at(said):
                 said = waited
-                log.info("waiting %.0f s for the inference server at %s", waited, self._config.url)
+                what = "waiting %.0f s for the inference server at %s"
+                log.info(what, waited, self._config.url, extra=NOTICE | WAITS)
             time.sleep(POLL_SECONDS)
         info = self._ask("GET", protocol.BRIDGE_INFO_ROUTE, protocol.BridgeInfo)
         check_format(f"the inference server at {self._config.url}", info.format, protocol.FORMAT, ServerError)

@@ -16,7 +16,7 @@ from grpo_common.roster import FOLDER, read_members, read_served
 from grpo_trainer.config.stored import newest_run
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
-from grpo_trainer.launch.requests import Request, request
+from grpo_trainer.launch.fleet import Request, request
 
 if TYPE_CHECKING:
     from rich.console import Console

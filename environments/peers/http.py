@@ -19,6 +19,7 @@ from tenacity import (
 
 from grpo_common.errors import UserError
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint, may_pass
+from grpo_common.status import WAITS
 
 log = logging.getLogger(__name__)
 
@@ -180,4 +181,5 @@ class Peer:
             away = now - self._away_since
             level = logging.WARNING if away >= patience / 2 else logging.INFO
             trouble = retrying.outcome.exception() if retrying.outcome else None
-            log.log(level, "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, away, trouble)
+            what = "waiting for %s at %s (%.0f s so far): %s"
+            log.log(level, what, self.name, self.url, away, trouble, extra=WAITS)

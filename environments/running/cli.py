@@ -43,6 +43,7 @@ from environments.scoring import ScoreTimeout
 from environments.threads import Interrupted
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
+from grpo_common.status import OWN
 from grpo_common.text import PrintableFormatter
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    OWN.open()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
     report().doing("loading the tokenizer")

@@ -27,6 +27,7 @@ from environments.scoring import ScoreTimeout
 from environments.threads import settled
 from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
+from grpo_common.status import WAITS
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -415,6 +416,7 @@ class Runner:
                 status.queue_size,
                 in_flight,
                 self.reporter.tally.line(),
+                extra=WAITS,
             )
         self._seen = status
         if before is None or status.current_step == before.current_step:

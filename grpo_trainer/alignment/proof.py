@@ -23,6 +23,7 @@ from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_common.status import NOTICE
 from grpo_trainer.alignment.probes import (
     COMPLETION_TOKENS,
     COMPLETION_TOKENS_COARSE,
@@ -213,6 +214,7 @@ class Proof:
             "bridge proved: the server is within %.2g nats a token of the trainer; a %s moved it by %.3g and it stayed "
             "within %.2g%s; undone, it is within %.2g",
             *(noise, served.words, moved, own, note, restored),
+            extra=NOTICE,
         )
         return Proved(noise, moved, own, restored)
 

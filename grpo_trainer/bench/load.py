@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from grpo_trainer.errors import ConfigError, ServerError
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.launch.process import Process
 from vllm_server.protocol import GENERATE_ROUTE
 
 RUNNING = "vllm:num_requests_running"
@@ -124,20 +124,19 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
     if demand.sequences % GROUP:
         raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
     argv = (sys.executable, "-m", "grpo_trainer.bench.load", msgspec.json.encode(demand).decode())
-    child = Child(ProcessSpec("load", argv), log_path)
+    process = Process(ProcessSpec("load", argv), log_path)
 
     def check() -> None:
-        if child.exit_code is not None:
-            raise child.ended()
+        if process.exit_code is not None:
+            raise process.ended()
 
     try:
         meter.wait_for(bool, "one that runs", check)
         yield
         check()
     finally:
-        child.note_family()
-        child.kill()  # it holds nothing worth an orderly end
-        child.close()
+        process.kill()  # it holds nothing worth an orderly end
+        process.close()
     meter.wait_for(lambda running: not running, "none once their client is gone", lambda: None)
 
 

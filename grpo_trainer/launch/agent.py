@@ -1,23 +1,25 @@
-"""Runs a plan's processes on another node of a Ray cluster: an actor there, which `ray_cluster.RayCluster` calls.
+"""A process of a run on another machine of a Ray cluster, from both ends: `NodeAgent` there, `RemoteProcess` here.
 
-Its processes are its children, as those of a local run are the supervisor's, so they end with it. Imports no Ray.
+The agent is an actor that `ray_cluster.RayCluster` calls. Its processes are its children, as those of a local run are
+the supervisor's, so they end with it. Imports no Ray.
 """
 
 from __future__ import annotations
 
 import collections
 import os
+import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from grpo_trainer.errors import PortBusyError
 from grpo_trainer.files import replace_file
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.process import Process
 
 SEEN_GPUS = "CUDA_VISIBLE_DEVICES"
 OF_RAY = ("RAY_", "OMP_NUM_THREADS")
@@ -27,6 +29,8 @@ PASSED_ON = (
     *("ROLLOUT_API_KEY", "GRPO_"),
 )
 """Beginnings of the variables that processes on other nodes get from the environment of `grpo run`."""
+END_SECONDS = 3.0
+"""Most seconds from the end of a killed process until its node has said so."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,13 @@ class Line:
 
 @dataclass(frozen=True)
 class News:
-    """What happened since the last question.
-
-    Attributes:
-        ended: exit codes of all processes that have ended; their last lines came with or before it.
-    """
+    """What happened since the last question."""
 
     lines: tuple[Line, ...]
+    said: Mapping[str, bytes]
+    """The status file of each process that has one."""
     ended: Mapping[str, int]
+    """Exit codes of all processes that have ended; their last lines came with or before it."""
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +85,7 @@ class NodeAgent:
         for name in [name for name in os.environ if name.startswith(OF_RAY)]:
             del os.environ[name]
         os.environ.update(environment)
-        self._children: dict[str, Child] = {}
+        self._processes: dict[str, Process] = {}
         self._lines: collections.deque[Line] = collections.deque()
         self._lock = threading.Lock()
 
@@ -109,26 +112,86 @@ class NodeAgent:
         for path, content in files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             replace_file(Path(path), content, mode=0o600)
-        output, errors = (partial(self._hear, spec.name, is_error) for is_error in (False, True))
-        child = Child(seeing(spec, self.gpus()), Path(os.devnull), output, errors)
-        self._children[spec.name] = child
-        return child.pid
+        process = Process(seeing(spec, self.gpus()), Path(os.devnull), partial(self._hear, spec.name))
+        self._processes[spec.name] = process
+        return process.pid
 
-    def _hear(self, name: str, is_error: bool, text: str) -> None:
+    def _hear(self, name: str, text: str, is_error: bool) -> None:
         with self._lock:
             self._lines.append(Line(name, is_error, text))
 
     def news(self) -> News:
         """Return what happened since the last call."""
-        codes = {name: child.exit_code for name, child in self._children.items()}
+        codes = {name: process.exit_code for name, process in self._processes.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
         for name in ended:
-            self._children[name].drain()
+            self._processes[name].drain()
+        said = {name: content for name, process in self._processes.items() if (content := process.said())}
         with self._lock:
             lines = tuple(self._lines)
             self._lines.clear()
-        return News(lines, ended)
+        return News(lines, said, ended)
 
     def order(self, name: str, method: str) -> None:
-        """Have a process do what a method of `Watched` without arguments does, by the method's name."""
-        getattr(self._children[name], method)()
+        """Have a process do what a method of `Process` without arguments does, by the method's name."""
+        getattr(self._processes[name], method)()
+
+
+class RemoteProcess(Process):
+    """A process that a node's agent runs. The thread that follows the agent's news calls its methods.
+
+    Args:
+        order: has the agent do what a method of `Process` does, by the method's name, and waits for that; it does
+            nothing once the node is lost.
+    """
+
+    def __init__(
+        self, spec: ProcessSpec, log_path: Path, on_line: Callable[[str, bool], None], order: Callable[[str], None]
+    ) -> None:
+        self._order = order
+        self._code: int | None = None
+        self._is_over = threading.Event()
+        self._lost, self._said = "", b""
+        super().__init__(spec, log_path, on_line)
+
+    def write(self, line: Line) -> None:
+        """Take a line that it wrote."""
+        self.take(f"{line.text}\n")
+        self._on_line(line.text, line.is_error)
+
+    def tell(self, content: bytes) -> None:
+        """Take the content of its status file."""
+        self._said = content
+
+    def note_end(self, code: int = -signal.SIGKILL, lost: str = "") -> None:
+        """Note that it has ended, if only because its node is lost; the first end counts."""
+        if self._code is None:
+            self._code, self._lost = code, lost
+            self._is_over.set()
+
+    def _start(self) -> int:
+        return 0  # `RayCluster.start` starts it
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def how_it_ended(self) -> str:
+        return self._lost or super().how_it_ended()
+
+    def note_family(self) -> None:
+        self._order("note_family")
+
+    def terminate(self) -> None:
+        if self._code is None:
+            self._order("terminate")
+
+    def kill(self) -> None:
+        self._order("kill")
+        self._is_over.wait(END_SECONDS)
+
+    def drain(self) -> None:
+        """Do nothing: the last lines come before the exit code."""
+
+    def said(self) -> bytes:
+        return self._said

@@ -1,7 +1,7 @@
-"""An inference server that the trainer owns: it starts the server on a model, stops it, and starts it on another.
+"""The trainer's own inference server (modes `none` and `lora_restart`): a process that is started again on each model.
 
-The server ends with the trainer: in order when the context exits, and by the kernel's SIGTERM (`PR_SET_PDEATHSIG`) if
-the trainer is killed.
+It ends with the trainer: in order when the context exits, and by the kernel's SIGTERM (`PR_SET_PDEATHSIG`) if the
+trainer is killed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 
 from grpo_common.ports import port_holder
-from grpo_trainer.config.server import server_names
+from grpo_common.status import NOTICE, WAITS
+from grpo_trainer.config.server import VllmConfig, server_names
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import PortBusyError, from_os_error
-from grpo_trainer.launch.child import Child
+from grpo_trainer.errors import PortBusyError
 from grpo_trainer.launch.plan import ProcessSpec, server_process
 from grpo_trainer.launch.ports import is_free
-from grpo_trainer.launch.supervisor import POLL_SECONDS
+from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.phases import SERVER, START, report_at
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,8 @@ class OwnedServer:
         link: Path,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        self._launch = launch
-        self.log_path = log_path
-        self._link = link
-        self._check_stop = check_stop
-        self._child: Child | None = None
+        self._launch, self.log_path, self._link, self._check_stop = launch, log_path, link, check_stop
+        self._process: Process | None = None
 
     def __enter__(self) -> OwnedServer:
         return self
@@ -67,23 +64,21 @@ class OwnedServer:
 
     @property
     def pid(self) -> int | None:
-        return self._child.pid if self._child else None
+        return self._process.pid if self._process else None
 
     def start(self, model: str, version: int) -> str:
         """Launch the server on a folder or a hub name, and return the server's name for it; call `wait_ready` next."""
-        assert self._child is None, "one server at a time"
+        assert self._process is None, "one server at a time"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        path = self._linked(Path(model)) if Path(model).is_dir() else model
-        spec = self._launch(path, version)
+        path = model
+        if Path(model).is_dir():
+            path = str(self._link.absolute())
+            self._link.parent.mkdir(parents=True, exist_ok=True)
+            self._link.unlink(missing_ok=True)  # safe: no server is running
+            self._link.symlink_to(Path(model).absolute(), target_is_directory=True)
         log.info("starting the inference server on %s as version %d", model, version)
-        self._child = Child(spec, self.log_path, last_lines=LAST_LINES)
+        self._process = Process(self._launch(path, version), self.log_path, last_lines=LAST_LINES)
         return path
-
-    def _linked(self, folder: Path) -> str:
-        self._link.parent.mkdir(parents=True, exist_ok=True)
-        self._link.unlink(missing_ok=True)  # safe: no server is running
-        self._link.symlink_to(folder.absolute(), target_is_directory=True)
-        return str(self._link.absolute())
 
     @START.of(SERVER)
     def wait_ready(self) -> float:
@@ -93,22 +88,20 @@ class OwnedServer:
             ProcessFailedError: it ended, was not ready in time, or refuses the key; the message has its last lines and
                 its log's path.
         """
-        child = self._child
-        assert child is not None, "start comes first"
-        said = 0.0
+        process, said = self._process, 0.0
+        assert process is not None, "start comes first"
         with httpx.Client(timeout=5.0, trust_env=False) as http:
-            while not child.is_ready(http):
+            while not process.is_ready(http):
                 self._check_stop()
                 self.check()
-                waited = time.monotonic() - child.started
-                if waited > child.spec.ready_timeout:
-                    raise child.not_ready("--vllm-timeout")
+                waited = time.monotonic() - process.started
+                if waited > process.spec.ready_timeout:
+                    raise process.not_ready("--vllm-timeout")
                 if waited >= report_at(said):
-                    said = waited
-                    last = child.progress or "nothing said yet"
-                    log.info("waiting %.0f s for the inference server to start: %s", waited, last)
+                    said, what = waited, "waiting %.0f s for the inference server to start: %s"
+                    log.info(what, waited, process.progress or "nothing said yet", extra=NOTICE | WAITS)
                 time.sleep(POLL_SECONDS)
-        return time.monotonic() - child.started
+        return time.monotonic() - process.started
 
     def check(self) -> None:
         """Raise an error if the server has ended without `stop`.
@@ -117,33 +110,17 @@ class OwnedServer:
             ProcessFailedError: the server has ended; the message has its last lines.
             DiskFullError: its log could not be written.
         """
-        child = self._child
-        if child is None:
-            return
-        if child.exit_code is not None:
-            raise child.ended()
-        if child.log_error is not None:
-            raise from_os_error(child.log_error, "write the server's log") or child.log_error
+        if self._process is not None:
+            if self._process.exit_code is not None:
+                raise self._process.ended()
+            self._process.check_log()
 
     def stop(self) -> float:
         """End the server if it runs, by SIGTERM and then SIGKILL, and return the seconds that this took."""
-        child, self._child = self._child, None
-        if child is None:
-            return 0.0
-        started = time.monotonic()
-        _end(child)
+        started, process, self._process = time.monotonic(), self._process, None
+        if process is not None:
+            process.end(process.spec.stop_seconds)
         return time.monotonic() - started
-
-
-def _end(child: Child) -> None:
-    """End a process and all processes that it started."""
-    started = time.monotonic()
-    child.note_family()
-    child.terminate()
-    while child.exit_code is None and time.monotonic() - started < child.spec.stop_seconds:
-        time.sleep(POLL_SECONDS / 2)
-    child.kill()
-    child.close()
 
 
 def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> list[OwnedServer]:
@@ -152,34 +129,27 @@ def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[],
     Raises:
         PortBusyError: a port is taken; the message names the holder.
     """
+
+    def server(vllm: VllmConfig, name: str) -> OwnedServer:
+        if not is_free(vllm.host, vllm.port):
+            raise PortBusyError(
+                "with this --weight-bridge-mode the trainer starts the server itself",
+                field="--vllm-port",
+                got=f"{vllm.port}, held by {port_holder(vllm.port)}",
+                wanted="a free port",
+                fix="end that process, or choose another port",
+            )
+        of_server = config.model_copy(update={"vllm": vllm})
+
+        def launch(model: str, version: int) -> ProcessSpec:
+            flags = ("--policy-version", str(version))
+            python = sys.executable
+            return server_process(
+                of_server, python=python, on_gpu=on_gpu, model=model, flags=flags, name=name, step=version
+            )
+
+        link = config.log_dir / name.replace("server", "served_model")
+        return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)
+
     each = config.vllm.each
-    return [
-        _owned_server(config.model_copy(update={"vllm": vllm}), name, on_gpu=on_gpu, check_stop=check_stop)
-        for name, vllm in zip(server_names(len(each)), each, strict=True)
-    ]
-
-
-def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: Callable[[], None]) -> OwnedServer:
-    vllm = config.vllm
-    if not is_free(vllm.host, vllm.port):
-        raise PortBusyError(
-            "with this --weight-bridge-mode the trainer starts the server itself",
-            field="--vllm-port",
-            got=f"{vllm.port}, held by {port_holder(vllm.port)}",
-            wanted="a free port",
-            fix="end that process, or choose another port",
-        )
-
-    def launch(model: str, version: int) -> ProcessSpec:
-        return server_process(
-            config,
-            python=sys.executable,
-            on_gpu=on_gpu,
-            model=model,
-            flags=("--policy-version", str(version)),
-            name=name,
-            step=version,
-        )
-
-    link = config.log_dir / name.replace("server", "served_model")
-    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)
+    return [server(vllm, name) for vllm, name in zip(each, server_names(len(each)), strict=True)]

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_common.http import address
+from grpo_common.status import VARIABLE as STATUS_VARIABLE
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
 from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_command
@@ -154,7 +155,8 @@ def _completed(config: RunConfig, process: ProcessSpec, env: Mapping[str, str], 
     place = places.get(process.name, HERE)
     file = config.trace_file if place.is_here else None  # the file is on the head
     traced = {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
-    return replace(process, env={**env, **traced, **process.env, "PYTHONUNBUFFERED": "1"}, place=place)
+    says = {} if process.ready_url else {STATUS_VARIABLE: str(config.run_dir / "status" / f"{process.name}.json")}
+    return replace(process, env={**env, **traced, **says, **process.env, "PYTHONUNBUFFERED": "1"}, place=place)
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:

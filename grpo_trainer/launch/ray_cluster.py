@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
-from grpo_trainer.launch.agent import NodeAgent, passed_on, seeing
-from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.agent import NodeAgent, RemoteProcess, passed_on, seeing
 from grpo_trainer.launch.places import HERE, Node, Place, Places, free_nodes, meeting_address
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
-from grpo_trainer.launch.remote import RemoteProcess
-from grpo_trainer.launch.watched import Listener, Watched
+from grpo_trainer.launch.process import Process
 
 CONNECT_SECONDS = 60.0
 """Time for the cluster to answer: a job may have started it just before."""
@@ -254,10 +252,8 @@ class RayCluster:
 
     # the run ------------------------------------------------------------------------------------------------
 
-    def start(
-        self, files: Files, spec: ProcessSpec, log_path: Path, on_stdout: Listener, on_stderr: Listener
-    ) -> Watched:
-        """Start a process where its place is. With `files` given it is an `Executor`.
+    def start(self, files: Files, spec: ProcessSpec, log_path: Path, on_line: Callable[[str, bool], None]) -> Process:
+        """Start a process where its place is.
 
         Args:
             files: configuration files by path; those that the command line names are written on its node.
@@ -268,15 +264,15 @@ class RayCluster:
         node = spec.place.node
         if node is None or node.is_head:
             gpus = "" if node is None else self._gpus.get(room_of(spec.place), "")
-            return Child(seeing(spec, gpus), log_path, on_stdout, on_stderr)
+            return Process(seeing(spec, gpus), log_path, on_line)
         room = room_of(spec.place)
         # A process that starts again is another one to the agent, which still tells how the one before it ended.
         called = replace(spec, name=f"{spec.name}/{next(self._starts)}")
-        process = RemoteProcess(spec, log_path, on_stdout, on_stderr, partial(self._order, room, called.name))
+        process = RemoteProcess(spec, log_path, on_line, partial(self._order, room, called.name))
         self._processes[room][called.name] = process
         needed = {str(path): content for path, content in files.items() if str(path) in spec.argv}
         try:
-            process.begin(self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS))
+            process.pid = self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS)
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
             self._agents[room].order.remote(called.name, "kill")  # if only the answer is late, it still starts
@@ -308,12 +304,14 @@ class RayCluster:
                 with suppress(self._ray.exceptions.RayError):
                     self._ray.kill(self._agents[room])  # it may only have been slow; its processes end with it
                 for process in list(processes.values()):
-                    process.lose(reason)
+                    process.note_end(lost=reason)
                 return
             for line in news.lines:
-                processes[line.name].hear(line)
+                processes[line.name].write(line)
+            for name, content in news.said.items():
+                processes[name].tell(content)
             for name, code in news.ended.items():
-                processes[name].end(code)
+                processes[name].note_end(code)
 
     def close(self) -> None:
         """End the actors, and with them what is left of their processes; leave the cluster."""

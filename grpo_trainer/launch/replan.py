@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import server_names
@@ -13,18 +12,10 @@ from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.ray_cluster import RayCluster
 
 PlanAgain = Callable[[RunConfig, Mapping[str, int], Places], RunPlan]
 """Returns the plan of a run with these ports and places."""
-
-
-class Machines(Protocol):
-    """The machines of a cluster: `ray_cluster.RayCluster` says what each method does."""
-
-    def is_lost(self, place: Place) -> bool: ...
-    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None: ...
-    def forget(self, name: str) -> None: ...
-    def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]: ...
 
 
 class Replanner:
@@ -42,7 +33,7 @@ class Replanner:
         places: Places,
         plan: PlanAgain,
         *,
-        machines: Machines | None = None,
+        machines: RayCluster | None = None,
         on_gpu: bool = False,
     ) -> None:
         self._config = config
@@ -85,7 +76,7 @@ class Replanner:
         self._places = places
         return self._planned([spec.name for spec in specs])
 
-    def _room(self, machines: Machines, name: str, taken: Iterable[Place]) -> Place | None:
+    def _room(self, machines: RayCluster, name: str, taken: Iterable[Place]) -> Place | None:
         """Return a place of the run that no process has any more, or one that a machine gives."""
         size = gpus_of_server(self._config) if name in self._config.server.names else 1
         size = size if self._on_gpu else 0

@@ -1,96 +1,81 @@
-"""Starts a plan's processes, waits until they are ready, watches them, and ends every process that it started.
+"""Starts a plan's processes, waits until they are ready, watches and restarts them, and ends all that it started.
 
-Ctrl-C reaches only the supervisor, which then ends its children in order (`child.py`).
+One table has a row for each process of the run, with its state. Ctrl-C reaches only the supervisor, which then ends the
+processes in order.
+
+Nothing restarts before the first trained step: a process that fails during the start has an error that the user should
+see at once. Afterwards a process restarts up to `--max-restarts` times in a row, each time after a longer pause.
 """
 
 from __future__ import annotations
 
 import collections
 import os
-import re
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar
 
 import httpx
+import msgspec
 
+from grpo_common.status import TRAINED
 from grpo_common.text import printable
-from grpo_trainer.errors import ProcessFailedError, from_os_error
-from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.crew import Crew
-from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.start import StartWatch
-from grpo_trainer.launch.watched import Executor, Watched
+from grpo_trainer.errors import ProcessFailedError
+from grpo_trainer.files import replace_file
+from grpo_trainer.launch.fleet import Fleet, Row
+from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, started_again
+from grpo_trainer.launch.process import POLL_SECONDS, Process
+from grpo_trainer.launch.replan import Replanner
+from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait
 from grpo_trainer.signals import Arrivals, ending_signals
 
-POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
-"""Most seconds from the first signal until the last child is gone; more only if a process needs longer to save."""
-
-NOTICE = re.compile(
-    r"\b(?:WARNING|ERROR)\b|^Timeout \(\d|\bwaiting \d+ s for\b|\bbridge proved\b|\bcheckpoint: saved\b"
-)
-"""Log lines of trainer and environments that the user should see at once. `Timeout (` is the timer of faulthandler."""
-
-STACK = re.compile(r"  |(?:Thread|Current thread) 0x")
-"""Log lines of a stack. They are shown after a notice that ends with a colon, or is that timer's."""
-
-WAITING = re.compile(r"\bwaiting\b")
-"""Log lines of processes that wait for a server; they are hidden while the supervisor itself waits for that server."""
-
-WAITS = re.compile(r"\bwaiting \d+ s for a batch\b")
-"""The trainer's log line while it has no batch to train on."""
+"""Most seconds from the first signal until the last process is gone; more only if one needs longer to save."""
+STACK_CHARACTERS = 200
+"""Of each line of a notice after its first."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Before the first restart, and before any."""
+IN_A_ROW_SECONDS = 600.0
+"""After a process was ready and has run for longer than this, its count of restarts begins at 0 again."""
+PLACE_SECONDS = 2.0
+"""Between two attempts to start a process that has no machine, or could not be started."""
 
 
-@dataclass
-class Notices:
-    """Decides which of a process's notices the user sees: `BURST` at once, then one in `PAUSE_SECONDS`.
+class StartReport(msgspec.Struct, frozen=True):
+    """Durations of one start: `start.json`, which the trainer writes and the supervisor completes."""
 
-    An environment may write a warning for each sample.
-    """
-
-    BURST: ClassVar[int] = 10
-    PAUSE_SECONDS: ClassVar[float] = 5.0
-    STACK_LINES: ClassVar[int] = 16
-    STACK_CHARACTERS: ClassVar[int] = 200
-    left: float = BURST
-    missed: int = 0
-    at: float = 0.0
-    stack: int = 0
-
-    def take(self, now: float) -> int | None:
-        """Return how many notices were left out since the last one; None: this one is left out, too."""
-        self.left, self.at = min(self.BURST, self.left + (now - self.at) / self.PAUSE_SECONDS), now
-        if self.left < 1:
-            self.missed += 1
-            return None
-        self.left -= 1
-        missed, self.missed = self.missed, 0
-        return missed
-
-    def follows(self, line: str) -> bool:
-        """Return whether a line belongs to the stack after the last notice, of which the first lines are shown."""
-        self.stack = self.stack - 1 if self.stack and STACK.match(line) else 0
-        return self.stack > 0
+    seconds: float
+    """From the command to the first trained step."""
+    phases: dict[str, float]
+    """Seconds of each of the trainer's phases, which sum to `seconds`."""
+    servers: dict[str, dict[str, float]] = {}
+    """For each server, `ready`: the seconds from its start to its first answer."""
+    format: int = 1
 
 
 class Supervisor:
-    """Owns the processes of one run. Use as a context manager: its exit ends every child.
+    """Owns the processes of one run. Use as a context manager: its exit ends every process.
 
     Args:
         log_folder: each process has its NAME.log there.
         say: shows a line about a process to the user.
         echo: shows a line that the process with `ends_run` wrote to its stdout.
-        watch: follows the start, which ends with the first trained step.
         check: raises an error that ends the run, for example if the run's folder is gone.
         show: shows the run's progress; called many times a second, and once after the end.
-        execute: starts a process; by default as a child of this one.
-        crew: decides which processes restart; by default none.
+        start: starts a process, here or on the machine that the plan names.
+        max_restarts: of a process in a row; 0: any process that ends, ends the run.
+        has_checkpoint: returns whether trainers can continue from a checkpoint.
+        servers: the run's folder of servers, where they may change; None: they stay.
+        replanner: says where processes start again; None: where they were, and no server is added.
         saves: a trainer that is stopped saves a checkpoint.
+        report: the file that the trainer writes at its first trained step.
+
+    Attributes:
+        begun: the first step is trained.
+        waits: what the processes do now, until then.
     """
 
     def __init__(
@@ -98,24 +83,27 @@ class Supervisor:
         log_folder: Path,
         say: Callable[[str], None],
         echo: Callable[[str], None],
-        watch: StartWatch | None = None,
+        *,
         check: Callable[[], None] = lambda: None,
         show: Callable[[], None] = lambda: None,
-        execute: Executor = Child,
-        crew: Crew | None = None,
+        start: Callable[[ProcessSpec, Path, Callable[[str, bool], None]], Process] = Process,
+        max_restarts: int = 0,
+        has_checkpoint: Callable[[], bool] = lambda: False,
+        servers: Path | None = None,
+        replanner: Replanner | None = None,
         saves: bool = True,
+        report: Path | None = None,
     ) -> None:
-        self.children: list[Watched] = []
-        self._log_folder = log_folder
-        self._say = say
-        self._echo = echo
-        self._watch = watch
-        self._check_run = check
-        self._show = show
-        self._execute = execute
-        self._crew = crew or Crew()
-        self._saves = saves
-        self._waits = False
+        self.table: dict[str, Row] = {}
+        self.begun, self.waits = False, tuple[Wait, ...]()
+        self._log_folder, self._report = log_folder, report
+        self._say, self._echo, self._show = say, echo, show
+        self._check_run, self._has_checkpoint = check, has_checkpoint
+        self._start, self._saves, self._most, self._replanner = start, saves, max_restarts, replanner
+        self._fleet = None if servers is None else Fleet(servers, self.table, replanner)
+        self._restarts: collections.Counter[str] = collections.Counter()
+        self._ready_after: dict[str, dict[str, float]] = {}
+        self._starved_since: float | None = None
         self._unheard = False
         self._signals = Arrivals()
         self._handlers: dict[int, signal._HANDLER] = {}
@@ -124,16 +112,29 @@ class Supervisor:
         for number in ending_signals():
             self._handlers[number] = signal.signal(number, self._on_signal)
         self._log_folder.mkdir(parents=True, exist_ok=True)
+        if self._report is not None:
+            self._report.unlink(missing_ok=True)  # left by an earlier start in the same folder
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop_all()
-        self._show_progress()
+        self._tell(self._show)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.add(number)
+
+    def _tell(self, show: Callable[..., None], *line: str) -> None:
+        """Show a line. Once the output is closed (`grpo run | head`), show no more; the run and its logs continue."""
+        if self._unheard:
+            return
+        try:
+            show(*line)
+        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
+            self._unheard = True
+
+    # start and watch ----------------------------------------------------------------------------------------
 
     def run(self, stages: Sequence[Sequence[ProcessSpec]]) -> None:
         """Start each stage when the stage before is ready, and watch all processes until that with `ends_run` is done.
@@ -145,177 +146,276 @@ class Supervisor:
         """
         later = collections.deque(stages)
         with httpx.Client(timeout=1.0, trust_env=False) as http:
-            while not any(child.spec.ends_run and child.exit_code == 0 for child in self.children):
+            while not any(process.spec.ends_run and process.exit_code == 0 for process in self.processes):
                 if later and not self._unready:
                     for spec in later.popleft():
                         self.start(spec)
+                self._hear()
                 self._check()
-                for specs in self._crew.due():
-                    self._start_again(specs)
-                self._crew.tend(self.children)
-                for child in self._unready:
-                    self._look(child, http)
-                self._show_progress()
+                self._start_due()
+                if self._fleet is not None:
+                    self._fleet.tend(self._tell_user)
+                for row, process in self._unready:
+                    self._ask(row, process, http)
+                self._tell(self._show)
                 time.sleep(POLL_SECONDS)
 
-    def start(self, spec: ProcessSpec) -> Watched:
-        """Start one process, to be watched and ended with the others."""
-
-        def on_stdout(line: str) -> None:
-            if spec.ends_run:
-                self._tell(self._echo, printable(line))
-
-        notices = Notices()
-
-        def on_stderr(line: str) -> None:
-            self._waits |= spec.ends_run and WAITS.search(line) is not None
-            if notices.follows(line):
-                self._tell(self._say, f"{spec.name}: {printable(line, Notices.STACK_CHARACTERS)}")
-            elif spec.ready_url is None and NOTICE.search(line) and not (self._unready and WAITING.search(line)):
-                log = self._log_folder / f"{spec.name}.log"
-                if (missed := notices.take(time.monotonic())) is not None:
-                    before = f"; {missed} warnings before it are not shown" if missed else ""
-                    goes_on = line.endswith(":") or line.startswith("Timeout (")
-                    notices.stack = Notices.STACK_LINES + 1 if goes_on else 0
-                    more = f" (in {log}{before})" if missed or goes_on else ""
-                    self._tell(self._say, f"{spec.name}: {printable(line)}{more}")
-
-        child = self._execute(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
-        self.children.append(child)
-        self._crew.started(spec)
-        self._tell(self._say, f"{spec.name}: started (log: {child.log_path})")
-        return child
-
-    def _tell(self, show: Callable[..., None], *line: str) -> None:
-        """Show a line. Once the output is closed (`grpo run | head`), show no more; the run and its logs continue."""
-        if self._unheard:
-            return
-        try:
-            show(*line)
-        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
-            self._unheard = True
-
-    def _check(self) -> None:
-        """Raise an error if anything ends the run early."""
-        self._signals.check()
-        self._check_run()
-        for child in self.children:
-            if child.log_error is not None:
-                raise from_os_error(child.log_error, f"write the log of {child.name}") or child.log_error
-        for child in self.children:
-            if child.exit_code == 0 and child.spec.may_end and not child.told_end:
-                child.told_end = True
-                self._waits = False  # its last rollouts may complete the batch that the trainer waits for
-                self._tell(self._say, f"{child.name}: has ended (log: {child.log_path})")
-        ended = [child for child in self.children if child.exit_code is not None and not self._as_planned(child)]
-        if ended:
-            # Blame a killed process first: one that ended with an error at the same moment may have failed because
-            # of it. Blame one that has lost another process of the trainer last.
-            culprit = min(ended, key=_blame)
-            self._replace(culprit, culprit.ended)
-        environments = [child for child in self.children if child.name.startswith("env-")]
-        waits_in_vain = self._waits and environments and all(child.told_end for child in environments)
-        if waits_in_vain and not self._crew.expects("env-"):
-            raise environments[-1].left()
-
-    def _replace(self, culprit: Watched, error: Callable[[], ProcessFailedError]) -> None:
-        """Take a process that failed, and those that restart with it, out of the run; they start again later.
-
-        Raises:
-            ProcessFailedError: it does not restart.
-        """
-        group = self._crew.lost(culprit, self.children)
-        if group is None:
-            raise error()
-        self._take_out(group)
-        self._waits = False
-
-    def _start_again(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start processes that belong together; if one can't be started, all start later.
-
-        Raises:
-            ProcessFailedError: they could not be started several times.
-        """
-        begun: list[Watched] = []
-        try:
-            for spec in specs:
-                begun.append(self.start(spec))
-        except ProcessFailedError:
-            if not self._crew.put_off(specs):
-                raise
-            self._take_out(begun)
-
-    def _take_out(self, group: Sequence[Watched]) -> None:
-        """Kill what is left of processes, and forget them."""
-        for child in group:
-            child.note_family()
-            child.kill()
-            child.close()
-            self.children.remove(child)
-
-    @staticmethod
-    def _as_planned(child: Watched) -> bool:
-        return child.exit_code == 0 and (child.spec.may_end or child.spec.ends_run)
+    @property
+    def processes(self) -> list[Process]:
+        """Those that run, or have ended as planned."""
+        return [process for _, process in self._running]
 
     @property
-    def _unready(self) -> list[Watched]:
-        return [child for child in self.children if not child.ready]
+    def _running(self) -> list[tuple[Row, Process]]:
+        return [(row, row.process) for row in self.table.values() if row.process is not None]
 
-    def _look(self, child: Watched, http: httpx.Client) -> None:
+    @property
+    def _unready(self) -> list[tuple[Row, Process]]:
+        return [(row, process) for row, process in self._running if not process.ready]
+
+    def _tell_user(self, line: str) -> None:
+        self._tell(self._say, line)
+
+    def start(self, spec: ProcessSpec) -> Process:
+        """Start one process, to be watched and ended with the others."""
+
+        def on_line(line: str, is_error: bool) -> None:
+            if spec.ends_run and not is_error:
+                self._tell(self._echo, printable(line))
+
+        row = self.table.setdefault(spec.name, Row(spec))
+        again = started_again(spec, row.boots) if row.boots else spec
+        process = self._start(again, self._log_folder / f"{spec.name}.log", on_line)
+        row.spec, row.process, row.boots = spec, process, row.boots + 1
+        row.state = "running" if process.ready else "starting" if row.boots == 1 else "restarting"
+        self._tell_user(f"{spec.name}: started (log: {process.log_path})")
+        return process
+
+    def _hear(self) -> None:
+        """Show the notices of all processes, and note how far the trainer is."""
+        for process in self.processes:
+            self._show_notices(process)
+        trainers = [process for process in self.processes if process.spec.ends_run]
+        if not self.begun and any(process.status.phase == TRAINED for process in trainers):
+            self.begun = True
+            if self._report is not None and (report := read_report(self._report)) is not None:
+                whole = msgspec.json.encode(msgspec.structs.replace(report, servers=self._ready_after))
+                with suppress(OSError):  # the run does not depend on this file
+                    replace_file(self._report, msgspec.json.format(whole, indent=1))
+        self.waits = () if self.begun else tuple(self._present_waits())
+
+    def _show_notices(self, process: Process) -> None:
+        for notice in process.hear():
+            if notice.waits and self._unready:
+                continue  # the supervisor waits for the same, and says so
+            first, *stack = notice.text.split("\n")
+            before = f"; {notice.missed} warnings before it are not shown" if notice.missed else ""
+            more = f" (in {process.log_path}{before})" if stack or before else ""
+            self._tell_user(f"{process.name}: {printable(first)}{more}")
+            for line in stack:
+                self._tell_user(f"{process.name}: {printable(line, STACK_CHARACTERS)}")
+
+    def _present_waits(self) -> Iterator[Wait]:
+        """Yield what servers that are not ready, and the trainer, do now."""
+        for process in self.processes:
+            seconds = time.monotonic() - process.started
+            if not process.ready:
+                yield Wait(process.name, STARTING, seconds, process.progress)
+            elif process.spec.ends_run:
+                phase = process.status.phase
+                if phase == SERVER and any(name.startswith("server") for name in self.table):
+                    continue  # that server's own wait covers it
+                seconds = time.time() - process.status.since if phase else seconds
+                yield Wait(process.name, IN_WORDS.get(phase, phase) or STARTING, seconds, logged=phase in LOGGED)
+
+    def _check(self) -> None:
+        """Handle processes that have ended; raise an error if anything ends the run early."""
+        self._signals.check()
+        self._check_run()
+        failed: list[Row] = []
+        for row, process in self._running:
+            process.check_log()
+            if (code := process.exit_code) is None or row.state == "ended":
+                continue
+            if code == 0 and process.spec.may_end:
+                row.state = "ended"
+                self._tell_user(f"{process.name}: has ended (log: {process.log_path})")
+            elif not (code == 0 and process.spec.ends_run):
+                failed.append(row)
+        if failed:
+            self._lose(min(failed, key=_blame))
+        self._check_supply()
+
+    def _check_supply(self) -> None:
+        """Raise an error if the trainer waits for a batch that no environment will send."""
+        environments = [row for row in self.table.values() if row.spec.name.startswith("env-")]
+        over = environments and all(row.state == "ended" for row in environments)
+        settled = all(row.state in ("running", "ended") for row in self.table.values())
+        if not (over and settled and any(process.status.lacks_batch for process in self.processes)):
+            self._starved_since = None
+            return
+        # The last rollouts may complete a batch, and the trainer needs a moment to fetch it.
+        self._starved_since = self._starved_since or time.monotonic()
+        if time.monotonic() - self._starved_since > PATIENCE_SECONDS:
+            last = environments[-1].process
+            assert last is not None, "it has ended"
+            summary, wanted = "has ended, and the trainer waits for rollouts", "rollouts until the trainer's last step"
+            raise last.ended(summary, wanted)
+
+    def _ask(self, row: Row, process: Process, http: httpx.Client) -> None:
         """Check whether a server answers, and record it as ready if so.
 
         Raises:
             ProcessFailedError: it does not answer, and its time is up; or it refuses the key.
         """
-        seconds = time.monotonic() - child.started
-        child.ready = child.is_ready(http)
-        if child.ready:
-            self._tell(self._say, f"{child.name}: ready after {seconds:.1f} s")
-            if self._watch is not None:
-                self._watch.note_ready(child.name, seconds)
-        elif seconds > child.spec.ready_timeout:
-            child.terminate()
-            self._replace(child, child.not_ready)
+        seconds = time.monotonic() - process.started
+        process.ready = process.is_ready(http)
+        if process.ready:
+            row.state = "running" if row.state in ("starting", "restarting") else row.state
+            self._ready_after[process.name] = {"ready": round(seconds, 3)}
+            self._tell_user(f"{process.name}: ready after {seconds:.1f} s")
+        elif seconds > process.spec.ready_timeout:
+            process.terminate()
+            self._lose(row)
 
-    def _show_progress(self) -> None:
-        if self._watch is not None:
-            self._watch.look(self.children)
-        self._tell(self._show)
+    # restart ------------------------------------------------------------------------------------------------
+
+    def _lose(self, row: Row) -> None:
+        """Take a process that failed, and those that restart with it, out of the run; they start again later.
+
+        Raises:
+            ProcessFailedError: it does not restart.
+        """
+        process, spec = row.process, row.spec
+        assert process is not None, "it has failed"
+        self._show_notices(process)
+        if row.state in ("leaving", "ending"):
+            self._give_up([row])
+            self._tell_user(f"{spec.name}: has left")
+            return
+        late = process.exit_code is None
+        how = "not ready in time" if late else process.how_it_ended()
+        if process.ready and time.monotonic() - process.started > IN_A_ROW_SECONDS:
+            self._restarts[spec.restarts] = 0
+        done = self._restarts[spec.restarts]
+        may_restart = self._may_restart(process)
+        if may_restart and done >= self._most and self._fleet is not None and self._fleet.has_another(row):
+            self._give_up([row])
+            log = f"(log: {process.log_path})"
+            self._tell_user(f"{spec.name}: {how}, after {done} restarts; the run goes on without it {log}")
+            return
+        if not may_restart or done >= self._most:
+            raise process.not_ready() if late else process.ended()
+        self._restarts[spec.restarts] += 1
+        pause = min(FIRST_PAUSE_SECONDS * 2**done, LONGEST_PAUSE_SECONDS)
+        group = [each for each in self.table.values() if each.spec.restarts == spec.restarts]
+        names = ", ".join(each.spec.name for each in group)
+        self._tell_user(f"{spec.name}: {how}; {names}: restart {done + 1} of {self._most} in {pause:g} s")
+        self._put_off(group, pause)
+        if (process.exit_code or 0) > 0 and process.progress:
+            self._tell_user(f"{spec.name}: its last line: {printable(process.progress, STACK_CHARACTERS)}")
+
+    def _may_restart(self, process: Process) -> bool:
+        spec = process.spec
+        if not (spec.restarts and self._most and self.begun):
+            return False
+        # An error that trainer or API report themselves, such as a deleted queue, would come again or hide a loss.
+        was_killed = (process.exit_code or 0) < 0 or process.exit_code == os.EX_TEMPFAIL
+        if not (was_killed or spec.after_errors):
+            return False
+        return spec.restarts != TRAINERS or self._has_checkpoint()
+
+    def _put_off(self, group: Sequence[Row], seconds: float) -> None:
+        """Kill what is left of processes; they start again together."""
+        for row in group:
+            if row.process is not None:
+                row.process.kill()
+                row.process.close()
+            row.process, row.state, row.at = None, "restarting", time.monotonic() + seconds
+
+    def _give_up(self, group: Sequence[Row]) -> None:
+        """Kill what is left of processes, and forget them."""
+        self._put_off(group, 0.0)
+        for row in group:
+            del self.table[row.spec.name]
+            if self._replanner is not None:
+                self._replanner.vacate(row.spec.name)
+
+    def _start_due(self) -> None:
+        """Start the processes whose time has come; those that belong together start together, or all later.
+
+        Raises:
+            ProcessFailedError: they could not be started several times.
+        """
+        now = time.monotonic()
+        groups: dict[str, list[Row]] = {}
+        for row in self.table.values():
+            if row.process is None and row.at <= now:
+                groups.setdefault(row.spec.restarts, []).append(row)
+        for name, group in groups.items():
+            specs = [row.spec for row in group]
+            placed = self._replanner.placed(specs) if self._replanner else specs
+            if placed is None:
+                if group[0].state != "waiting for a machine":
+                    self._tell_user(f"{', '.join(spec.name for spec in specs)}: waiting for room on a machine")
+                for row in group:
+                    row.state, row.at = "waiting for a machine", now + PLACE_SECONDS
+                continue
+            try:
+                for spec in placed:
+                    self.start(spec)
+            except ProcessFailedError:
+                self._restarts[name] += 1
+                if self._restarts[name] > self._most:
+                    raise
+                self._put_off(group, PLACE_SECONDS)
+
+    # stop ---------------------------------------------------------------------------------------------------
 
     def stop_all(self) -> None:
-        """End every child: first trainers and environments, then the servers that they use.
+        """End every process: first trainers and environments, then the servers that they use.
 
         Each gets SIGTERM and its time to stop; what is left of its process group or its descendants is then killed.
         This takes at most `SHUTDOWN_SECONDS`, or the longest `stop_seconds`. A second signal to the supervisor kills at
         once.
         """
+        processes = self.processes
         if self._signals.numbers:
-            saves = self._saves and any(child.trains for child in self.children)
+            saves = self._saves and any(process.may_save for process in processes)
             first = "the trainer saves a checkpoint, then " if saves else ""
-            self._tell(
-                self._say, f"stopping ({signal.Signals(self._signals.numbers[0]).name}): {first}all processes end"
-            )
-        for child in self.children:
-            child.note_family()
-        longest = max((child.stop_seconds for child in self.children), default=0.0)
-        deadline = time.monotonic() + max(SHUTDOWN_SECONDS, longest)
-        workers = [child for child in self.children if child.spec.ready_url is None]
-        servers = [child for child in self.children if child.spec.ready_url is not None]
-        for group in (workers, servers):
-            for child in group:
-                child.terminate()
-            patience = max((child.stop_seconds for child in group), default=0.0)
-            until = min(deadline, time.monotonic() + patience)
-            while any(child.exit_code is None for child in group):
+            self._tell_user(f"stopping ({signal.Signals(self._signals.numbers[0]).name}): {first}all processes end")
+        for process in processes:
+            process.note_family()
+        deadline = time.monotonic() + max([SHUTDOWN_SECONDS, *(process.stop_seconds for process in processes)])
+        for is_server in (False, True):
+            group = [process for process in processes if (process.spec.ready_url is not None) == is_server]
+            for process in group:
+                process.terminate()
+            until = min(deadline, time.monotonic() + max((process.stop_seconds for process in group), default=0.0))
+            while any(process.exit_code is None for process in group):
                 if time.monotonic() > until or len(self._signals.numbers) >= 2:
                     break
                 time.sleep(POLL_SECONDS / 2)
-        for child in self.children:
-            child.kill()
-            child.close()
-        self.children.clear()
+        for process in processes:
+            process.kill()
+            process.close()
+        self._hear()
+        self.table.clear()
 
 
-def _blame(child: Watched) -> tuple[bool, bool, bool]:
-    """Return a key by which those that failed first come first."""
-    return (child.exit_code or 0) >= 0, child.exit_code == os.EX_TEMPFAIL, child.spec.ends_run
+def _blame(row: Row) -> tuple[bool, bool, bool]:
+    """Return a key by which those that failed first come first.
+
+    A killed process comes first: one that ended with an error at the same moment may have failed because of it. One
+    that has lost another process of the trainer comes last.
+    """
+    code = row.process.exit_code if row.process is not None else None
+    return (code or 0) >= 0, code == os.EX_TEMPFAIL, row.spec.ends_run
+
+
+def read_report(path: Path) -> StartReport | None:
+    """Return the report in a file; None: there is no such file, or it is no report."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StartReport)
+    except (OSError, msgspec.MsgspecError):
+        return None

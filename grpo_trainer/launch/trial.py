@@ -27,8 +27,8 @@ from grpo_trainer.config.rules import LONE_ANSWERS, learns_from_lone_answers
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, environment_settings
+from grpo_trainer.launch.process import Process
 
 LIMIT_S = 20.0
 """Seconds after which a trial is given up with a warning."""
@@ -150,11 +150,11 @@ class _Trial:
         replace_file(settings, tomli_w.dumps(dict(tables)).encode(), mode=0o600)  # it may hold an API key
         argv = (sys.executable, "-m", *environment_command(environment.name), "try", "--config", str(settings))
         env = {REPORT_VARIABLE: str(self._report), "PYTHONUNBUFFERED": "1"}
-        self._child = Child(ProcessSpec(name, argv, env=env), folder / f"{name}.log")
+        self._process = Process(ProcessSpec(name, argv, env=env), folder / f"{name}.log")
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._child.started
+        return time.monotonic() - self._process.started
 
     @property
     def doing(self) -> str:
@@ -166,7 +166,7 @@ class _Trial:
         """Set `outcome` if the trial has ended, or takes too long."""
         if self.outcome is not None:
             return
-        code = self._child.exit_code
+        code = self._process.exit_code
         report = self._read()
         if report.get("problems") or report.get("found") is not None:
             problems = [Problem(**problem) for problem in report["problems"]]
@@ -175,8 +175,8 @@ class _Trial:
             named, found = tuple(map(self._named, problems)), report["found"] or ""
             self.outcome = Outcome(self.environment, self.seconds, named, found)
         elif code is not None:
-            self._child.drain()
-            lines = [line.strip() for line in self._child.last_lines if line.strip()]
+            self._process.drain()
+            lines = [line.strip() for line in self._process.last_lines if line.strip()]
             got = f"exit code {code}{': ' + lines[-1][:300] if lines else ''}"
             problem = Problem(summary=f"{self.doing} ended its process", got=got, fix="correct it, or add --no-try")
             self.outcome = Outcome(self.environment, self.seconds, (self._named(problem),))
@@ -200,10 +200,4 @@ class _Trial:
 
     def end(self) -> None:
         """End its process, which may tidy up first, and all that it started."""
-        self._child.note_family()
-        self._child.terminate()
-        until = time.monotonic() + END_S
-        while self._child.exit_code is None and time.monotonic() < until:
-            time.sleep(POLL_S)
-        self._child.kill()
-        self._child.close()
+        self._process.end(END_S)

@@ -22,6 +22,7 @@ import msgspec
 from environments.api import wire
 from grpo_common.formats import check_format
 from grpo_common.http import CONNECT_S, complaint, may_pass
+from grpo_common.status import NOTICE, OWN, WAITS
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.phases import report_at
@@ -110,7 +111,10 @@ class RolloutClient:
         """
         check_stop()
         request = uuid4().hex  # if the answer is lost, a repeated request returns the same lease
-        batch = self._wait_for(partial(self._try_lease, request), "a batch of rollouts", check_stop)
+        try:
+            batch = self._wait_for(partial(self._try_lease, request), "a batch of rollouts", check_stop, is_batch=True)
+        finally:
+            OWN.update(lacks_batch=False)
         batch_id = batch.batch_id or ""
         self._leases.hold(batch_id)
         self._keep_leases()
@@ -327,7 +331,9 @@ class RolloutClient:
             raise ServerError("refused", field=field, got=f"{answer.status_code} {_said(answer)}")
         return answer
 
-    def _wait_for(self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None]) -> T:
+    def _wait_for(
+        self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None], *, is_batch: bool = False
+    ) -> T:
         """Repeat an attempt until it succeeds, log the wait, and raise an error after `--rollout-timeout`."""
         started = time.monotonic()
         said = 0.0
@@ -340,7 +346,9 @@ class RolloutClient:
             waited = time.monotonic() - started
             if waited >= report_at(said):
                 said = waited
-                log.info("waiting %.0f s for %s: %s", waited, what, self._explanation() or result.reason)
+                OWN.update(lacks_batch=is_batch)
+                reason = self._explanation() or result.reason
+                log.info("waiting %.0f s for %s: %s", waited, what, reason, extra=NOTICE | WAITS)
             if 0 < self._config.rollout_timeout < waited:
                 raise TrainingError(
                     f"waited {waited:.0f} s for {what}",

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_common.status import NOTICE
 from grpo_common.trace import stage
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
@@ -225,7 +226,7 @@ class Checkpoints:
             seal(folder, progress)
         self.safe, self.safe_path = progress, path
         self._write_seconds = time.perf_counter() - started
-        log.info("saved %s", path)
+        log.info("checkpoint saved: %s", path, extra=NOTICE)
         self._prune(path)
 
     @contextmanager

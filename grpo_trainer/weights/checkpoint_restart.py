@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
 from grpo_common.errors import Problem
+from grpo_common.status import NOTICE
 from grpo_trainer.alignment.proof import Change, Proof
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import TrainConfig
@@ -214,6 +215,7 @@ class CheckpointRestart(WeightBridge):
                 log.info(
                     "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
                     *(served.version, gap, allowed),
+                    extra=NOTICE,
                 )
                 gaps.append(gap)
         return gaps

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from environments.api import wire
+from grpo_common.status import VARIABLE, Status, StatusWriter, parse
 from grpo_trainer import phases
 from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.launch.supervisor import NOTICE, WAITS
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
@@ -29,7 +29,7 @@ from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.manifest import Progress
-from tests.processes import answers, end, free_port, running, wait_for
+from tests.processes import answers, end, free_port, once, running, wait_for
 
 BATCH = 4
 
@@ -148,14 +148,24 @@ def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -
     assert status(api)["current_step"] == 1
 
 
-def test_the_supervisor_knows_what_a_trainer_says_that_waits(
-    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_trainer_that_waits_for_a_batch_says_so_until_it_has_one(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    path, writer = tmp_path / "status.json", StatusWriter()
     monkeypatch.setattr(phases, "PATIENCE_SECONDS", 0.05)
-    with caplog.at_level(logging.INFO), pytest.raises(TrainingError):
-        feed(api, rollout_timeout=0.3).next(0)
-    said = [record.getMessage() for record in caplog.records if record.name == client_module.__name__]
-    assert said and all(WAITS.search(line) and NOTICE.search(line) for line in said)
+    monkeypatch.setattr(client_module, "OWN", writer)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
+    monkeypatch.setenv(VARIABLE, str(path))
+    writer.open()
+
+    def said() -> Status:
+        return (path.exists() and parse(path.read_bytes())) or Status()
+
+    rollouts = feed(api)
+    with caplog.at_level(logging.INFO), once(lambda: said().lacks_batch, lambda: api.post(10, 12, 14, 16)):
+        rollouts.next(0)
+    assert not said().lacks_batch
+    assert said().notices[0].waits
 
 
 def test_stale_groups_are_dropped_and_counted(api: Api) -> None:

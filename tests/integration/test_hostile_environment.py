@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.launch.supervisor import Notices
+from grpo_common.status import BURST
 from tests.processes import tail, wait_for
 from tests.runs import finished, rows, started
 
@@ -49,7 +49,7 @@ def test_a_hostile_environment_is_started_again_and_the_good_one_goes_on(demo_mo
     hostile = [line for line in said.splitlines() if line.startswith(f"{HOSTILE}: ")]
     assert any(f"--env.score_timeout {SECONDS:g}" in line and " ERROR " in line for line in hostile), "why it ended"
     assert any(re.search(r'hostile_environment\.py", line \d+, in evaluate$', line) for line in hostile), "its stack"
-    assert len([line for line in hostile if "WARNING" in line]) < 2 * Notices.BURST + steps
+    assert len([line for line in hostile if "WARNING" in line]) < 2 * BURST + steps
     good = reported(run_dir, "arithmetic")
     assert good[-1][0] >= steps - 3
     assert len([step for step, groups in good if groups]) > steps / 2, "also while the other was blocked"

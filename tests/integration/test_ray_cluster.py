@@ -58,7 +58,7 @@ def occupied(cluster: RayCluster, gpus: tuple[int, ...] = ()) -> tuple[Place, Pl
 
 def supervisor(cluster: RayCluster, folder: Path, said: list[str] | None = None) -> Supervisor:
     lines = [] if said is None else said
-    return Supervisor(folder, lines.append, lines.append, execute=partial(cluster.start, {}))
+    return Supervisor(folder, lines.append, lines.append, start=partial(cluster.start, {}))
 
 
 def at(place: Place, name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:
@@ -247,7 +247,7 @@ def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_u
     del holder  # Ray ends it
     there = given()
     assert (there.node, there.gpus) == (other, (0,))
-    assert runs(cluster.start({}, at(there, "server-3", SLEEPER), tmp_path / "log", print, print).pid)
+    assert runs(cluster.start({}, at(there, "server-3", SLEEPER), tmp_path / "log", print).pid)
 
     holder = held(other, 1)
     with monkeypatch.context() as patched:

@@ -9,17 +9,16 @@ import stat
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_trainer.launch.agent import Line, NodeAgent, passed_on, seeing
+from grpo_common.status import VARIABLE
+from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on, seeing
 from grpo_trainer.launch.places import Node, Place
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.remote import RemoteProcess
-from tests.unit.test_supervisor import STUBBORN, assert_gone
+from tests.unit.test_supervisor import SAYS, STUBBORN, assert_gone
 
 NODE = Node("b", "10.0.0.2", 2)
 
@@ -82,6 +81,22 @@ def test_a_process_finds_its_files_its_gpu_and_the_variables_of_the_run(tmp_path
     assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
 
 
+def statuses_of_a_process(folder: Path) -> tuple[bytes, bytes]:
+    agent = NodeAgent(str(folder / "work"), {})
+    code = SAYS + "log.warning('careful')"
+    agent.start(spec("env", code, env={VARIABLE: "run/status/env.json"}), {})
+    while not (news := agent.news()).ended:
+        pass
+    return news.said["env"], (folder / "work" / "run" / "status" / "env.json").read_bytes()
+
+
+def test_an_agent_passes_on_what_a_process_says_of_itself(tmp_path: Path, remote: RemoteProcess) -> None:
+    content, written = in_a_process(statuses_of_a_process, tmp_path)
+    assert content == written
+    remote.tell(content)
+    assert [notice.text for notice in remote.hear()] == ["WARNING careful"] and not remote.hear()
+
+
 def ended_family(folder: Path) -> list[int]:
     agent = NodeAgent(str(folder), {})
     pid = agent.start(spec("trainer", STUBBORN), {})
@@ -111,18 +126,15 @@ def test_a_process_sees_its_own_gpus() -> None:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> RemoteProcess:
-    heard: list[str] = []
     one = spec("server", "", ready_url="http://10.0.0.2:1/health")
-    process = RemoteProcess(one, tmp_path / "server.log", partial(heard.append), partial(heard.append), lambda _: None)
-    process.begin(17)
-    return process
+    return RemoteProcess(one, tmp_path / "server.log", lambda text, is_error: None, lambda _: None)
 
 
 def test_a_remote_process_keeps_its_lines_and_its_cause(remote: RemoteProcess, tmp_path: Path) -> None:
-    assert remote.pid == 17 and remote.exit_code is None and not remote.ready
+    assert remote.exit_code is None and not remote.ready
     for text in ("ValueError: no float32", *(f"line {n}" for n in range(40))):
-        remote.hear(Line("server", is_error=True, text=text))
-    remote.end(1)
+        remote.write(Line("server", is_error=True, text=text))
+    remote.note_end(1)
     error = remote.ended()
     assert (error.field, error.got) == ("server", "exit code 1")
     assert "ValueError: no float32" in error.fix and "line 39" in error.fix
@@ -130,12 +142,12 @@ def test_a_remote_process_keeps_its_lines_and_its_cause(remote: RemoteProcess, t
 
 
 def test_a_process_that_is_lost_names_its_node(remote: RemoteProcess) -> None:
-    remote.lose("gone-b")
+    remote.note_end(lost="gone-b")
     assert remote.exit_code == -9 and remote.ended().got == "gone-b"
     remote.kill()  # and nobody waits for it
 
 
 def test_a_process_that_had_ended_before_its_node_keeps_its_exit_code(remote: RemoteProcess) -> None:
-    remote.end(0)
-    remote.lose("gone-b")
+    remote.note_end(0)
+    remote.note_end(lost="gone-b")
     assert remote.exit_code == 0 and remote.ended().got == "exit code 0"

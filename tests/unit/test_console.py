@@ -15,16 +15,16 @@ from typing import TextIO
 import pytest
 from rich.console import Console
 
+from grpo_common.status import VARIABLE
 from grpo_trainer.config.run import build_run
 from grpo_trainer.errors import StoppedError
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
-from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.logs.console import Output, RunConsole, live_line, sparkline, step_line
 from grpo_trainer.metrics.rows import NewRows, keep_steps
-from grpo_trainer.phases import REPORT_FILE
 from grpo_trainer.run import supervise
 from grpo_trainer.saving.manifest import STATE_FILE
+from tests.unit.test_supervisor import SAYS
 
 
 def test_an_evaluation_is_one_line_on_the_console(tmp_path: Path) -> None:
@@ -121,17 +121,20 @@ def test_rows_of_a_trainer_that_restarted_are_read_and_those_before_are_not_read
     rows.close()
 
 
-TRAINER = """
-import json, pathlib, sys, time
+TRAINER = (
+    SAYS
+    + """
+import json, pathlib
 folder = pathlib.Path(sys.argv[1])
 with (folder / "metrics.jsonl").open("a") as file:
     for step, reward in ((2, 0.5), (3, None), (4, 1.0)):
         row = {"step": step, "time": time.time(), "reward/mean": reward, "train/seconds": 2.0}
         file.write(json.dumps(row | ({"eval/sums/accuracy": 0.25, "eval/sums/step": 3} if step == 4 else {})) + "\\n")
-(folder / "start.json").write_text('{"seconds": 1, "phases": {}}')
+OWN.update(phase="trained")
 print("resumed", flush=True)
-print("x WARNING careful", file=sys.stderr, flush=True)
+log.warning("careful")
 """
+)
 
 
 def run_stand_in(folder: Path, console: Console, program: str = TRAINER) -> None:
@@ -140,9 +143,10 @@ def run_stand_in(folder: Path, console: Console, program: str = TRAINER) -> None
     config = build_run(
         {}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "training_steps": "4", "run_dir": str(folder)}
     )
-    trainer = ProcessSpec("trainer", (sys.executable, "-c", program, str(folder)), ends_run=True)
+    env = {VARIABLE: str(folder / "status" / "trainer.json")}
+    trainer = ProcessSpec("trainer", (sys.executable, "-c", program, str(folder)), env, ends_run=True)
     with held_folder(folder, "--run-dir") as held:
-        supervise(config, RunPlan(((trainer,),), {}, {}), console, held, StartWatch(folder / REPORT_FILE))
+        supervise(config, RunPlan(((trainer,),), {}, {}), console, held)
 
 
 def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:
         step_line(3, 4, {"reward/mean": float("nan")}, 2.0),
         step_line(4, 4, {"reward/mean": 1.0}),
     ]
-    assert {"resumed", "trainer: x WARNING careful"} < {*lines}
+    assert {"resumed", "trainer: WARNING careful"} < {*lines}
     assert any(line.startswith("Evaluation") for line in lines)
 
 

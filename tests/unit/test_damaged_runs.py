@@ -32,7 +32,7 @@ from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.run_checks import check_run_folder
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.start import read_report
+from grpo_trainer.launch.supervisor import read_report
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.logs.times import time_split

@@ -122,7 +122,7 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("grpo_trainer.launch.child.subprocess.Popen", started)
+    monkeypatch.setattr("grpo_trainer.launch.process.subprocess.Popen", started)
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
     folder = model.parent / "run"
     words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(folder), "--server.port", "0"]

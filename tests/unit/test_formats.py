@@ -27,8 +27,8 @@ from grpo_common.roster import in_use
 from grpo_trainer.cli import app
 from grpo_trainer.config.train import RolloutConfig, VllmConfig
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.launch.requests import FOLDER as REQUESTS
-from grpo_trainer.launch.requests import Answer, Request, answer_all
+from grpo_trainer.launch.fleet import FOLDER as REQUESTS
+from grpo_trainer.launch.fleet import Answer, Request, answer_all
 from grpo_trainer.logs.sinks import JsonlSink
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.report.read import read_series

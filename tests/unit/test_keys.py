@@ -14,9 +14,9 @@ from grpo_trainer import files
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
+from grpo_trainer.launch.process import Process
 from grpo_trainer.run import contents, with_key, write_configs
 from vllm_server.errors import FatalError
 from vllm_server.start_checks import check_key, keys_of
@@ -59,7 +59,7 @@ def test_the_key_is_in_no_command_line_no_log_and_no_file_that_others_may_read(t
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for process in made.processes:
         log = tmp_path / f"{process.name}.log"
-        child = Child(process, log)
+        child = Process(process, log)
         child.note_family()
         child.kill()
         child.close()

@@ -20,7 +20,7 @@ from grpo_trainer.doctor.command import print_examination
 from grpo_trainer.doctor.examine import Examination
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.errors import ConfigError, HungError, StoppedError, TrainingError
-from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.process import Process
 from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
@@ -145,8 +145,8 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
 )
 def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
     log = tmp_path / "server.log"
-    child = Child(spec("server", code), log, last_lines=2)
-    child.process.wait()
+    child = Process(spec("server", code), log, last_lines=2)
+    child.popen.wait()
     assert str(child.ended()) == text.replace("LOG", str(log))
     child.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from grpo_trainer import phases
 from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
-from grpo_trainer.launch.start import StartReport, StartWatch, read_report
+from grpo_trainer.launch.supervisor import StartReport, read_report
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_at, report_start
 
 
@@ -107,20 +106,6 @@ def test_a_process_knows_when_it_was_started() -> None:
 
 
 # the supervisor's side ---------------------------------------------------------------------------------------
-
-
-def test_the_supervisor_completes_the_trainers_report(tmp_path: Path) -> None:
-    report = tmp_path / "start.json"
-    report.write_bytes(b"{}")  # of an earlier start in this folder
-    watch = StartWatch(report)
-    assert not report.exists()
-    watch.note_ready("server", 30.4)
-    watch.look([])
-    assert not watch.is_over
-    report.write_text(json.dumps({"seconds": 41.0, "phases": {"model": 5.2}}))
-    watch.look([])
-    assert watch.is_over
-    assert read_report(report) == StartReport(41, {"model": 5.2}, {"server": {"ready": 30.4}})
 
 
 def test_a_damaged_report_is_none(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.stored import run_file
 from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.dry_run import as_json, rows_of
-from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
+from grpo_trainer.launch.process import Process
 from grpo_trainer.logs.sinks import public
 from tests.unit.test_report import html_of, row, write_run
 
@@ -146,8 +146,8 @@ def test_trackers_and_logs_of_processes_get_no_secret(tmp_path: Path) -> None:
     )
     assert "hunter" not in json.dumps(public(config))
     log = tmp_path / "server.log"
-    child = Child(ProcessSpec("server", ("true", "--hf-token", "hunter2", "--seed", "7")), log)
-    child.process.wait(timeout=60)
+    child = Process(ProcessSpec("server", ("true", "--hf-token", "hunter2", "--seed", "7")), log)
+    child.popen.wait(timeout=60)
     child.close()
     assert log.read_text().splitlines()[0] == "$ true --hf-token '…' --seed 7"
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from grpo_common.roster import FOLDER, MEMBERS_FILE, SERVED_FILE, Member, Served
 from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.requests import Request
+from grpo_trainer.launch.fleet import Request
 from grpo_trainer.servers import change, rows
 
 A, B, C, D = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003, 9004))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,20 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from grpo_trainer import phases, signals
+from grpo_common import status
+from grpo_common.status import BURST, LINES, TRAINED, StatusWriter, parse
+from grpo_trainer import signals
 from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
-from grpo_trainer.launch import watched
+from grpo_trainer.launch import process
+from grpo_trainer.launch import supervisor as supervisor_module
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.start import StartWatch, read_report
-from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Notices, Supervisor
-from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
+from grpo_trainer.launch.process import START_STOP_SECONDS, Process
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor, read_report
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
+from grpo_trainer.phases import SERVER as WAITS_FOR_SERVER
 from tests.processes import found_in, free_port, once, wait_for
 
 SERVER = """
@@ -37,8 +43,14 @@ print("server up", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 LAST = "no such dataset"
-NOTICED = "x INFO waiting 15 s for a batch"
-"""A line as the trainer's log has it: the supervisor shows those that say how long it waits."""
+SAYS = """
+import logging, sys, time
+from grpo_common.status import NOTICE, OWN, WAITS
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+OWN.open()
+log = logging.getLogger("x")
+"""
+"""Has a process write its status and its log as trainers and environments do."""
 UNTIL = """
 import pathlib, time
 def until(path, text=""):
@@ -66,6 +78,12 @@ def spec(name: str, code: str, *arguments: str, **options: object) -> ProcessSpe
     return ProcessSpec(name=name, argv=(sys.executable, "-c", textwrap.dedent(code), *arguments), **options)  # type: ignore[arg-type]
 
 
+def speaking(folder: Path, name: str, code: str, *arguments: str, **options: object) -> ProcessSpec:
+    """A process with a status file."""
+    env = {status.VARIABLE: str(folder / "status" / f"{name}.json")}
+    return spec(name, SAYS + UNTIL + textwrap.dedent(code), *arguments, env=env, **options)
+
+
 class Recorder:
     """What a supervisor said and which processes it started."""
 
@@ -82,7 +100,7 @@ class Recorded(Supervisor):
         super().__init__(log_folder, recorder.said.append, recorder.echoed.append, check=check)
         self.recorder = recorder
 
-    def start(self, spec: ProcessSpec) -> Watched:
+    def start(self, spec: ProcessSpec) -> Process:
         child = super().start(spec)
         self.recorder.pids.append(child.pid)
         return child
@@ -187,38 +205,41 @@ def test_processes_of_a_stage_start_together(
 
 
 def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
-    report = tmp_path / "start.json"
-    shown, waits_for_it = tmp_path / "shown", f"\n12:00 INFO {phases.__name__}: start: server"
+    """And completes the report on it, which the trainer writes at its first trained step."""
+    report, shown, loading = tmp_path / "start.json", tmp_path / "shown", tmp_path / "loading"
+    report.write_text("of an earlier start")
     trainer = f"""
-        import sys
-        print({waits_for_it!r}, file=sys.stderr, flush=True)
+        OWN.update(phase={WAITS_FOR_SERVER!r}, since=time.time())
+        pathlib.Path({str(loading)!r}).touch()
         until({str(shown)!r}, "ready after")
-        print("12:00 INFO {phases.__name__}: start: compile", file=sys.stderr, flush=True)
+        OWN.update(phase="compile", since=time.time())
         until({str(shown)!r}, {IN_WORDS["compile"]!r})
         open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
-        until({str(shown)!r}, "over: True")
+        OWN.update(phase={TRAINED!r}, since=time.time())
+        until({str(shown)!r}, "begun: True")
     """
     loads = f"""
-        print("INFO loads\\nWARNING no Triton\\n", flush=True)
+        print("INFO loads\\n", flush=True)
         until({str(shown)!r}, "INFO loads")
-        until({str(tmp_path / "trainer.log")!r}, {waits_for_it!r})
+        until({str(loading)!r})
     """
-    port, watch = free_port(), StartWatch(report)
-    said, seen = list[str](), list[Wait]()
+    port, said, seen = free_port(), list[str](), list[Wait]()
 
     def show() -> None:
-        seen.extend(watch.waits)
-        shown.write_text(f"{said} {seen} over: {watch.is_over}")
+        seen.extend(supervisor.waits)
+        shown.write_text(f"{said} {seen} begun: {supervisor.begun}")
 
     server = spec("server", UNTIL + textwrap.dedent(loads) + SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
-    train = spec("trainer", UNTIL + textwrap.dedent(trainer), ends_run=True)
-    with Supervisor(tmp_path, said.append, said.append, watch, show=show) as supervisor:
+    train = speaking(tmp_path, "trainer", trainer, ends_run=True)
+    supervisor = Supervisor(tmp_path, said.append, said.append, show=show, report=report)
+    with supervisor:
+        assert not report.exists()
         supervisor.run([[server, train]])
-    found = {(wait.name, wait.what): wait.note for wait in seen}
-    assert found.pop(("server", STARTING)) == "INFO loads"
-    found.pop(("trainer", STARTING), None)  # before its first line
-    assert found == {("trainer", IN_WORDS["compile"]): ""}, "its wait for the server is that server's"
-    assert watch.is_over and not watch.waits
+    assert Wait("server", STARTING, 0, "INFO loads") in {replace(wait, seconds=0) for wait in seen}
+    found = {wait.what for wait in seen if wait.name == "trainer"} - {STARTING}  # before it has said anything
+    assert found == {IN_WORDS["compile"]}, "its wait for the server is that server's"
+    assert max(wait.seconds for wait in seen) < 60
+    assert supervisor.begun and not supervisor.waits
     known = read_report(report)
     assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
 
@@ -226,59 +247,72 @@ def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
 def test_a_trainer_that_starts_its_server_itself_waits_for_it(tmp_path: Path) -> None:
     shown = tmp_path / "shown"
     waits = f"""
-        import sys
-        print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
-        until({str(shown)!r}, {IN_WORDS["server"]!r})
+        OWN.update(phase={WAITS_FOR_SERVER!r}, since=time.time())
+        until({str(shown)!r}, {IN_WORDS[WAITS_FOR_SERVER]!r})
     """
-    watch, said, seen = StartWatch(tmp_path / "start.json"), list[str](), list[Wait]()
+    said, seen = list[str](), list[Wait]()
 
     def show() -> None:
-        seen.extend(watch.waits)
+        seen.extend(supervisor.waits)
         shown.write_text(str(seen))
 
-    with Supervisor(tmp_path, said.append, said.append, watch, show=show) as supervisor:
-        supervisor.run([[spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)]])
-    assert {(wait.what, wait.logged) for wait in seen} >= {(IN_WORDS["server"], True)}
+    supervisor = Supervisor(tmp_path, said.append, said.append, show=show)
+    with supervisor:
+        supervisor.run([[speaking(tmp_path, "trainer", waits, ends_run=True)]])
+    assert {(wait.what, wait.logged) for wait in seen} >= {(IN_WORDS[WAITS_FOR_SERVER], True)}
 
 
-def phase(child: Watched) -> str | None:
-    """What a process says that it does in its start."""
-    return None if child.phase is None else child.phase[0]
-
-
-def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Supervisor], tmp_path: Path) -> None:
+def test_a_trainer_before_its_first_step_has_little_time_to_end(make: Callable[[], Supervisor], tmp_path: Path) -> None:
     says = """
-        import sys, time
-        for name in sys.argv[1:]:
-            print(f"12:00 INFO grpo_trainer.phases: start: {name}", file=sys.stderr, flush=True)
+        for phase in sys.argv[1:]:
+            OWN.update(phase=phase, since=time.time())
         time.sleep(60)
     """
+
+    def started(name: str, *phases: str, **options: object) -> Process:
+        child = supervisor.start(speaking(tmp_path, name, says, *phases, **options))
+        wait_for(
+            "it says so", lambda: child.hear() == [] and child.status.phase == "".join(phases[-1:]), child.log_path
+        )
+        return child
+
     with make() as supervisor:
-        compiles = supervisor.start(spec("a", says, "compile", ends_run=True, stop_seconds=120))
-        trains = supervisor.start(spec("b", says, "compile", FIRST_STEP, ends_run=True, stop_seconds=120))
-        other = supervisor.start(spec("c", says, stop_seconds=3))
-        wait_for("all is said", lambda: phase(compiles) == "compile" and phase(trains) == FIRST_STEP, tmp_path)
-        seconds = [child.stop_seconds for child in (compiles, trains, other)]
-        assert [child.trains for child in (compiles, trains, other)] == [False, True, False]
-    assert seconds == [START_STOP_SECONDS, 120, 3]
+        children = [
+            started("a", "compile", ends_run=True, stop_seconds=120),
+            started("b", "compile", FIRST_STEP, ends_run=True, stop_seconds=120),
+            started("c", FIRST_STEP, TRAINED, ends_run=True, stop_seconds=120),
+            started("d", stop_seconds=3),
+        ]
+        assert [child.stop_seconds for child in children] == [START_STOP_SECONDS, 120, 120, 3]
+        assert [child.may_save for child in children] == [False, True, True, False]
 
 
-def test_who_waits_for_a_server_is_heard_when_nobody_else_does(tmp_path: Path) -> None:
-    port, said, ready = free_port(), list[str](), tmp_path / "ready"
-    waits = f"""
-        import sys
-        print({NOTICED!r}, "one", file=sys.stderr, flush=True)
+def test_notices_are_shown_at_once_and_waits_for_a_server_once_it_is_there(tmp_path: Path) -> None:
+    port, said, ready, shown = free_port(), list[str](), tmp_path / "ready", tmp_path / "shown"
+    talks = f"""
+        log.info("server, 1", extra=NOTICE | WAITS)
+        log.warning("careful")
+        log.info("proved", extra=NOTICE)
+        log.info("idle")
+        print("WARNING of a library", file=sys.stderr)
         until({str(ready)!r})
-        print({NOTICED!r}, "two", file=sys.stderr, flush=True)
+        log.warning("server, 2", extra=WAITS)
+        until({str(shown)!r}, "server, 2")
+        log.error("last")
     """
-    patient = f"{UNTIL}until({str(tmp_path / 'trainer.log')!r}, {NOTICED + ' one'!r})\n{SERVER}"
+
+    def show() -> None:
+        shown.write_text(str(said))
+
+    patient = f"{UNTIL}until({str(shown)!r}, 'proved')\n{SERVER}"
     server = spec("server", patient, str(port), ready_url=f"http://127.0.0.1:{port}/")
     with (
         once(lambda: any("ready after" in line for line in said), ready.touch),
-        Supervisor(tmp_path, said.append, said.append) as supervisor,
+        Supervisor(tmp_path, said.append, said.append, show=show) as supervisor,
     ):
-        supervisor.run([[server, spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)]])
-    assert [line for line in said if NOTICED in line] == [f"trainer: {NOTICED} two"]
+        supervisor.run([[server, speaking(tmp_path, "trainer", talks, ends_run=True)]])
+    told = [line for line in said if line.startswith("trainer: ")][1:]
+    assert told == [f"trainer: {line}" for line in ("WARNING careful", "proved", "WARNING server, 2", "ERROR last")]
 
 
 def test_a_process_that_fails_stops_the_run_with_its_last_lines(
@@ -324,19 +358,6 @@ def test_a_reader_that_went_away_does_not_stop_the_run(tmp_path: Path) -> None:
     with Supervisor(tmp_path, closed, closed) as supervisor:
         supervisor.run([[spec("trainer", chatty, ends_run=True)]])
     assert "Step 19999" in (tmp_path / "trainer.log").read_text()
-
-
-def test_what_a_user_should_know_is_said_at_once(
-    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
-) -> None:
-    ended = tmp_path / "ended"
-    code = f"import sys; print({NOTICED!r}, file=sys.stderr); print('x INFO idle', file=sys.stderr)"
-    last = spec("trainer", f"{UNTIL}{code}\nuntil({str(ended)!r})", ends_run=True)
-    with once(lambda: any(line.startswith("env: ") for line in recorder.said), ended.touch), make() as supervisor:
-        supervisor.run([[spec("env", "pass", may_end=True)], [last]])
-    assert f"trainer: {NOTICED}" in recorder.said
-    assert any(line.startswith("env: ") and "logs/env.log" in line for line in recorder.said)
-    assert not any("idle" in line for line in recorder.said)
 
 
 def test_a_second_signal_kills_at_once(
@@ -396,46 +417,53 @@ def test_what_ends_the_run_is_raised_before_the_processes_that_it_ended(tmp_path
     assert_gone(recorder.pids)
 
 
-@pytest.mark.parametrize("first", ["x WARNING its code is here:", "Timeout (0:00:40)!"])
 def test_supervisor_shows_the_first_lines_of_a_stack_and_the_log_that_has_the_rest(
-    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path, first: str
-) -> None:
-    stack = ["Thread 0x00007f (most recent call first):", *(f'  File "{n}.py" ' + "x" * 1000 for n in range(100))]
-    code = f"import sys; print({first!r}, *{stack}, 'the end', '  quiet', sep='\\n', file=sys.stderr)"
-    log = tmp_path / "logs" / "env-slow.log"
-    with make() as supervisor:
-        trainer = spec("trainer", f"{UNTIL}until({str(log)!r}, '\\n  quiet')", ends_run=True)
-        supervisor.run([[spec("env-slow", code, may_end=True), trainer]])
-    said = [line for line in recorder.said if line.startswith("env-slow: ")]
-    (notice,) = [place for place, line in enumerate(said) if first in line]
-    assert str(log) in said[notice]
-    shown = said[notice + 1 : notice + 1 + Notices.STACK_LINES]
-    assert all(line[len("env-slow: ") :][:20] == own[:20] for line, own in zip(shown, stack, strict=False))
-    assert len(shown) == Notices.STACK_LINES and max(map(len, shown)) < 300
-    assert not any('"15.py"' in line or "quiet" in line for line in said)
-
-
-def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
     make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
+    code = """
+        from grpo_common.text import Lines
+        stack = Lines("\\n".join(f'  File "{n}.py" ' + "x" * 1000 for n in range(100)))
+        log.warning("code_\\nx:\\n%s", stack)
+    """
+    with make() as supervisor:
+        supervisor.run([[speaking(tmp_path, "env-slow", code, ends_run=True)]])
+    notice, *shown = [line.removeprefix("env-slow: ") for line in recorder.said[1:]]
+    assert notice == rf"WARNING code_\nx: (in {tmp_path / 'logs' / 'env-slow.log'})"
+    assert [line[:12] for line in shown] == [f'  File "{n}.py"'[:12] for n in range(LINES - 1)]
+    assert max(map(len, shown)) < 300
+
+
+@pytest.mark.parametrize("fetched", [False, True], ids=["starves", "gets its last batch"])
+def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
+    make: Callable[[], Supervisor],
+    recorder: Recorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fetched: bool,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "PATIENCE_SECONDS", 1.0)
     ended = tmp_path / "ended"
     waits = f"""
-        import sys
-        print({NOTICED!r}, file=sys.stderr, flush=True)
-        until({str(ended)!r})  # each end has the supervisor forget that it waits
-        print({NOTICED!r}, file=sys.stderr, flush=True)
+        OWN.update(lacks_batch=True)
+        until({str(ended)!r})
+        if {fetched}:
+            OWN.update(lacks_batch=False)
+            time.sleep(2)
+            sys.exit(0)
         time.sleep(120)
     """
     last = spec("env-b", f"print({LAST!r})", may_end=True)
-    trainer = spec("trainer", UNTIL + textwrap.dedent(waits), ends_run=True)
-    with (
-        once(lambda: sum("has ended" in line for line in recorder.said) == 2, ended.touch),
-        pytest.raises(ProcessFailedError) as error,
-        make() as supervisor,
-    ):
-        supervisor.run([[spec("env-a", "pass", may_end=True), last, trainer]])
-    assert (error.value.field, error.value.got) == ("env-b", "exit code 0")
-    assert LAST in error.value.fix and "logs/env-b.log" in error.value.fix
+    trainer = speaking(tmp_path, "trainer", waits, ends_run=True)
+    stages = [[spec("env-a", "pass", may_end=True), last, trainer]]
+    with once(lambda: sum("has ended" in line for line in recorder.said) == 2, ended.touch):
+        if fetched:
+            with make() as supervisor:
+                supervisor.run(stages)
+        else:
+            with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+                supervisor.run(stages)
+            assert (error.value.field, error.value.got) == ("env-b", "exit code 0")
+            assert LAST in error.value.fix and "logs/env-b.log" in error.value.fix
     assert_gone(recorder.pids)
 
 
@@ -541,34 +569,74 @@ def test_supervisor_shows_foreign_text_cut_and_without_control_characters(
     make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
 ) -> None:
     hostile = r"""
-        import sys
         for number in range(200):
-            print("WARNING \x1b]0;title\x07" + "x" * 300_000, file=sys.stderr)
+            log.warning("\x1b]0;title\x07" + "x" * 300_000)
+            print("\x1b[2J\rStep" + "y" * 3000, file=sys.stderr)
         sys.exit(1)
     """
     with pytest.raises(ProcessFailedError) as error, make() as supervisor:
-        supervisor.run([[spec("env-bad", hostile)]])
+        supervisor.run([[speaking(tmp_path, "env-bad", hostile)]])
     shown = "\n".join([*recorder.said, *recorder.echoed, str(error.value)])
     assert "\x1b" not in shown and "\\x1b]0;title" in shown
     assert len(shown) < 50_000 and "more characters" in shown
-    notices = [line for line in recorder.said if "WARNING" in line]
-    assert len(notices) == Notices.BURST
+    assert len([line for line in recorder.said if "WARNING" in line]) == BURST
     log = (tmp_path / "logs" / "env-bad.log").read_text()
     assert log.count("x" * 300_000) == 200 and "\x1b" not in log
 
 
-def test_notices_are_a_burst_and_then_one_in_a_while() -> None:
-    notices = Notices()
-    assert [notices.take(100.0) for _ in range(12)] == [0] * 10 + [None] * 2
-    assert notices.take(104.9) is None and notices.take(105.2) == 3
-    assert notices.take(106.0) is None
-    assert [notices.take(1000.0) for _ in range(11)] == [1] + [0] * 9 + [None]
+def test_a_foreign_status_file_is_shown_as_text_and_a_broken_one_is_none(tmp_path: Path) -> None:
+    """A process may write anything there."""
+    said = list[str]()
+    path = tmp_path / "status" / "env.json"
+    notice = {"number": 1, "text": "\x1b[2J" + "x" * 10_000 + "\n\x07"}
+    content = json.dumps({"notices": [notice]}).encode()
+    code = f"import os, pathlib; pathlib.Path(os.environ['GRPO_STATUS']).write_bytes({content!r})"
+    with Supervisor(tmp_path, said.append, said.append) as supervisor:
+        supervisor.run([[spec("env", code, env={status.VARIABLE: str(path)}, ends_run=True)]])
+    assert r"\x1b[2J" in said[1] and "\x1b" not in str(said[1:]) and max(map(len, said)) < 1000
+    for broken in (b"", b"{", b"[]", b'{"phase": 7}', b"\xff", b"[" * 100_000, b'{"format": 2}'):
+        assert parse(broken) is None
+
+
+def test_notices_are_a_burst_and_then_one_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, path = [100.0], tmp_path / "status.json"
+    monkeypatch.setattr(status.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv(status.VARIABLE, str(path))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    StatusWriter().open()
+
+    def missed(at: float, records: int) -> list[int]:
+        """Of the notices that are written then, each with those before it that were not."""
+        now[0] = at
+        before = len(counts())
+        for _ in range(records):
+            logging.getLogger().warning("x")
+        return counts()[before:]
+
+    def counts() -> list[int]:
+        if path.exists() and (found := parse(path.read_bytes())) is not None:
+            seen.update({notice.number: notice.missed for notice in found.notices})
+        return [seen[number] for number in sorted(seen)]
+
+    seen: dict[int, int] = {}
+    assert missed(100.0, 12) == [0] * 10
+    assert missed(104.9, 1) == [] and missed(105.2, 1) == [3]
+    assert missed(106.0, 1) == []
+    assert missed(1000.0, 11) == [1] + [0] * 9
+
+
+def test_a_fork_writes_nothing_into_the_status_of_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    code = "import os\nOWN.update(phase='mine')\nif os.fork() == 0: OWN.update(phase='forked'); os._exit(0)\nos.wait()"
+    subprocess.run([sys.executable, "-c", SAYS + code], env={**os.environ, status.VARIABLE: str(path)}, check=True)
+    found = parse(path.read_bytes())
+    assert found is not None and found.phase == "mine"
 
 
 def test_log_begins_again_when_it_is_large(
     make: Callable[[], Supervisor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "LOG_CHARACTERS", 5_000)
+    monkeypatch.setattr(process, "LOG_CHARACTERS", 5_000)
     talks = "for number in range(300): print(f'line {number:4}', 'x' * 30)"
     with make() as supervisor:
         supervisor.run([[spec("trainer", talks, ends_run=True)]])

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,12 +16,12 @@ import pytest
 
 from grpo_common.roster import Member, Served, in_use, read_members
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
-from grpo_trainer.launch import crew as crew_module
-from grpo_trainer.launch.crew import Crew
+from grpo_trainer.launch import fleet, supervisor
+from grpo_trainer.launch.fleet import FOLDER, Answer, Request, answer_all, request
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
-from grpo_trainer.launch.requests import Request, request
+from grpo_trainer.launch.process import Process
+from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.supervisor import Supervisor
-from grpo_trainer.launch.watched import Watched
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, free_port, spec
 
 TWICE = """
@@ -40,31 +39,29 @@ KILLED = "import os; os.kill(os.getpid(), 9)"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "FIRST_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(crew_module, "PLACE_SECONDS", 0.1)
-    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "PLACE_SECONDS", 0.1)
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.05)
 
 
 class Running(Supervisor):
-    """Remembers the pids of all that it started."""
+    """A run after its first step, with a checkpoint; it remembers the pids of all that it started."""
 
-    def __init__(self, folder: Path, crew: Crew) -> None:
+    def __init__(self, folder: Path, most: int = 3, *, begun: bool = True, **options: Any) -> None:
         self.said: list[str] = []
         self.pids: dict[str, list[int]] = {}
-        super().__init__(folder / "logs", self.said.append, self.said.append, crew=crew)
+        options = {"max_restarts": most, "has_checkpoint": lambda: True, **options}
+        super().__init__(folder / "logs", self.said.append, self.said.append, **options)
+        self.begun = begun
 
-    def start(self, spec: ProcessSpec) -> Watched:
-        child = super().start(spec)
-        self.pids.setdefault(spec.name, []).append(child.pid)
-        return child
-
-
-def a_crew(most: int = 3, **options: Any) -> Crew:
-    return Crew(most, **{"has_begun": lambda: True, "has_checkpoint": lambda: True, **options})
+    def start(self, spec: ProcessSpec) -> Process:
+        process = super().start(spec)
+        self.pids.setdefault(spec.name, []).append(process.pid)
+        return process
 
 
-class Planner:
-    """Gives room at the second attempt, and has some more servers."""
+class Planner(Replanner):
+    """Gives room at the third attempt, and has some more servers."""
 
     def __init__(self, *more: ProcessSpec) -> None:
         self.more = list(more)
@@ -92,7 +89,7 @@ def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path:
     env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     waits = "import os, sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
     (tmp_path / "env").touch()
-    with Running(tmp_path, a_crew()) as running:
+    with Running(tmp_path) as running:
         running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
     assert starts(tmp_path, "env") == [".", "."]
 
@@ -104,29 +101,24 @@ def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> 
     leads = spec("trainer", TWICE.format(end=waits), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
     other = spec("trainer-1", TWICE.format(end=killed), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
     again = ("--resume", "auto")
-    with Running(tmp_path, a_crew()) as running:
+    with Running(tmp_path) as running:
         running.run([[replace(leads, again=again), replace(other, again=again)]])
     assert starts(tmp_path, "a") == [".", "--resume auto."]
     assert starts(tmp_path, "b")[0] == "."
 
 
 def test_a_server_that_restarts_samples_with_another_seed_each_time(tmp_path: Path) -> None:
-    crew = a_crew()
-    server = replace(spec("server", "", "--seed", "7", restarts="server"), seed="0 server 0")
-    seen = []
-    for _ in range(3):
-        crew.started(server)
-        crew.put_off([server])
-        time.sleep(0.15)  # PLACE_SECONDS in these tests is 0.1
-        (placed,) = crew.due()
-        seen.append(placed[0].argv[-1])
-    assert seen == [sampling_seed("0 server 0", start) for start in (1, 2, 3)]
+    code = "import sys; open(sys.argv[1], 'a').write(sys.argv[3] + '\\n'); sys.exit(1)"
+    server = spec("server", code, str(tmp_path / "seeds"), "--seed", "7", restarts="server", after_errors=True)
+    with pytest.raises(ProcessFailedError), Running(tmp_path, 2) as running:
+        running.run([[replace(server, seed="0 server 0")]])
+    assert starts(tmp_path, "seeds") == ["7", *(sampling_seed("0 server 0", start) for start in (1, 2))]
 
 
 @pytest.mark.parametrize(
     ("options", "end"),
     [
-        ({"has_begun": lambda: False}, KILLED),
+        ({"begun": False}, KILLED),
         ({"has_checkpoint": lambda: False}, KILLED),
         ({"most": 0}, KILLED),
         ({}, "sys.exit(1)"),
@@ -135,7 +127,7 @@ def test_a_server_that_restarts_samples_with_another_seed_each_time(tmp_path: Pa
 )
 def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end: str) -> None:
     trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with pytest.raises(ProcessFailedError), Running(tmp_path, a_crew(**options)) as running:
+    with pytest.raises(ProcessFailedError), Running(tmp_path, **options) as running:
         running.run([[trainer]])
     assert len(starts(tmp_path, "a")) == 1
 
@@ -144,10 +136,10 @@ def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(
     waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
     (tmp_path / "a").touch()
     trainer = spec("trainer", waits, str(tmp_path / "a"), ends_run=True)
-    with Running(tmp_path, a_crew()) as running:
+    with Running(tmp_path) as running:
         running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
     (tmp_path / "a").write_text("")
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew()) as running:
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path) as running:
         running.run([[trainer, spec("api", TWICE.format(end="sys.exit(1)"), str(tmp_path / "a"), restarts="api")]])
     assert error.value.field == "api"
 
@@ -155,7 +147,7 @@ def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(
 def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -> None:
     end = f"sys.exit({os.EX_TEMPFAIL})"
     trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with Running(tmp_path, a_crew()) as running:
+    with Running(tmp_path) as running:
         running.run([[trainer]])
     assert len(starts(tmp_path, "a")) == 2
 
@@ -163,19 +155,19 @@ def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -
 def test_a_process_that_fails_at_once_every_time_ends_the_run_with_its_error(tmp_path: Path) -> None:
     code = f"import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit({LAST!r})"
     env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew(2)) as running:
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, 2) as running:
         running.run([[spec("trainer", SLEEPER, ends_run=True), env]])
     assert (error.value.field, error.value.got) == ("env", "exit code 1") and LAST in error.value.fix
     assert len(starts(tmp_path, "env")) == 3
 
 
 def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "IN_A_ROW_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "IN_A_ROW_SECONDS", 0.0)
     code = "import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit(1)"
     waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.02)"
     (tmp_path / "env").touch()
     env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
-    with Running(tmp_path, a_crew(1)) as running:
+    with Running(tmp_path, 1) as running:
         running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
 
 
@@ -183,26 +175,23 @@ def test_a_server_that_is_never_ready_does_not_restart_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting until it is given up takes longer than the time after which the count of restarts is reset."""
-    monkeypatch.setattr(crew_module, "FIRST_PAUSE_SECONDS", 0.0)
-    server: Any = SimpleNamespace(
-        spec=spec("server", SLEEPER, restarts="server", after_errors=True),
-        exit_code=None, ready=False, started=time.monotonic() - 10_000, name="server", log_path=tmp_path,
-    )  # fmt: skip
-    crew = a_crew(2, servers=tmp_path)
-    for _ in range(2):
-        assert crew.lost(server, [server]) == (server,)
-        assert crew.due() == [[server.spec]]
-    assert crew.lost(server, [server]) is None
+    monkeypatch.setattr(supervisor, "IN_A_ROW_SECONDS", 0.0)
+    url = f"http://127.0.0.1:{free_port()}/health"
+    options = {"ready_url": url, "ready_timeout": 0.3, "restarts": "server", "after_errors": True}
+    running = Running(tmp_path, 2)
+    with pytest.raises(ProcessFailedError) as error, running:
+        running.run([[spec("server", SLEEPER, **options)]])
+    assert len(running.pids["server"]) == 3 and error.value.field == "server"
 
 
 def test_a_process_that_has_lost_another_one_is_not_blamed(tmp_path: Path) -> None:
     """Both have ended when the supervisor looks."""
     names = ("trainer-1", os.EX_TEMPFAIL), ("trainer", 1)
     ended = [spec(name, f"raise SystemExit({code})", ends_run=name == "trainer") for name, code in names]
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew(0)) as running:
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, 0) as running:
         for one in ended:
             running.start(one)
-        while any(child.exit_code is None for child in running.children):
+        while any(child.exit_code is None for child in running.processes):
             time.sleep(0.01)
         running.run([])
     assert error.value.field == "trainer"
@@ -212,7 +201,7 @@ def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path:
     class Refusing(Running):
         refusals = 1
 
-        def start(self, spec: ProcessSpec) -> Watched:
+        def start(self, spec: ProcessSpec) -> Process:
             if spec.name == "trainer-1" and self.pids.get("trainer-1") and self.refusals:
                 self.refusals -= 1
                 raise ProcessFailedError("its machine is gone", field=spec.name)
@@ -222,7 +211,7 @@ def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path:
     (tmp_path / "b").touch()
     leads = spec("trainer", waits, str(tmp_path / "b"), ends_run=True, restarts=TRAINERS)
     other = spec("trainer-1", TWICE.format(end=KILLED), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
-    running = Refusing(tmp_path, a_crew())
+    running = Refusing(tmp_path)
     with running:
         running.run([[leads, other]])
     assert len(running.pids["trainer"]) == 3 and len(running.pids["trainer-1"]) == 2
@@ -231,7 +220,7 @@ def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path:
 def test_a_process_without_room_waits_for_a_machine(tmp_path: Path) -> None:
     planner = Planner()
     trainer = spec("trainer", TWICE.format(end=KILLED), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with Running(tmp_path, a_crew(planner=planner)) as running:
+    with Running(tmp_path, replanner=planner) as running:
         running.run([[trainer]])
     assert planner.tries == [1, 1, 1] and len(starts(tmp_path, "a")) == 2
 
@@ -256,7 +245,6 @@ class Servers:
         done = self.folder / "done"
         waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
         trainer = spec("trainer", waits, str(done), ends_run=True)
-        crew = a_crew(servers=self.servers, **options)
 
         def act() -> None:
             try:
@@ -266,7 +254,7 @@ class Servers:
                 self.fault = fault
             done.touch()
 
-        running = Running(self.folder, crew)
+        running = Running(self.folder, servers=self.servers, **options)
         with running:
             thread = threading.Thread(target=act)
             thread.start()
@@ -372,10 +360,29 @@ def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
             assert request(run.servers, Request("add", url)).done
         run.until(lambda: len({member.name for member in read_members(run.servers)}) == 4)
 
-    run.play(specs, script, planner=planner)
+    run.play(specs, script, replanner=planner)
 
 
 def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:
     with pytest.raises(ServerError):
         request(tmp_path, Request("add"), seconds=0.2)
     assert not list((tmp_path / "requests").iterdir())
+
+
+def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    drops = {name: msgspec.json.encode(Request("drop", f"http://{name}:1")) for name in ("b", "c")}
+    for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops}.items():
+        (folder / f"{name}.json").write_bytes(content)
+    obeyed: list[str | None] = []
+
+    def obey(request: Request) -> Answer:
+        obeyed.append(request.server)
+        (folder / "c.json").unlink()  # who asked has stopped waiting meanwhile
+        return Answer(True, "done")
+
+    answer_all(tmp_path, obey)
+    assert obeyed == ["http://b:1"]
+    answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer).done for path in folder.iterdir()}
+    assert answers == {"a": False, "a2": False, "b": True}
