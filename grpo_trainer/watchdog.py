@@ -7,14 +7,15 @@ complete, and the rollout API serves the batches since that checkpoint again.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from grpo_common.text import Lines
 from grpo_trainer.errors import HungError
 
 log = logging.getLogger(__name__)
@@ -23,9 +24,15 @@ GRACE_SECONDS = 60.0
 """Time between the first report and the end of the process."""
 
 
-def dump_stacks() -> None:
-    """Write the stacks of all threads to standard error."""
-    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+def all_stacks() -> Lines:
+    """Return the stacks of all threads, the main thread's first, each with its innermost call first."""
+    frames = sys._current_frames()
+    parts: list[str] = []
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+        calls = traceback.extract_stack(frames[thread.ident]) if thread.ident in frames else []
+        parts += [f"thread {thread.name}, most recent call first:"]
+        parts += [f'  File "{call.filename}", line {call.lineno}, in {call.name}' for call in reversed(calls)]
+    return Lines("\n".join(parts))
 
 
 class StepWatch:
@@ -43,14 +50,10 @@ class StepWatch:
         last_words: Callable[[float], object] = lambda seconds: None,
         *,
         grace: float = GRACE_SECONDS,
-        dump: Callable[[], None] = dump_stacks,
-        end: Callable[[int], None] = os._exit,
     ) -> None:
         self._seconds = seconds
         self._last_words = last_words
         self._grace = grace
-        self._dump = dump
-        self._end = end
         self._expired: str | None = None
 
     @contextmanager
@@ -86,8 +89,8 @@ class StepWatch:
     def _watch(self, what: str, ended: threading.Event) -> None:
         if ended.wait(self._seconds):
             return
-        log.error("%s has not ended for %.0f s; the stacks of all threads:", what, self._seconds)
-        self._dump()
+        text = "%s has not ended for %.0f s; the stacks of all threads:\n%s"
+        log.error(text, what, self._seconds, all_stacks())
         self._expired = what
         if ended.wait(self._grace):
             return
@@ -98,4 +101,4 @@ class StepWatch:
         try:
             self._last_words(self._grace)
         finally:
-            self._end(HungError.exit_code)
+            os._exit(HungError.exit_code)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from grpo_trainer import watchdog
 from grpo_trainer.errors import HungError
 from grpo_trainer.watchdog import StepWatch
 from tests.processes import ROOT
@@ -17,14 +18,17 @@ from tests.processes import ROOT
 class Seen:
     """What the watch did."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.dumped = threading.Event()
         self.ended = threading.Event()
+        monkeypatch.setattr(watchdog, "all_stacks", self.dump)
+        monkeypatch.setattr(watchdog.os, "_exit", self.end)
 
-    def dump(self) -> None:
+    def dump(self) -> str:
         self.events.append("dump")
         self.dumped.set()
+        return ""
 
     def last_words(self, seconds: float) -> None:
         self.events.append(f"words {seconds}")
@@ -34,11 +38,15 @@ class Seen:
         self.ended.set()
 
     def watch(self, seconds: float, grace: float) -> StepWatch:
-        return StepWatch(seconds, self.last_words, grace=grace, dump=self.dump, end=self.end)
+        return StepWatch(seconds, self.last_words, grace=grace)
 
 
-def test_a_slow_step_is_asked_to_end_and_nothing_more_happens_once_it_does() -> None:
-    seen = Seen()
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+def test_a_slow_step_is_asked_to_end_and_nothing_more_happens_once_it_does(seen: Seen) -> None:
     watch = seen.watch(0.01, grace=600.0)
     with pytest.raises(HungError) as error, watch.over("step 7"):
         assert seen.dumped.wait(60)
@@ -51,16 +59,14 @@ def test_a_slow_step_is_asked_to_end_and_nothing_more_happens_once_it_does() -> 
     assert seen.events == ["dump"]
 
 
-def test_a_step_that_never_looks_is_ended_from_outside() -> None:
-    seen = Seen()
+def test_a_step_that_never_looks_is_ended_from_outside(seen: Seen) -> None:
     watch = seen.watch(0.01, grace=0.02)
     with watch.over("step 7"):
         assert seen.ended.wait(60)
     assert seen.events == ["dump", "words 0.02", "end 124"]
 
 
-def test_steps_that_end_are_left_alone() -> None:
-    seen = Seen()
+def test_steps_that_end_are_left_alone(seen: Seen) -> None:
     watch = seen.watch(600.0, grace=600.0)
     for step in range(3):
         with watch.over(f"step {step}"):
