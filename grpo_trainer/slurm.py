@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,23 +22,18 @@ OWN_FLAGS |= {"--dry-run": False, "--json": False}
 
 @dataclass(frozen=True)
 class Job:
-    """What a job script depends on.
-
-    Attributes:
-        plan: the processes, with their places on nodes of such a job.
-        nodes: their number.
-        gpus_per_node: 0: none are asked for.
-        command: the words after `grpo run`, without those of the cluster.
-        folder: where the run is started.
-        programs: the folder of `grpo` and `ray`.
-    """
+    """What a job script depends on."""
 
     plan: RunPlan
+    """The processes, with their places on nodes of such a job."""
     nodes: int
     gpus_per_node: int
     command: tuple[str, ...]
+    """The words after `grpo run`, without those of the cluster."""
     folder: Path
+    """Where the run is started."""
     programs: Path
+    """The folder of `grpo` and `ray`."""
 
 
 def nodes_of_job(config: RunConfig, gpus_per_node: int) -> list[Node]:
@@ -52,12 +46,16 @@ def nodes_of_job(config: RunConfig, gpus_per_node: int) -> list[Node]:
     if gpus_per_node == 0:
         return _nodes(least, 0)
     most = least + gpus_of_run(config)
-    for number in range(least, most):
-        with suppress(ConfigError):
-            place_run(config, nodes := _nodes(number, gpus_per_node), on_gpu=True)
+    for number in range(least, most + 1):
+        nodes = _nodes(number, gpus_per_node)
+        try:
+            place_run(config, nodes, on_gpu=True)
+        except ConfigError:
+            if number == most:
+                raise
+        else:
             return nodes
-    place_run(config, nodes := _nodes(most, gpus_per_node), on_gpu=True)
-    return nodes
+    raise AssertionError("the last number returns or raises")
 
 
 def _nodes(number: int, gpus: int) -> list[Node]:
@@ -89,14 +87,21 @@ def command_of(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_script(job: Job) -> str:
-    """Return the script, for `sbatch`."""
+    """Return the script, for `sbatch`: lines that depend on the job, then `job.sh`."""
     seconds = int(max(process.stop_seconds for process in job.plan.processes)) + SPARE_SECONDS
     command = [*job.command, "--cluster", "auto", "--cluster-nodes", str(job.nodes)]
+    places = [(process.name, process.place) for process in job.plan.processes]
     lines = [
         "#!/bin/bash",
         "# Made by `grpo run --slurm`: starts Ray on the nodes of a job, and the run on the first one.",
         "# Options of sbatch win over those below: sbatch --partition=P --time=12:00:00 THIS_FILE",
-        *_placement(job.plan),
+        "#",
+        *(
+            f"#   {name:<20} {place.node.name if place.node else 'node 1'}"
+            f"{', GPU ' + ','.join(map(str, place.gpus)) if place.gpus else ''}"
+            for name, place in places
+        ),
+        "#",
         "#SBATCH --job-name=grpo",
         f"#SBATCH --nodes={job.nodes}",
         "#SBATCH --ntasks-per-node=1",
@@ -105,67 +110,9 @@ def job_script(job: Job) -> str:
         "#SBATCH --output=grpo-%j.log",
         "# Before the time limit, so that the trainer can save a checkpoint.",
         f"#SBATCH --signal=B:TERM@{seconds}",
-        "set -euo pipefail",
-        "umask 077",
-        f"cd {shlex.quote(str(job.folder))}",
+        f"folder={shlex.quote(str(job.folder))}",
         f"programs={shlex.quote(str(job.programs))}",
-        _BODY.format(command=" ".join(map(shlex.quote, command))),
+        "# shellcheck disable=SC2016 # what was typed is not expanded a second time",
+        f"command=({shlex.join(command)})",
     ]
-    return "\n".join(lines)
-
-
-def _placement(plan: RunPlan) -> Iterator[str]:
-    """Yield a comment for each process."""
-    yield "#"
-    for process in plan.processes:
-        place = process.place
-        node = place.node.name if place.node else "node 1"
-        gpus = f", GPU {','.join(map(str, place.gpus))}" if place.gpus else ""
-        yield f"#   {process.name:<20} {node}{gpus}"
-    yield "#"
-
-
-_BODY = """\
-ray=$programs/ray
-
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}" \\
-    "$programs/python" -c 'import ray; print(ray.util.get_node_ip_address())')
-port=$((20000 + SLURM_JOB_ID % 20000))
-export RAY_ADDRESS=$address:$port RAY_USAGE_STATS_ENABLED=0
-
-# Anyone who reaches Ray could run programs, so it requires this token, which only the job's processes have.
-RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-
-started=()
-# shellcheck disable=SC2329 # the trap calls it
-finish() {{
-    [ "${{#started[@]}}" -eq 0 ] || kill "${{started[@]}}" 2>/dev/null || true
-    wait
-}}
-trap finish EXIT
-
-cores=(--cpus-per-task="${{SLURM_CPUS_ON_NODE:-1}}")
-srun --overlap "${{cores[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}" \\
-    "$ray" start --head --node-ip-address="$address" --port="$port" --include-dashboard=false --block &
-started+=($!)
-others=$((${{#nodes[@]}} - 1))
-if [ "$others" -gt 0 ]; then
-    srun --overlap "${{cores[@]}}" --nodes="$others" --ntasks="$others" --exclude="${{nodes[0]}}" \\
-        "$ray" start --address="$RAY_ADDRESS" --block &
-    started+=($!)
-fi
-
-# shellcheck disable=SC2016 # what was typed is not expanded a second time
-"$programs/grpo" run {command} &
-run=$!
-trap 'kill -TERM "$run" 2>/dev/null || true' TERM INT
-code=0
-wait "$run" || code=$?
-while kill -0 "$run" 2>/dev/null; do # a signal has ended the wait, not the run
-    code=0
-    wait "$run" || code=$?
-done
-exit "$code"
-"""
+    return "\n".join([*lines, (Path(__file__).parent / "job.sh").read_text()])

@@ -197,5 +197,6 @@ def test_the_command_writes_the_script_and_starts_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "argv", ["grpo", *words])
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and str(path) in done.stdout and not folder.exists()
-    (line,) = [line for line in path.read_text().splitlines() if line.startswith('"$programs/grpo"')]
-    assert shlex.split(line.removesuffix(" &"))[1:] == [*words[:7], "--cluster", "auto", "--cluster-nodes", "1"]
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("command=(")]
+    typed = shlex.split(line.removeprefix("command=(").removesuffix(")"))
+    assert typed == [*words[1:7], "--cluster", "auto", "--cluster-nodes", "1"]
