@@ -10,12 +10,15 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 log = logging.getLogger(__name__)
@@ -36,10 +39,12 @@ class Clock:
 
     Attributes:
         workers: idents of the threads that currently work for it.
+        is_over: the work was given up, as it has taken too long.
     """
 
     def __init__(self, *, restarts: bool = False) -> None:
         self.workers: set[int] = set()
+        self.is_over = False
         self._restarts = restarts
         self._before = 0.0
         self._since: float | None = time.monotonic()
@@ -106,21 +111,21 @@ class Threads:
                 await self._slots.acquire()
             try:
                 with clock.count(waiting=limited):
-                    result = await self._in_a_thread(function, args, timeout)
+                    result = await self._in_a_thread(function, args, timeout, clock)
             finally:
                 self._slots.release()
             with clock.count(waiting=limited):
                 return await _within(timeout, result) if inspect.isawaitable(result) else result
 
-    async def _in_a_thread(self, function: Callable[..., Any], args: Any, timeout: float | None) -> Any:
+    async def _in_a_thread(self, function: Callable[..., Any], args: Any, timeout: float | None, clock: Clock) -> Any:
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         inside = contextvars.copy_context().run
         name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
         threading.Thread(target=inside, args=(run, done, function, args), name=name, daemon=True).start()
         try:
             return await _within(timeout, done)
-        except TimeoutError:
-            if done.cancelled():  # otherwise the function itself raised it
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if done.cancelled() and (isinstance(error, TimeoutError) or clock.is_over):
                 self._left_behind += 1
                 log.warning("%s did not return in time; threads left behind so far: %d", name, self._left_behind)
             raise
@@ -164,15 +169,48 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
         done.set_exception(as_exception(error))
 
 
-class Interrupted(SystemExit):
-    """A signal ends the program, whose event loop is blocked by the code that this interrupts."""
-
-
 def as_exception(error: BaseException) -> RuntimeError:
     """Return an error of an environment's code that a future can't hold, or that would end the process.
 
-    `exit()` in a score is a mistake of one group. A real Ctrl-C raises `Interrupted`, and not this.
+    `exit()` in a score is a mistake of one group. A real Ctrl-C does not raise an error in the code.
     """
     said = RuntimeError(f"{type(error).__name__}: {error}")
     said.__cause__ = error
     return said
+
+
+def stack_of_thread(ident: int, *after: CodeType) -> str:
+    """Return a thread's stack, the innermost call last, or nothing if it has ended.
+
+    Args:
+        after: code of functions; the last call of one of them, and the calls that led to it, are left out.
+    """
+    frame, frames = sys._current_frames().get(ident), list[FrameType]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return _shown(frames[::-1], after)
+
+
+def stack_of_task(task: asyncio.Task[Any], *after: CodeType) -> str:
+    """Return the stack of a waiting task: the coroutines that await each other, the innermost last."""
+    return _shown(_awaited(task), after)
+
+
+def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
+    """Return the frames of all awaited coroutines; `Task.get_stack` has only the outermost one."""
+    frames: list[FrameType] = []
+    each: Any = task.get_coro()
+    while (frame := getattr(each, "cr_frame", None) or getattr(each, "gi_frame", None)) is not None:
+        frames.append(frame)
+        each = getattr(each, "cr_await", None) or getattr(each, "gi_yieldfrom", None)
+    for child in getattr(getattr(task, "_fut_waiter", None), "_children", ()):  # the task awaits asyncio.gather
+        if isinstance(child, asyncio.Task) and not child.done():
+            return frames + _awaited(child)
+    return frames
+
+
+def _shown(frames: list[FrameType], after: tuple[CodeType, ...]) -> str:
+    start = max((place + 1 for place, frame in enumerate(frames) if frame.f_code in after), default=0)
+    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[start:])
+    return "".join(summary.format()).rstrip()

@@ -40,7 +40,6 @@ from environments.running.runner import (
 )
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import ScoreTimeout
-from environments.threads import Interrupted
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
 from grpo_common.status import OWN
@@ -65,7 +64,7 @@ NOTHING = "came to nothing"
 """Why there is no group, if the environment returned none."""
 
 BLOCKED_S = 1.0
-"""Seconds after which a signal interrupts code that blocks the event loop."""
+"""Seconds after a signal at which a process ends whose event loop is blocked."""
 
 CALLED_AS = "GRPO_CALLED_AS"
 """Environment variable with the command that replaced itself by this one, if any: `grpo env NAME`. Messages show it."""
@@ -137,38 +136,43 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
     _stop_on_signals(stop, status=0 if command == "serve" else 1)
     try:
         async with env.scoring.loop:
-            if command == "serve":
-                api = RolloutApi(settings.env)
-                try:
-                    await serve(env, api, stop)
-                finally:
-                    await api.close()
-            else:
-                work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
-                if not await until(stop, work):
-                    raise PeerError("stopped before it was done")
+            try:
+                if command == "serve":
+                    api = RolloutApi(settings.env)
+                    try:
+                        await serve(env, api, stop)
+                    finally:
+                        await api.close()
+                else:
+                    work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
+                    if not await until(stop, work):
+                        raise PeerError("stopped before it was done")
+            finally:
+                await env.scoring.close(env.close())
     finally:
-        await env.scoring.call("close()", env.close())
         await server.close()
         if env.teacher is not None:
             await env.teacher.close()
 
 
 def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
-    """Have SIGINT and SIGTERM set `stop`; if the event loop is blocked, end the program with an exit status."""
+    """Have SIGINT and SIGTERM set `stop`; if the event loop is blocked, end the process with an exit status."""
     loop = asyncio.get_running_loop()
-    heard: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             return
-        if heard or loop.is_closed():  # the loop has not set `stop`: it is blocked by the code that this interrupts
-            raise Interrupted(status)
-        heard.append(number)
+        if loop.is_closed():
+            sys.exit(status)
         loop.call_soon_threadsafe(stop.set)
-        again = threading.Timer(BLOCKED_S, signal.pthread_kill, (threading.main_thread().ident, number))
-        again.daemon = True
-        again.start()
+        check = threading.Timer(BLOCKED_S, end_if_blocked)
+        check.daemon = True
+        check.start()
+
+    def end_if_blocked() -> None:
+        if not stop.is_set():
+            log.warning("asked to stop; the event loop is blocked, so this process ends at once")
+            os._exit(status)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)

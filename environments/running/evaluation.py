@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from environments.config import ConfigError
 from environments.peers.http import PeerError
 from environments.running.runner import LOSSES, EnvironmentFailed, Failures
-from environments.threads import Interrupted, as_exception
+from environments.threads import as_exception
 
 AT_ONCE: Final = 256
 """Rows that are generated and scored at the same time."""
@@ -40,8 +40,6 @@ async def examine_each(
         for place, row in waiting:
             try:
                 found[place] = await examine(row)
-            except Interrupted:
-                raise
             except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code: it loses one row
                 error = raised if isinstance(raised, Exception) else as_exception(raised)
                 if isinstance(error, PeerError | ConfigError) and not isinstance(error, tuple(LOSSES)):

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from environments import scoring, stacks, threads
+from environments import scoring, threads
+from environments.running import cli
 from environments.scoring import ScoreTimeout, Scoring
-from environments.threads import Threads, elsewhere
+from environments.threads import Threads, elsewhere, stack_of_thread
 
 SECONDS = 0.1
 
@@ -278,7 +279,7 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     thread.start()
     thread.join()
     assert thread.ident is not None
-    assert stacks.of_thread(thread.ident, Scoring._limited.__code__) == ""
+    assert stack_of_thread(thread.ident, Scoring._limited.__code__) == ""
 
 
 BLOCKED = """
@@ -313,5 +314,121 @@ def test_a_signal_ends_an_environment_whose_event_loop_is_blocked(block: str, st
         assert process.stdout.readline() == "blocks\n"
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=30)
-        assert said == "left\n"
+        assert said == ("" if status else "left\n")
         assert process.returncode == status
+
+
+async def catches_all(seconds: float) -> float:
+    try:
+        await asyncio.sleep(60)
+    except:  # noqa: E722 - as users write it
+        await asyncio.sleep(seconds)
+    return 1.0
+
+
+def test_scoring_that_catches_its_cancellation_loses_its_group() -> None:
+    with pytest.raises(ScoreTimeout):
+        asyncio.run(Scoring(SECONDS).within("item 7", catches_all(0.0)))
+
+
+STUBBORN = """
+import asyncio, logging
+from environments import scoring
+from tests.unit.test_scoring import catches_all
+
+scoring.STUBBORN_S = 0.3
+logging.basicConfig(format="%(levelname)s %(message)s")
+
+async def main():
+    watched = scoring.Scoring(0.2)
+    async with watched.loop:
+        await watched.within("item 7", catches_all(60))
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_scoring_goes_on_after_its_cancellation_ends_and_says_where() -> None:
+    done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == os.EX_SOFTWARE, done.stderr
+    assert re.search("^ERROR .*'item 7'", done.stderr, re.MULTILINE)
+    assert re.search(r"\bin catches_all$", done.stderr, re.MULTILINE)
+
+
+def test_a_thread_of_a_group_that_is_given_up_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    over = threading.Event()
+
+    async def scene() -> None:
+        threads = Threads(4)
+        for item in range(2):
+            with pytest.raises(ScoreTimeout):
+                await Scoring(SECONDS).within(item, threads.call(over.wait))
+        task = asyncio.create_task(Scoring(60).within(2, threads.call(over.wait)))
+        await asyncio.sleep(SECONDS)
+        task.cancel()  # as at the end of the program: nothing is said
+        await asyncio.wait([task])
+
+    try:
+        asyncio.run(scene())
+    finally:
+        over.set()
+    counted = [record.args for record in caplog.records if record.name == threads.__name__]
+    assert counted == [("wait", 1), ("wait", 2)]
+
+
+class Closing:
+    """An environment, as far as `_command` needs one, whose `close` does something wrong."""
+
+    teacher = None
+
+    def __init__(self, close: Callable[[], Awaitable[None]], server: SimpleNamespace) -> None:
+        self.scoring, self.close, self.server = Scoring(60.0), close, server
+
+
+async def raises() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("close", [raises, waits_for_ever])
+def test_a_close_that_fails_or_hangs_is_logged_and_the_connections_are_closed(
+    close: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    class Client:
+        async def close(self) -> None:
+            closed.append("server")
+
+    async def evaluate(env: Any) -> None:
+        return None
+
+    monkeypatch.setattr(scoring, "CLOSE_S", SECONDS)
+    monkeypatch.setattr(cli, "servers", lambda *_, **__: Client())
+    monkeypatch.setattr(cli, "evaluate", evaluate)
+    monkeypatch.setattr(cli, "_stop_on_signals", lambda *_, **__: None)
+    settings: Any = SimpleNamespace(openai=None, env=SimpleNamespace(retry_timeout=1.0), data=None, rewards=())
+    env_cls: Any = lambda *_: Closing(close, SimpleNamespace())  # noqa: E731
+    asyncio.run(cli._command("evaluate", env_cls, settings, None))
+    assert closed == ["server"]
+    assert any(record.levelno >= logging.WARNING for record in caplog.records)
+
+
+def test_a_close_that_blocks_ends_the_process() -> None:
+    script = """
+import asyncio, time
+from environments import scoring
+
+scoring.LOOK_S, scoring.CLOSE_S = 0.2, 0.5
+
+async def close():
+    time.sleep(60)
+
+async def main():
+    watched = scoring.Scoring(120.0)
+    async with watched.loop:
+        await watched.close(close())
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == os.EX_SOFTWARE and "close()" in done.stderr, done.stderr
