@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar, get_type_hints
 
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
@@ -23,17 +23,15 @@ from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
 from environments.api.history import Overview
 from environments.api.http import BodyReader, respond, respond_bytes, stream
-from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
-from environments.api.page import PAGE_HEADERS, STATUS_HTML
-from environments.api.polling import StatusEnvShortcut
 from environments.api.queue import RolloutQueue
-from environments.api.records import ApiError, NotRegistered, Run, UnknownEnvironment
+from environments.api.records import ApiError, NotRegistered, QueueFull, Run, UnknownEnvironment
 from environments.api.service import Served, Service
 from environments.api.store import StoreError
 from environments.api.waiting import while_there
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser
+from grpo_common.pages.document import document, plotting
 
 log = logging.getLogger("rollout-api")
 
@@ -41,8 +39,6 @@ P = ParamSpec("P")
 Call = TypeVar("Call", bound=Callable[..., Awaitable[object]])
 Read = TypeVar("Read")
 T = TypeVar("T")
-_CHANGING = ("/batch", "/reset_data")
-"""Where a GET changes state: HEAD, which shows no answer, is refused there."""
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
@@ -52,30 +48,51 @@ _EMPTY_EXAMPLE: dict[str, list[object]] = {
 }
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One method of one path, and the messages that its function takes."""
+_STATIC = Path(__file__).parent / "static"
+_STYLE, _SCRIPTS = plotting()
+STATUS_HTML = document(
+    "Rollout API",
+    (_STATIC / "status.html").read_text(),
+    style=_STYLE,
+    scripts=[*_SCRIPTS, (_STATIC / "status.js").read_text()],
+    asks="'self'",
+)
+PAGE_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself says the rest
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
-    call: Callable[..., Awaitable[object]]
-    query: Any
-    body: Any
-    body_optional: bool
+ROUTES: Final[list[Route]] = []
 
 
-ENDPOINTS: Final[dict[str, dict[str, Endpoint]]] = {}
-"""By path and HTTP method."""
-
-
-def endpoint(method: str, path: str, *, body_optional: bool = False) -> Callable[[Call], Call]:
-    """Enter a method of `Api` into `ENDPOINTS`, with the messages that the annotations of `query` and `body` name.
+def endpoint(method: str, path: str, *, body_optional: bool = False, changes: bool = False) -> Callable[[Call], Call]:
+    """Make a method of `Api` a route: its `query` and `body` are decoded as annotated, and its answer is encoded.
 
     Args:
         body_optional: an empty body is that of the message without its fields.
+        changes: a GET that changes state; HEAD, which shows no answer, is refused.
     """
 
     def enter(call: Call) -> Call:
         hints = get_type_hints(call)
-        ENDPOINTS.setdefault(path, {})[method] = Endpoint(call, hints.get("query"), hints.get("body"), body_optional)
+
+        async def answer(request: Request) -> Response:
+            api: Api = request.app.state.api
+            given: dict[str, object] = {}
+            if "query" in hints:
+                given["query"] = intake.decode_query(request.query_params, hints["query"])
+            if "body" in hints:
+                given["body"] = await api.message(request, hints["body"], optional=body_optional)
+            made = await call(api, request, **given)
+            response = made if isinstance(made, Response) else respond(request, made)
+            api.metrics.count(path, response.status_code)
+            return response
+
+        ROUTES.append(Route(path, answer, methods=[method]))
+        if changes:
+            (ROUTES[-1].methods or set()).discard("HEAD")
         return call
 
     return enter
@@ -145,7 +162,7 @@ class Api:
         """What an environment paces itself by; with `wait` once there is news. Also takes the id as a JSON body."""
         env_id, seen, waits = query.env_id, query.seen, query.wait is not UNSET
         if env_id is UNSET:
-            env_id = (await self._message(request, wire.EnvIdentifier)).env_id
+            env_id = (await self.message(request, wire.EnvIdentifier)).env_id
         status = self.service.status_env(env_id, waits=waits)
         if waits and status.seen == seen:
             news = self.service.news_waiters.until(lambda: self.service.seen != seen, self._wait(query.wait))
@@ -157,9 +174,9 @@ class Api:
     async def scored_data(self, request: Request) -> wire.ScoredDataResponse:
         """Post a group."""
         content_type, key = request.headers.get("content-type"), _post_key(request)
-        self.service.limit.check()  # first without the body: who is refused comes again, and many do
+        self.service.check_room()  # first without the body: who is refused comes again, and many do
         async with self.bodies.read(request) as body, self.parsing:
-            self.service.limit.check()
+            self.service.check_room()
             posted = await _read(len(body), intake.read_one, body, content_type)
             answer = intake.take_one(self.service, posted, key)
             await asyncio.sleep(0)
@@ -170,10 +187,10 @@ class Api:
     async def scored_data_list(self, request: Request) -> Response:
         """Post groups; those that are wrong are named, the others are received."""
         content_type, key = request.headers.get("content-type"), _post_key(request)
-        self.service.limit.check()
+        self.service.check_room()
         async with self.bodies.read(request, intake.GroupCount(content_type).see) as body:
             async with self.parsing:
-                self.service.limit.check()
+                self.service.check_room()
                 posted = await _read(len(body), intake.PostedList, body, content_type, key)
             for places, size in posted.turns():
                 async with self.parsing:
@@ -190,7 +207,7 @@ class Api:
             self.service.refuse("POST /scored_data_list", 422, f"{more} more groups of this list", more)
         return respond(request, answer, 422 if answer.rejected else 200)
 
-    @endpoint("GET", "/batch")
+    @endpoint("GET", "/batch", changes=True)
     async def batch(self, request: Request, query: wire.BatchQuery) -> object:
         """The next batch; with `wait` as soon as there is one."""
         try:
@@ -242,7 +259,7 @@ class Api:
         await self.service.reset()
         return PlainTextResponse("Reset successful")
 
-    @endpoint("GET", "/reset_data")
+    @endpoint("GET", "/reset_data", changes=True)
     async def reset_data_by_get(self, request: Request) -> Response:
         """Forget everything; not for browsers."""
         if from_browser(request.scope["headers"]):
@@ -267,19 +284,6 @@ class Api:
         """For Prometheus."""
         return respond_bytes(request, self.metrics.text(), self.metrics.content_type)
 
-    async def answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
-        """Read what an endpoint takes, and send what it returns."""
-        if request.method == "HEAD" and request.url.path in _CHANGING:
-            return Response(status_code=405, headers={"allow": ", ".join(methods)})
-        asked = methods["GET" if request.method == "HEAD" else request.method]
-        given: dict[str, object] = {}
-        if asked.query is not None:
-            given["query"] = intake.decode_query(request.query_params, asked.query)
-        if asked.body is not None:
-            given["body"] = await self._message(request, asked.body, optional=asked.body_optional)
-        answer = await asked.call(self, request, **given)
-        return answer if isinstance(answer, Response) else respond(request, answer)
-
     async def _next_batch(self, request: Request, query: wire.BatchQuery) -> Served | None:
         """The next batch, or None where none comes within `?wait=`."""
         service, queue = self.service, self.service.queue
@@ -297,7 +301,8 @@ class Api:
         """How long a request may be held: an environment must be heard of several times within its time-out."""
         return min(seconds or 0.0, self.service.settings.env_timeout / 3)
 
-    async def _message(self, request: Request, message_type: type[T], *, optional: bool = False) -> T:
+    async def message(self, request: Request, message_type: type[T], *, optional: bool = False) -> T:
+        """Read and decode a request's body."""
         async with self.bodies.read(request) as body:
             if optional and not body:
                 return message_type()
@@ -339,16 +344,17 @@ def build_app(service: Service) -> ASGIApp:
 
     cors = service.settings.cors_origins
     app = Starlette(
-        routes=[Route(path, partial(api.answer, methods), methods=[*methods]) for path, methods in ENDPOINTS.items()],
+        routes=ROUTES,
         middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
         if cors
         else [],
-        exception_handlers=dict.fromkeys(_REFUSALS, partial(_refused, service)),
+        exception_handlers=dict.fromkeys(_REFUSALS, _refused),
         lifespan=lifespan,
     )
+    app.state.api = api
     settings = service.settings
     return Gate(
-        StatusEnvShortcut(api.metrics.around(app), service, api.metrics),
+        app,
         host=settings.host,
         keys=[settings.api_key] if settings.api_key else [],
         origins=cors,
@@ -380,22 +386,24 @@ def _given(value: T | UnsetType) -> T | None:
     return None if value is UNSET else value
 
 
-async def _refused(service: Service, request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     """The answer to a request that ended in an error of `_REFUSALS`; the status page lists what clients did wrong."""
+    api: Api = request.app.state.api
     match error:
         case ClientDisconnect():
-            return Response(status_code=400)  # nobody is left to read it
+            answer = Response(status_code=400)  # nobody is left to read it
         case HTTPException():
             answer = respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
             answer.headers.update(error.headers or {})
         case ApiError():
             answer = respond(request, error.response(), error.status)
             if isinstance(error, QueueFull):
-                answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+                answer.headers["Retry-After"] = str(error.RETRY_AFTER_S)
             else:
-                service.refuse(f"{request.method} {request.url.path}", error.status, str(error))
+                api.service.refuse(f"{request.method} {request.url.path}", error.status, str(error))
         case _:  # the store: the server is about to end, and says why
             answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
+    api.metrics.count(getattr(request.scope.get("route"), "path", "unknown"), answer.status_code)
     return answer
 
 

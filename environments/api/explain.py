@@ -126,7 +126,6 @@ class Explainer:
             leased_groups=len(queue.leased),
             batch_ready=queue.batch_ready,
             waiting_for=self.waiting_for(now),
-            warnings=self.warnings(),
             groups_by_size={str(size): line.groups_by_size[size] for size in sorted(line.groups_by_size)},
             environments=self._environments(now),
             leases=[

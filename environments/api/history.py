@@ -1,40 +1,37 @@
-"""What the status page shows: rewards and tokens over time, the pace of the steps, the newest groups and refusals."""
+"""What the status page shows: rewards and tokens of the last steps, their pace, the newest groups and refusals."""
 
 from collections import deque
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.records import Group
 
 SAMPLES = 8
 REFUSALS = 20
-POINTS = 240
+STEPS = 240
 PACE_STEPS = 50
 """Number of last steps whose mean time is the pace."""
 _TEXT = 1200
 _SEQUENCES = 8
 
 
-class Point(Struct, frozen=True):
-    """Groups that came in the interval from `at` on (seconds since the start): mean, lowest and highest mean score."""
+class Point(Struct):
+    """Groups that came within `seconds` from `at` on (since the start), while the trainer had reached `step`.
 
+    `mean`, `low` and `high` are of the groups' mean scores.
+    """
+
+    step: int
     at: float
-    groups: int
-    tokens: int
-    mean: float
-    low: float
-    high: float
-
-    def merged(self, later: "Point", at: float) -> "Point":
-        """Both as one, of an interval from `at` on."""
-        groups = self.groups + later.groups
-        mean = (self.mean * self.groups + later.mean * later.groups) / groups
-        tokens, low, high = self.tokens + later.tokens, min(self.low, later.low), max(self.high, later.high)
-        return Point(at, groups, tokens, mean, low, high)
+    seconds: float = 0.0
+    groups: int = 0
+    tokens: int = 0
+    mean: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
 
 class Sample(Struct, frozen=True):
@@ -60,8 +57,7 @@ class Refusal(Struct, frozen=True):
 class Overview(Struct, frozen=True):
     """What the status page asks for every two seconds.
 
-    `run` is the folder that `--run-dir` names; `now` and `at` are seconds since its start; each of `points` covers
-    `seconds_per_point`.
+    `run` is the folder that `--run-dir` names; `now` and `at` are seconds since the start.
     """
 
     run: str | None
@@ -73,14 +69,13 @@ class Overview(Struct, frozen=True):
     seconds_left: float | None
     status: wire.Status
     points: list[Point]
-    seconds_per_point: float
     samples: list[Sample]
     refusals: list[Refusal]
     refused: int
 
 
 class History:
-    """Groups of the whole run in at most `POINTS` points, and the newest `SAMPLES` of them.
+    """The last `STEPS` steps, and the newest `SAMPLES` groups.
 
     Args:
         start: time from which it counts, on the clock of all later times.
@@ -88,33 +83,23 @@ class History:
 
     def __init__(self, start: float) -> None:
         self.start = start
-        self.points: list[Point] = []
-        self.seconds_per_point = 1.0
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self.groups = 0
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
         self.refused = 0
-        self._step: int | None = None
-        self._steps: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._points: deque[Point] = deque([Point(0, 0.0)], maxlen=STEPS)
+        self._paced_from = 0.0  # when the trainer came; its first step has its start in it
 
     def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
         """Note a group that has come."""
+        point, score = self._point(now), group.mean_score
+        point.low = min(point.low, score) if point.groups else score
+        point.high = max(point.high, score) if point.groups else score
+        point.groups += 1
+        point.mean += (score - point.mean) / point.groups
+        point.tokens += sum(packed.lengths)
         self.groups += 1
-        score = group.mean_score
-        while now - self.start >= POINTS * self.seconds_per_point:
-            self.seconds_per_point *= 2
-            points, self.points = self.points, []
-            for point in points:
-                self._put(point)
-        self._put(Point(now - self.start, 1, sum(packed.lengths), score, score, score))
         self.samples.append(_sample(group, packed))
-
-    def _put(self, point: Point) -> None:
-        at = point.at // self.seconds_per_point * self.seconds_per_point
-        if self.points and self.points[-1].at >= at:
-            self.points[-1] = self.points[-1].merged(point, at)
-        else:
-            self.points.append(replace(point, at=at))
 
     def refuse(self, request: str, status: int, detail: str, now: float, count: int = 1) -> None:
         """Note a request that is refused, or several in one entry."""
@@ -122,20 +107,31 @@ class History:
         self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
 
     def reached(self, step: int, now: float) -> None:
-        """Note the trainer's step, which may be the one noted before; the first one says nothing of the pace."""
-        if self._step is None or step < self._step:
-            self._steps.clear()  # another trainer, or one that was resumed
-        elif step > self._step:
-            self._steps.append((step, now))
-        self._step = step
+        """Note the trainer's step, which may be the one noted before."""
+        last = self._point(now)
+        if step == last.step:
+            return
+        if step < last.step or self._paced_from == 0.0:  # a trainer has come, or one was resumed
+            self._paced_from = now - self.start
+            while self._points and self._points[-1].step >= step:
+                self._points.pop()
+        self._points.append(Point(step, now - self.start))
+
+    def points(self, now: float) -> list[Point]:
+        """Return the steps in which groups came, oldest first."""
+        self._point(now)
+        return [point for point in self._points if point.groups]
 
     @property
     def seconds_per_step(self) -> float | None:
         """Mean over the last `PACE_STEPS` steps; None before two are done, as the first one has the start in it."""
-        if len(self._steps) < 2:
-            return None
-        (first, begin), (last, end) = self._steps[0], self._steps[-1]
-        return (end - begin) / (last - first)
+        steps = [point for point in self._points if point.at > self._paced_from][-PACE_STEPS - 1 :]
+        return (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step) if len(steps) > 1 else None
+
+    def _point(self, now: float) -> Point:
+        """Return the point of the step that goes on."""
+        self._points[-1].seconds = now - self.start - self._points[-1].at
+        return self._points[-1]
 
 
 def _sample(group: Group, packed: wire.PackedGroup) -> Sample:

@@ -1,9 +1,13 @@
-"""HTTP at the rim: bodies read within bounds, answers gzipped, errors that say what is wrong."""
+"""HTTP bodies: those of requests are read within bounds, those of answers are encoded and gzipped.
+
+gzip is ISA-L's: a JSON group takes 0.3 ms to compress, and 1.8 ms by zlib's fastest level, which Starlette's middleware
+would use.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from isal import isal_zlib
@@ -22,8 +26,13 @@ body is decoded: a millisecond for 100 kB of JSON, and for 10 MB of MessagePack.
 LARGE_BODY = 1 << 20
 LARGE_BODIES_AT_ONCE = 4
 BODY_TIMEOUT_S = 60.0
+"""A body of up to `LARGE_BODY` bytes must arrive within this time, and so must the beginning of a larger one."""
+LARGE_BODY_GRACE_S = 10.0
+LEAST_RATE = 256 << 10
+"""Bytes a second that must arrive of a larger body, apart from the seconds of grace: it takes the place of others."""
 TURN_S = 0.005
 """How long one request may work before others have their turn."""
+_IN_TIME = f"1 MiB within {BODY_TIMEOUT_S:.0f} s, and then {LEAST_RATE >> 10} KiB a second"
 _PIECE = 256 << 10
 _ENCODING = "Content-Encoding"
 _GZIP = 31  # zlib's way to say: gzip, with its header and trailer
@@ -55,17 +64,21 @@ class BodyReader:
             pieces: list[bytes] = []
             size = 0
             try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
+                async with asyncio.timeout(BODY_TIMEOUT_S) as clock:
                     async for piece in _pieces(request, limit):
                         if size <= LARGE_BODY < size + len(piece):
+                            clock.reschedule(None)  # the client does not answer for the wait for a place
                             await held.enter_async_context(self._large)
+                            clock.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_GRACE_S)
                         size += len(piece)
                         if size > limit:
                             raise _too_large(limit)
+                        if size > LARGE_BODY:
+                            clock.reschedule((clock.when() or 0.0) + len(piece) / LEAST_RATE)
                         see(piece)
                         pieces.append(piece)
             except TimeoutError:
-                raise ApiError(408, Problem("body", wanted=f"all of it within {BODY_TIMEOUT_S:.0f} s")) from None
+                raise ApiError(408, Problem("body", "a body that arrives too slowly", _IN_TIME)) from None
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             yield body
@@ -81,7 +94,7 @@ def _pieces(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 async def _inflate(stream: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
-    inflater = gzip_inflater()
+    inflater = isal_zlib.decompressobj(wbits=_GZIP)
     received = 0
     async for data in stream:
         received += len(data)
@@ -89,7 +102,7 @@ async def _inflate(stream: AsyncIterator[bytes], limit: int) -> AsyncIterator[by
             raise _too_large(limit)
         while data:
             if inflater.eof:  # gzip allows several members, one after another
-                inflater = gzip_inflater()
+                inflater = isal_zlib.decompressobj(wbits=_GZIP)
             try:
                 piece = inflater.decompress(data, _PIECE)
             except GZIP_ERROR as error:
@@ -117,71 +130,43 @@ def respond(request: Request, message: object, status: int = 200) -> Response:
 def respond_bytes(request: Request, body: bytes, content_type: str, status: int = 200) -> Response:
     """Bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
-    if len(body) >= GZIP_MINIMUM and accepts_gzip(request):
-        body = gzipped(body)
-        headers["Content-Encoding"] = "gzip"
+    if len(body) >= GZIP_MINIMUM and _accepts_gzip(request):
+        deflater = isal_zlib.compressobj(1, wbits=_GZIP)
+        body = deflater.compress(body) + deflater.flush()
+        headers[_ENCODING] = "gzip"
     return Response(body, status, headers)
 
 
 def stream(request: Request, pieces: Iterable[bytes], content_type: str, compress: bool) -> Response:
     """A long answer piece by piece: other requests have their turn between two of them."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
-    if compress and accepts_gzip(request):
-        headers["Content-Encoding"] = "gzip"
-        return StreamingResponse(_joined(pieces, gzip_deflater()), headers=headers)
-    return StreamingResponse(_joined(pieces), headers=headers)
+    if compress and _accepts_gzip(request):
+        headers[_ENCODING] = "gzip"
+        return StreamingResponse(_in_turns(pieces, isal_zlib.compressobj(1, wbits=_GZIP)), headers=headers)
+    return StreamingResponse(_in_turns(pieces), headers=headers)
 
 
-async def _joined(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterator[bytes]:
-    """Pieces joined to what a turn of the event loop may take, compressed if there is a deflater."""
+async def _in_turns(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterator[bytes]:
+    """The pieces in portions that take about `TURN_S`, compressed if there is a deflater."""
     gathered: list[bytes] = []
-    size = 0
-    began = time.perf_counter()
-    for piece in _cut(pieces):
-        if deflater is not None:
-            piece = deflater.compress(piece)
-        gathered.append(piece)
-        size += len(piece)
-        if size >= _PIECE or time.perf_counter() - began >= TURN_S:
-            yield b"".join(gathered)
-            await asyncio.sleep(0)
-            gathered.clear()
-            size = 0
-            began = time.perf_counter()
-    if deflater is not None:
-        gathered.append(deflater.flush())
-    yield b"".join(gathered)
-
-
-def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same with no piece longer than `_PIECE`: each is copied several times on its way out."""
+    size, began = 0, time.perf_counter()
     for piece in pieces:
-        if len(piece) <= _PIECE:
-            yield piece
-        else:
-            yield from (piece[start : start + _PIECE] for start in range(0, len(piece), _PIECE))
+        for start in range(0, len(piece), _PIECE):  # longer ones would be copied several times on their way out
+            part = piece[start : start + _PIECE]
+            gathered.append(deflater.compress(part) if deflater else part)
+            size += len(gathered[-1])
+            if size >= _PIECE or time.perf_counter() - began >= TURN_S:
+                yield b"".join(gathered)
+                await asyncio.sleep(0)
+                gathered.clear()
+                size, began = 0, time.perf_counter()
+    yield b"".join([*gathered, deflater.flush() if deflater else b""])
 
 
-def accepts_gzip(request: Request) -> bool:
+def _accepts_gzip(request: Request) -> bool:
     """Whether the client takes gzip (`gzip;q=0` says that it does not)."""
     for part in request.headers.get("accept-encoding", "").lower().split(","):
         coding, _, parameters = part.partition(";")
         if coding.strip() in ("gzip", "*"):
             return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
     return False
-
-
-def gzip_inflater() -> Any:
-    """A `zlib.decompressobj` for one gzip member. ISA-L is three to five times as fast as zlib."""
-    return isal_zlib.decompressobj(wbits=_GZIP)
-
-
-def gzip_deflater() -> Any:
-    """A `zlib.compressobj` that is quick rather than thorough: numbers in text gain little by more searching."""
-    return isal_zlib.compressobj(1, wbits=_GZIP)
-
-
-def gzipped(body: bytes) -> bytes:
-    """`body` as gzip."""
-    deflater = gzip_deflater()
-    return deflater.compress(body) + deflater.flush()

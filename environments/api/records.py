@@ -40,6 +40,12 @@ class UnknownEnvironment(ApiError, LookupError):
     """An env_id that this API has not given out."""
 
 
+class QueueFull(ApiError):
+    """As many groups wait as may; the post is refused (429), and may be repeated after `RETRY_AFTER_S` seconds."""
+
+    RETRY_AFTER_S = 5  # a trainer that is alive has taken a batch by then, as a rule
+
+
 class LeaseError(ApiError):
     """A lease that cannot be had, acknowledged, extended or released: unknown (404), or ended (409)."""
 

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from statistics import fmean
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.explain import Explainer
 from environments.api.groups import Posted
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
-from environments.api.limit import QueueLimit
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
-from environments.api.records import Lease
+from environments.api.records import Lease, QueueFull
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
-from environments.api.timeline import Timeline
 from environments.api.waiting import Waiters
+from grpo_common.errors import Problem
 
 log = logging.getLogger("rollout-api")
 
@@ -77,10 +77,10 @@ class Service:
         self.batch_waiters, self.news_waiters = Waiters(), Waiters()
         self._process = secrets.token_hex(4)
         self.started_at = timer()
-        self.timeline = Timeline()
         self._posts: OrderedDict[bytes, float] = OrderedDict()
         self._unanswered: set[bytes] = set()
         self._warned: set[str] = set()
+        self._limit = settings.max_queued_mb << 20
         if self.store is None:
             self.queue = RolloutQueue(env_timeout=settings.env_timeout)
         else:
@@ -96,7 +96,6 @@ class Service:
                 snapshot.run.current_step if snapshot.run else "none",
             )
         self.explain = Explainer(self.queue)
-        self.limit = QueueLimit(self.queue, settings.max_queued_mb << 20)
 
     # The trainer
 
@@ -121,7 +120,6 @@ class Service:
             if not started:
                 await self.written()
             return None
-        self.timeline.leased(grant.lease.batch_id, grant.groups, self.timer())
         try:
             payloads = await self.payloads.get(grant.lease.groups)
         except StoreError as error:
@@ -150,7 +148,6 @@ class Service:
     async def release(self, batch_id: str) -> wire.LeaseResponse:
         """Put a batch back at once (raises as `RolloutQueue.release`)."""
         self.queue.release(batch_id)
-        self.timeline.ended(batch_id)
         await self.written()
         return wire.LeaseResponse(status="released", current_step=self.step)
 
@@ -236,7 +233,6 @@ class Service:
             group.policy_versions or (),
             self.timer(),
         )
-        self.timeline.taken(taken.id, self.timer())
         self.payloads.put(taken.id, payload)
         self.latest = payload
         self.history.add(taken, group, self.timer())
@@ -267,7 +263,30 @@ class Service:
 
     def status(self) -> wire.Status:
         """The queue explained."""
-        return self.limit.shown_in(self.explain.status(self.timer(), durable=self.store is not None))
+        status = self.explain.status(self.timer(), durable=self.store is not None)
+        return replace(status, max_queued_bytes=self._limit, warnings=self._warnings())
+
+    def check_room(self) -> None:
+        """Raise QueueFull if groups of `--max-queued-mb` or more wait, in memory and on disk together.
+
+        Leased groups do not count: a trainer keeps them until its next checkpoint, and needs more batches to reach it.
+        """
+        if (waiting := self.queue.waiting_bytes) >= self._limit:
+            problem = Problem(
+                "--max-queued-mb",
+                got=f"{waiting >> 20} MiB of groups that wait",
+                wanted=f"less than {self._limit >> 20} MiB",
+                fix="post again when the trainer has taken a batch, and pace yourself by GET /status-env",
+                summary="the queue is full",
+            )
+            raise QueueFull(429, problem)
+
+    def _warnings(self) -> list[str]:
+        """What can never be served, and that the queue is full; said until a quarter of it is free."""
+        full = f"the queue is full (--max-queued-mb {self._limit >> 20}): posts are refused with 429 until the trainer "
+        full += "takes a batch"
+        limit = self._limit * 3 // 4 if full in self._warned else self._limit
+        return [*self.explain.warnings(), *([full] if self.queue.waiting_bytes >= limit else [])]
 
     def overview(self) -> Overview:
         """What the status page shows."""
@@ -283,8 +302,7 @@ class Service:
             seconds_per_step=pace,
             seconds_left=pace * max(0, steps - status.current_step) if pace and steps > 0 else None,
             status=status,
-            points=history.points,
-            seconds_per_point=history.seconds_per_point,
+            points=history.points(self.timer()),
             samples=list(history.samples)[::-1],
             refusals=list(history.refusals)[::-1],
             refused=history.refused,
@@ -299,7 +317,6 @@ class Service:
         self.queue.reset()
         self.payloads.clear()
         self.history = History(self.timer())
-        self.timeline = Timeline()
         self.latest = None
         self.evaluations.clear()
         self._posts.clear()
@@ -313,11 +330,10 @@ class Service:
             await asyncio.sleep(every)
             now, date = self.timer(), self.clock()
             self.queue.tick(now)
-            for warning in (warnings := self.explain.warnings()):
+            for warning in (warnings := self._warnings()):
                 if warning not in self._warned:
                     log.warning("%s", warning)
             self._warned = set(warnings)
-            self.limit.report()
             while self._posts and next(iter(self._posts.values())) < date - REMEMBERED_POSTS_S:
                 self._posts.popitem(last=False)
             if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
@@ -336,7 +352,6 @@ class Service:
 
     def _acknowledge(self, batch_id: str, step: int | None) -> None:
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
-        self.timeline.ended(batch_id)
 
     def _adopt_posts(self, store: Store, now: float) -> None:
         """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""

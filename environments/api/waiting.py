@@ -9,9 +9,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from grpo_common.disconnects import unless_disconnected
 
-WAITED = "rollout-api.waited"
-"""Key of the scope of a request that waited: how long it took says nothing of the server."""
-
 
 class Waiters:
     """Requests that wait for a change. Call it from one event loop; nothing runs while they wait."""
@@ -50,8 +47,6 @@ async def while_there(request: Request, waiting: Coroutine[Any, Any, None]) -> N
     Raises:
         ClientDisconnect: the client disconnected; nothing was leased for it.
     """
-
-    request.scope[WAITED] = True
 
     async def waited() -> bool:
         await waiting

@@ -93,7 +93,6 @@ def check_timeline(trace: Path, mode: str) -> None:
     server = {"lora_only": {("server", "load adapter")}, "shared_vllm": fenced, "broadcast": fenced}.get(mode, set())
     assert seen >= server | {
         *(("env-arithmetic", stage) for stage in ("generate", "score", "post")),
-        *(("api", stage) for stage in ("queue", "lease")),
         *(("trainer", stage) for stage in ("wait", "fetch", "prepare", "forward_backward", "optimizer")),
         *(("trainer", stage) for stage in ("publish", "save")),
     }

@@ -335,13 +335,20 @@ def test_gzip_both_ways(api: httpx.Client):
     assert answer.headers["content-encoding"] == "gzip"
     assert len(answer.json()["batch"][0]["tokens"][0]) == 500
     assert "content-encoding" not in api.get("/info").headers
+    body = json.dumps(group()).encode()
+    members = gzip.compress(body[:20]) + gzip.compress(body[20:])
+    assert api.post("/scored_data", content=members, headers=headers).status_code == 200
     assert "content-encoding" not in api.get("/latest_example", headers={"Accept-Encoding": "identity"}).headers
+
+
+WHOLE = gzip.compress(json.dumps(group()).encode())
+WRONG_CHECKSUM = WHOLE[:-8] + bytes([WHOLE[-8] ^ 0xFF]) + WHOLE[-7:]
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"not gzip at all", gzip.compress(b"{}" * 1000)[:-9], gzip.compress(b"{}") + b"rest"],
-    ids=["no gzip", "cut off", "with a rest"],
+    [b"not gzip at all", gzip.compress(b"{}" * 1000)[:-9], gzip.compress(b"{}") + b"rest", WRONG_CHECKSUM],
+    ids=["no gzip", "cut off", "with a rest", "wrong checksum"],
 )
 def test_broken_gzip_is_refused(api: httpx.Client, body: bytes):
     answer = api.post("/scored_data", content=body, headers={"Content-Encoding": "gzip"})

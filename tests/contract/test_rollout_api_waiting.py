@@ -114,18 +114,6 @@ def test_who_has_seen_something_else_is_answered_at_once(api: httpx.Client) -> N
     assert api.get(f"/status-env?env_id={env_id}&wait=0.2&seen={known['seen']}").json() == known
 
 
-def test_requests_that_did_not_wait_are_timed(api: httpx.Client) -> None:
-    def timed() -> float:
-        name = 'rollout_api_request_seconds_count{route="/batch"} '
-        return next(float(line.removeprefix(name)) for line in api.get("/metrics").text.splitlines() if name in line)
-
-    before = timed()
-    api.get("/batch?wait=0")
-    assert timed() == before + 1
-    api.get("/batch?wait=0.05")
-    assert timed() == before + 1
-
-
 def test_an_environment_that_is_forgotten_hears_of_it(api: httpx.Client, threads: ThreadPoolExecutor) -> None:
     env_id = register(api)
     known = api.get(f"/status-env?env_id={env_id}&wait=0").json()

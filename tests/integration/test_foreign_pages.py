@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.api.app import ENDPOINTS
+from environments.api.app import ROUTES
 from tests.integration.browsing import FOREIGN_NAME, NEEDS_BROWSER, Browser, browser
 from tests.integration.serving import shared_server
 from tests.rollout_api import running_server
@@ -89,7 +89,7 @@ def test_the_rollout_api(browser: Browser, port: int) -> None:
         group = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
         assert api.post("/scored_data", json=group).status_code == 200
         before = api.get("/status").json()
-        routes = [(method, path) for path, methods in ENDPOINTS.items() for method in methods]
+        routes = [(method, route.path) for route in ROUTES for method in (route.methods or set()) - {"HEAD"}]
         assert ("GET", "/reset_data") in routes
         attack(browser, port, server.url, routes)
         after = api.get("/status").json()

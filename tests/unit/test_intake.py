@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from environments.api import groups, intake, wire
+from environments.api import groups, http, intake, wire
 from environments.api.answers import json_group
 from environments.api.app import build_app
 from environments.api.records import ApiError
@@ -249,7 +249,7 @@ class Poster:
     """A client of the app that posts a list piece by piece.
 
     Attributes:
-        pieces: of the body.
+        pieces: of the body; an empty one never arrives.
         leaves: the client is gone once it has sent the body.
         sent: how many pieces it has sent.
         status: of the answer.
@@ -265,6 +265,8 @@ class Poster:
     async def receive(self) -> Any:
         if self.sent < len(self.pieces):
             self.sent += 1
+            if not self.pieces[self.sent - 1]:
+                await asyncio.Event().wait()
             more = self.sent < len(self.pieces)
             return {"type": "http.request", "body": self.pieces[self.sent - 1], "more_body": more}
         if not self.leaves:
@@ -274,13 +276,13 @@ class Poster:
     async def send(self, message: Any) -> None:
         self.status = message.get("status", self.status)
 
-    async def post(self, service: Service) -> None:
+    async def post(self, service: Service, app: Any = None) -> None:
         scope = {
             **{"type": "http", "method": "POST", "path": "/scored_data_list", "query_string": b"", "scheme": "http"},
             **{"http_version": "1.1", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1), "root_path": ""},
             "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", wire.JSON.encode())],
         }
-        posting = asyncio.ensure_future(build_app(service)(scope, self.receive, self.send))
+        posting = asyncio.ensure_future((app or build_app(service))(scope, self.receive, self.send))
         while not posting.done():
             self.turns += self.sent == len(self.pieces)
             await asyncio.sleep(0)
@@ -312,6 +314,25 @@ def test_scored_data_list_of_too_many_groups_is_refused_before_it_is_there() -> 
     poster = Poster(pieces)
     asyncio.run(poster.post(Service(Settings())))
     assert poster.status == 413 and poster.sent < 10
+
+
+def test_slow_large_bodies_give_their_places_to_others_that_never_fail_by_the_wait(monkeypatch: Any) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http, "LARGE_BODY_GRACE_S", 1.0)  # the wait is ten times as long as a body may take
+    begun = b"[" + b" " * http.LARGE_BODY
+    slow = [Poster([begun, b""]) for _ in range(http.LARGE_BODIES_AT_ONCE)]
+    good = Poster([begun, msgspec.json.encode(group()) + b"]"])
+
+    async def scene() -> None:
+        service = Service(Settings())
+        app = build_app(service)
+        posting = [asyncio.create_task(each.post(service, app)) for each in slow]
+        while not all(each.sent == 2 for each in slow):
+            await asyncio.sleep(0)
+        await asyncio.gather(good.post(service, app), *posting)
+
+    asyncio.run(scene())
+    assert good.status == 200 and [each.status for each in slow] == [408] * len(slow)
 
 
 @pytest.mark.timeout(60)

@@ -1,9 +1,9 @@
-"""What the status page shows: rewards over a run of any length, in little memory."""
+"""What the status page shows: the last steps, their pace, the newest groups; in little memory."""
 
 from __future__ import annotations
 
 from environments.api import wire
-from environments.api.history import PACE_STEPS, POINTS, SAMPLES, History
+from environments.api.history import PACE_STEPS, SAMPLES, STEPS, History, Point
 from environments.api.records import Group
 
 
@@ -12,18 +12,22 @@ def add(history: History, number: int, score: float, **fields: object) -> None:
     history.add(Group(number, None, 1, 1, score), wire.pack(group), now=float(number))
 
 
-def test_rewards_of_a_long_run_stay_few_and_keep_their_mean():
-    history = History(start=0.0)
-    count = 10 * POINTS  # one a second: 16 * POINTS is the first power of two times POINTS that holds all of them
-    for number in range(count):
-        add(history, number, number / count)
-    assert history.seconds_per_point == 16 and len(history.points) == count // 16
-    assert [point.at for point in history.points] == [16.0 * number for number in range(count // 16)]
-    assert all((point.groups, point.tokens) == (16, 16) for point in history.points), "a group has one token"
-    mean = sum(point.mean * point.groups for point in history.points) / count
-    assert abs(mean - (count - 1) / 2 / count) < 1e-9  # (0 + 1 + … + n-1) / n / n = (n - 1) / 2n
-    assert history.points[0].low == 0.0
-    assert history.points[-1].high == (count - 1) / count
+def test_history_points_are_the_last_steps_in_which_groups_came():
+    history = History(start=10.0)
+    history.reached(3, now=12.0)
+    for now, score in ((12.0, 0.5), (13.0, 0.0), (14.0, 1.0)):
+        add(history, int(now), score)
+    history.reached(4, now=15.0)
+    history.reached(5, now=16.0)
+    add(history, 18, 2.0)
+    # Step 3 from 12 - 10 = 2 s on for 3 s, with a mean of 1.5 / 3; no group came in step 4.
+    assert history.points(20.0) == [Point(3, 2.0, 3.0, 3, 3, 0.5, 0.0, 1.0), Point(5, 6.0, 4.0, 1, 1, 2.0, 2.0, 2.0)]
+    history.reached(4, now=21.0)  # resumed: step 5 comes again
+    assert [point.step for point in history.points(21.0)] == [3]
+    for step in range(4, 2 * STEPS):
+        history.reached(step, now=30.0 + step)
+        add(history, 30 + step, 0.0)
+    assert [point.step for point in history.points(900.0)] == list(range(STEPS, 2 * STEPS))
 
 
 def test_the_pace_is_that_of_the_last_steps():

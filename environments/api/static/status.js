@@ -13,7 +13,7 @@ function add(parent, tag, text, cls) {
 }
 
 const $ = id => document.getElementById(id);
-const WINDOW = 12; // newest points, of which the mean is shown
+const WINDOW = 12; // newest steps, of which the mean is shown
 
 const size = bytes => bytes < 1e6 ? short(bytes / 1e3) + " kB" : short(bytes / 1e6) + " MB";
 const ago = seconds => seconds < 1 ? "now" : duration(seconds) + " ago";
@@ -23,7 +23,7 @@ const reward = {title: "Reward", note: "mean score of groups", section: "Progres
   lines: [line("highest group", {dash: 1, band: 2}), line("mean"), line("lowest group", {dash: 1})]};
 const speed = {title: "Throughput", note: "tokens/s of the groups that came", section: "Progress", lines: [line("tokens/s")]};
 data = {runs: [{name: "", steps: []}], plots: [reward, speed]};
-Object.assign(state, {x: "seconds", smoothing: 0.6});
+Object.assign(state, {x: "step", smoothing: 0.6});
 
 function tiles(o) {
   const s = o.status, box = $("tiles"), steps = s.num_steps > 0, old = s.staleness, newest = o.points.slice(-WINDOW);
@@ -45,18 +45,11 @@ function tiles(o) {
 }
 
 function plots(o) {
-  const {points} = o, each = o.seconds_per_point;
+  const {points} = o, whole = points.length > 1 ? points.slice(0, -1) : points;  // the newest step goes on
   for (const [at, key] of ["high", "mean", "low"].entries())
-    Object.assign(reward.lines[at], {xs: points.map(point => point.at), ys: points.map(point => point[key])});
-  const tokens = new Map(points.map(point => [point.at / each, point.tokens])), now = Math.floor(o.now / each);
-  const rate = bin => {
-    let sum = 0;
-    for (let at = Math.max(0, bin - WINDOW); at < bin; at++) sum += tokens.get(at) ?? 0;
-    return sum / (Math.min(bin, WINDOW) * each);
-  };
-  const bins = [...Array(now + 1).keys()].slice(1);
-  Object.assign(speed.lines[0], {xs: bins.map(bin => bin * each), ys: bins.map(rate)});
-  data.runs[0].steps = [points.length ? points[0].at : 0, o.now];
+    Object.assign(reward.lines[at], {xs: points.map(point => point.step), ys: points.map(point => point[key])});
+  Object.assign(speed.lines[0], {xs: whole.map(point => point.step), ys: whole.map(point => point.tokens / Math.max(point.seconds, 0.1))});
+  data.runs[0].steps = points.length ? [points[0].step, points[points.length - 1].step] : [];
   for (const figure of figures) figure.update();
 }
 
