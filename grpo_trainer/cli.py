@@ -203,7 +203,7 @@ def doctor(
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine
-    from grpo_trainer.doctor.machine import look
+    from grpo_trainer.machine import look
 
     run_config: RunConfig | ConfigError | None = None
     if config or options or env or data or reward or ctx.args:
@@ -413,8 +413,8 @@ def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
 
 def _say_what_to_start(config: TrainConfig) -> None:
     """Name the commands of what is not there yet; the trainer waits for it."""
-    from grpo_trainer.doctor.machine import look
     from grpo_trainer.launch.by_hand import commands_to_start
+    from grpo_trainer.machine import look
 
     for missing, commands in commands_to_start(config, on_gpu=look().on_gpu).items():
         lines = "".join(f"\n    {command}" for command in commands)

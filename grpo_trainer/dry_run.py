@@ -18,18 +18,18 @@ from rich.table import Table
 
 from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.run import RunConfig
-from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.machine import Machine, look
-from grpo_trainer.doctor.memory import GB, Setup
-from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.places import NO_PLACES, place_run, trainer_names
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
+from grpo_trainer.machine import Machine, look
+from grpo_trainer.memory import GB, Setup
+from grpo_trainer.model.shape import ModelShape, shape_of
 from grpo_trainer.run import planned, wanted_ports
+from grpo_trainer.run_defaults import chosen
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 

@@ -28,11 +28,8 @@ from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.stored import claim_folder, link_latest
-from grpo_trainer.doctor.defaults import chosen, described
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.machine import Machine, look
-from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import warn_of_lr
 from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
@@ -47,10 +44,13 @@ from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.trial import Trials, refuse_failed, trying
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
+from grpo_trainer.machine import Machine, look
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, last_rows, rows_so_far
+from grpo_trainer.model.shape import ModelShape, shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
+from grpo_trainer.run_defaults import chosen, described
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
 
 

@@ -12,7 +12,7 @@ from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
 from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM, PROMPTS, ApiProcess, RunOptions, build_run
 from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.defaults import SMALLEST_PASS
+from grpo_trainer.run_defaults import SMALLEST_PASS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 MODES = next(leaf.choices for leaf in unique_leaves(TrainConfig) if leaf.is_tag)

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.doctor.machine import nvidia_smi
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.machine import nvidia_smi
+from grpo_trainer.model.shape import ModelShape
 
 if TYPE_CHECKING:
     import torch

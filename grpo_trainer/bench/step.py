@@ -20,7 +20,7 @@ from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import Section, build, option
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.model.shape import ModelShape
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_trainer.doctor.examine import Examination
-from grpo_trainer.doctor.memory import GB, MemoryPlan, device_name
+from grpo_trainer.memory import GB, MemoryPlan, device_name
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOptions, LoraRestart, SharedVllm
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
-from grpo_trainer.doctor.memory import GB, STATE_BYTES, trained_parameters
-from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.memory import GB, STATE_BYTES, trained_parameters
+from grpo_trainer.model.shape import ModelShape, shape_of
 
 LOGS = 100_000_000
 """Bytes that logs and metrics of a long run may take."""

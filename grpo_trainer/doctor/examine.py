@@ -13,16 +13,16 @@ from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
-from grpo_trainer.doctor.defaults import chosen
 from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import MemoryPlan
-from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
 from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.trial import Trials, trying
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import MemoryPlan
+from grpo_trainer.model.shape import ModelFiles, ModelShape, read_model
+from grpo_trainer.run_defaults import chosen
 
 
 def _trying_all(config: RunConfig) -> AbstractContextManager[Trials]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from grpo_trainer.doctor.machine import nvidia_smi
+from grpo_trainer.machine import nvidia_smi
 
 LINKS: Mapping[str, str] = {
     "NV": "NVLink",

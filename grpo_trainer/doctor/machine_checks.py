@@ -9,8 +9,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import GB
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import GB
 from vllm_server.protocol import VLLM_RUN, WORKER_QUEUE_BYTES
 
 SUPPORTED = {

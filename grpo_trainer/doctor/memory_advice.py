@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraOptions, SharedVllm
-from grpo_trainer.doctor.memory import MemoryPlan, MemoryRow, Setup
+from grpo_trainer.memory import MemoryPlan, MemoryRow, Setup
 
 SHARES = (0.1, 0.9)
 """Of a GPU, what `--server.gpu-memory-utilization` is tried with, in steps of 0.05."""

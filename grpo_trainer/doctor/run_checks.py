@@ -19,14 +19,14 @@ from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.disk import existing
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import GB, NEARLY_FULL, Devices, MemoryPlan, Server, device_name
 from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
-from grpo_trainer.doctor.model import ModelFiles, ModelShape, shape_of
 from grpo_trainer.errors import GrpoError, ModelError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.trial import Outcome
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import GB, NEARLY_FULL, Devices, MemoryPlan, Server, device_name
+from grpo_trainer.model.shape import ModelFiles, ModelShape, shape_of
 from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.shared.names import ALIKE, EXPERTS, not_shareable
 

@@ -16,13 +16,13 @@ from grpo_common.models import find_folder
 from grpo_trainer.config.options import key_of
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import CACHE
 from grpo_trainer.doctor.memory_advice import other_shares
-from grpo_trainer.doctor.model import ModelShape, read_model
 from grpo_trainer.doctor.run_checks import check_memory, planned_memory, server_spread
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import CACHE_FLAG
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import CACHE
+from grpo_trainer.model.shape import ModelShape, read_model
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOptions
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine.activations import known_layers
+from grpo_trainer.engine.fitting import Fitting, is_compiled
 from grpo_trainer.engine.forward import build_forward
-from grpo_trainer.engine.memory import Fitting, is_compiled
+from grpo_trainer.engine.recompute import known_layers
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.lora_linear import use_few_kernels

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from grpo_trainer.engine import attention
-from grpo_trainer.engine.activations import Kept, Recomputation
+from grpo_trainer.engine.recompute import Kept, Recomputation
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, layout
 from grpo_trainer.config.compute import Choice
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
-from grpo_trainer.engine.activations import Recomputation, known_layers
 from grpo_trainer.engine.compiled import CompiledLayers
 from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, head_scores
 from grpo_trainer.engine.logprobs import TokenScores, token_scores
+from grpo_trainer.engine.recompute import Recomputation, known_layers
 from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model.load import computing_dtype

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine.activations import known_layers
+from grpo_trainer.engine.recompute import known_layers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import own_rows, stored_tensors
 from grpo_trainer.model.text_part import load_causal_lm, published, weight_files

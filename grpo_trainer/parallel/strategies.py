@@ -27,9 +27,9 @@ from torch.nn import Parameter
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.distributed import shards_update
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.fitting import fit
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.logprobs import TokenScores
-from grpo_trainer.engine.memory import fit
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import architecture

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_trainer.batch.microbatches import Packed, TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation
 from grpo_trainer.engine.attention import NONE_SHARED, arguments, packed_attention
+from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer

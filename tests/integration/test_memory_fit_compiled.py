@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import compiled
-from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.compiled import compile_layers, learn
 from grpo_trainer.engine.forward import build_forward
+from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.shared.attach import build_without_weights

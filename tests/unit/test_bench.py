@@ -41,10 +41,10 @@ from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
 from grpo_trainer.config.options import Section, build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import ModelConfig
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.shape import ModelShape
 from tests.processes import ROOT
 from tests.stand_ins import Asked, Handle, Reply, answering
 

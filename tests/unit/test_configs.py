@@ -11,11 +11,11 @@ import pytest
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import build_run, read_toml
-from grpo_trainer.doctor.machine import Gpu, Machine
-from grpo_trainer.doctor.memory import Devices, Setup
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.doctor.run_checks import check_length, check_spread, server_spread
 from grpo_trainer.launch.plan import plan_run
+from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.memory import Devices, Setup
+from grpo_trainer.model.shape import ModelShape
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 SMOLLM2 = ModelShape(576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tied=True, positions=8192)

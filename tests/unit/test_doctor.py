@@ -37,11 +37,11 @@ from grpo_trainer.doctor.disk import (
 from grpo_trainer.doctor.examine import Examination, Probes, examine
 from grpo_trainer.doctor.findings import Finding, ok, skip
 from grpo_trainer.doctor.hub import ask_hub, refuse_missing
-from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
-from grpo_trainer.doctor.memory import GB
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
+from grpo_trainer.machine import Gpu, Machine, look, read_gpus
+from grpo_trainer.memory import GB
 from grpo_trainer.run import run
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -601,7 +601,7 @@ def test_the_command_on_this_machine_with_an_unknown_field(tmp_path: Path) -> No
 
 def test_looking_at_a_machine_imports_no_torch() -> None:
     code = (
-        "import sys; from grpo_trainer.doctor.examine import examine; from grpo_trainer.doctor.machine import look\n"
+        "import sys; from grpo_trainer.doctor.examine import examine; from grpo_trainer.machine import look\n"
         "examine(look(), None); print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

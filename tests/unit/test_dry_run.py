@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from grpo_trainer import dry_run
 from grpo_trainer.cli import app
 from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.doctor.machine import Gpu, Machine
-from grpo_trainer.doctor.memory import SERVER_CONTEXT
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run
+from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.memory import SERVER_CONTEXT
+from grpo_trainer.model.shape import ModelShape
 
 GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}

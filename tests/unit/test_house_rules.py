@@ -103,12 +103,12 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 ROOMS = {
     "grpo_trainer": (
         *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
-        *("main_memory", "locked_memory"),
+        *("main_memory", "locked_memory", "machine"),
         *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
-        *("model", "engine", "shared", "parallel", "policy"),
+        *("model", "memory", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "follower", "feed", "logs"),
-        *("watchdog", "shutdown", "loop", "doctor", "bench", "report"),
+        *("watchdog", "shutdown", "loop", "run_defaults", "doctor", "bench", "report"),
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.engine import memory
-from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, known_layers, measure
+from grpo_trainer.engine import fitting
 from grpo_trainer.engine.forward import Forward, build_forward
+from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, known_layers, measure
 from tests.unit.factories import TinyModel
 from tests.unit.test_packing import one_step, settings, tiny
 from tests.unit.test_trainer import assert_same
@@ -92,11 +92,11 @@ class Keeper(nn.Module):
         return twice.exp().sum() + (self.table + 0).square().sum()  # 12 bytes a token; and 400 of the table
 
 
-def fitting_of(forward: Forward) -> memory.Fitting:
+def fitting_of(forward: Forward) -> fitting.Fitting:
     """Of a model on the CPU, whose memory is not counted."""
     layers = known_layers(forward.decoder)
     assert layers is not None
-    return memory.Fitting(forward, layers, settings(packing="on"), [])
+    return fitting.Fitting(forward, layers, settings(packing="on"), [])
 
 
 def test_what_is_kept_is_measured() -> None:
@@ -135,7 +135,7 @@ def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
         model.to(dtype)
         forward = build_forward(model, settings(packing="on"))
         tried = fitting_of(forward)
-        assert memory.input_bytes(tried.layers, tried.run) == nbytes * tried.head.weight.shape[1]
+        assert fitting.input_bytes(tried.layers, tried.run) == nbytes * tried.head.weight.shape[1]
 
 
 # ---------------------------------------------------------------- what follows from it
@@ -145,8 +145,8 @@ class Gpu:
     """What `fit` asks of a GPU, without one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: float, allocated: float = 0.0) -> None:
-        monkeypatch.setattr(memory, "on_gpu", lambda _: True)
-        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
+        monkeypatch.setattr(fitting, "free_bytes", lambda _: free)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
 
@@ -154,7 +154,7 @@ class Gpu:
 def fitted(config: TrainConfig, model: nn.Module | None = None) -> Forward:
     model = tiny_qwen(depth=4).requires_grad_(True) if model is None else model
     forward = build_forward(model, config)
-    memory.fit(forward, config, [p for p in model.parameters() if p.requires_grad])
+    fitting.fit(forward, config, [p for p in model.parameters() if p.requires_grad])
     return forward
 
 
@@ -203,7 +203,7 @@ def test_states_gradients_and_master_weights_are_counted() -> None:
                 "bridge": {"mode": "shared_vllm", "master_weights": master},
             }
         )
-        return memory.held_later(weights, config)
+        return fitting.held_later(weights, config)
 
     # 1000 weights: gradients 2 bytes each; states 8, or 2 and a scale of 4 bytes for each 256
     assert held("adamw") == 10_000
@@ -225,8 +225,8 @@ def test_memory_is_counted_when_others_have_theirs(monkeypatch: pytest.MonkeyPat
         events.append("count")
         return 1e9
 
-    monkeypatch.setattr(memory, "free_bytes", free_bytes)
+    monkeypatch.setattr(fitting, "free_bytes", free_bytes)
     forward = build_forward(tiny_qwen(depth=2).requires_grad_(True), settings(checkpointing=None))
     trained = list(forward.model.parameters())
-    memory.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
+    fitting.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
     assert events[0] == "wait" and "count" in events

@@ -15,7 +15,10 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.memory import (
+from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
+from grpo_trainer.engine.recompute import measure
+from grpo_trainer.errors import ModelError
+from grpo_trainer.memory import (
     SERVER_CONTEXT,
     SERVER_WORKSPACE,
     Devices,
@@ -23,11 +26,8 @@ from grpo_trainer.doctor.memory import (
     Setup,
     layer_bytes_per_token,
 )
-from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
-from grpo_trainer.doctor.model import ModelShape
-from grpo_trainer.engine.activations import measure
-from grpo_trainer.errors import ModelError
 from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES
 
 H200 = Devices("cuda", 141_000_000_000)

@@ -15,11 +15,11 @@ from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.defaults import chosen, described
-from grpo_trainer.doctor.machine import Gpu, Machine
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.doctor.run_checks import planned_memory
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.model.shape import ModelShape
+from grpo_trainer.run_defaults import chosen, described
 
 GB = 10**9
 CPU = Machine(python="3.12", memory=24 * GB)

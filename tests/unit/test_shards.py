@@ -23,9 +23,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from grpo_trainer.alignment.proof import WeightChange
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine import memory
-from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation
+from grpo_trainer.engine import fitting
 from grpo_trainer.engine.forward import build_forward
+from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
@@ -132,8 +132,8 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The plan for a GPU, made on a CPU: its memory is what is said here."""
-    monkeypatch.setattr(memory, "on_gpu", lambda _: True)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: 10**9)
     asked: list[tuple[float, float, float]] = []
 
     def seen(memory: LayerMemory, tokens: int, free: float) -> Recomputation:
@@ -146,10 +146,10 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     draw_weights(model, seed=3)
     for each in (freeze(whole, config.model), freeze(model, config.model)):
         each.requires_grad_(True)
-    memory.fit(build_forward(whole, config), config, list(whole.parameters()))
+    fitting.fit(build_forward(whole, config), config, list(whole.parameters()))
     with with_rest(model):  # type: ignore[arg-type]
         forward = build_forward(model, config)
-        memory.fit(forward, config, list(model.parameters()))
+        fitting.fit(forward, config, list(model.parameters()))
     assert forward.recomputation == Recomputation(1)
     (token_bytes, fixed_bytes, free), (of_cut, fixed_of_cut, free_for_cut) = asked
     assert (of_cut, fixed_of_cut) == (token_bytes, fixed_bytes)
@@ -174,8 +174,8 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
             assert torch.equal(part.to_local(), wanted[first:]), name
             assert part.to_local().untyped_storage().nbytes() <= 4 * wanted[:first].numel()
     # a gradient and two states in float32, 12 bytes: of one of the two embeddings, 50 rows of 32
-    assert memory.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
-    assert memory.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
+    assert fitting.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
+    assert fitting.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
 
 
 @pytest.mark.complete
@@ -307,7 +307,7 @@ def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken if where == "here" else "eager"))
     cut = partial(cut_model, second=Uncompilable) if where == "in a later layer" else cut_model
     if where == "elsewhere":
-        monkeypatch.setattr(memory, "reduced", lambda own, _: torch.ones_like(own))
+        monkeypatch.setattr(fitting, "reduced", lambda own, _: torch.ones_like(own))
     torch._dynamo.reset()
     losses = []
     for build_model, choice in ((plain, "off"), (cut, "on")):

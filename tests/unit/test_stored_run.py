@@ -28,12 +28,12 @@ from grpo_trainer.config.stored import (
     next_folder,
     run_file,
 )
-from grpo_trainer.doctor.defaults import chosen
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.machine import Machine
+from grpo_trainer.model.shape import ModelShape
 from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
+from grpo_trainer.run_defaults import chosen
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
 
 TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=4096)

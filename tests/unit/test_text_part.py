@@ -23,7 +23,6 @@ from transformers import (
 from grpo_trainer.batch.microbatches import TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.doctor.model import read_model
 from grpo_trainer.doctor.run_checks import check_kind
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError, ModelError
@@ -31,6 +30,7 @@ from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.load import load_all_weights, load_model
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
+from grpo_trainer.model.shape import read_model
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint

@@ -20,7 +20,11 @@ from grpo_trainer.batch.microbatches import layout, sharing_layout
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
-from grpo_trainer.engine.activations import (
+from grpo_trainer.engine.collectives import reduced
+from grpo_trainer.engine.compiled import CompiledLayers, LayerCall, compile_layers, learn
+from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.head import head_scores
+from grpo_trainer.engine.recompute import (
     MEASURED,
     Kept,
     LayerMemory,
@@ -29,10 +33,6 @@ from grpo_trainer.engine.activations import (
     measure,
     recompute,
 )
-from grpo_trainer.engine.collectives import reduced
-from grpo_trainer.engine.compiled import CompiledLayers, LayerCall, compile_layers, learn
-from grpo_trainer.engine.forward import Forward
-from grpo_trainer.engine.head import head_scores
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes

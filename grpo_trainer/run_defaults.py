@@ -9,11 +9,11 @@ from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.environments import EnvironmentProcess
 from grpo_trainer.config.learning_rate import usual_rates
 from grpo_trainer.config.run import PASS_TOKENS, RunConfig
-from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import GB
-from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.doctor.run_checks import planned_memory
 from grpo_trainer.doctor.server_memory import is_planned, with_room
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import GB
+from grpo_trainer.model.shape import ModelShape
 
 SMALLEST_PASS = 2048
 """Tokens of a forward pass below which GPUs are mostly idle."""

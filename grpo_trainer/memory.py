@@ -14,7 +14,7 @@ from grpo_trainer.config.bridge import LoraOnly, LoraOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import BUCKET_BYTES, shards_update, shards_weights, wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
 
 GB = 1e9
@@ -266,7 +266,7 @@ class Setup:
         return {**held, "gradient bucket": float(BUCKET_BYTES)} if self.trainers > 1 else held
 
     def _sharded(self, held: dict[str, float]) -> dict[str, float]:
-        """What each of several trainers holds of sharded weights, as `engine.memory.gathered_bytes` counts it: parts,
+        """What each of several trainers holds of sharded weights, as `engine.fitting.gathered_bytes` counts it: parts,
         and whole what is in no layer, two layers, and one's gradient in fp32."""
         model, item = self.model, self.item
         for what in ("weights", "gradients", "optimizer states"):
@@ -297,7 +297,7 @@ class Setup:
     def _activations(self, recomputed: int) -> float:
         """Bytes at the peak of the largest pass: what layers keep, all or their inputs, and one layer's gradients.
 
-        Compiled layers can keep something between (`engine.activations.Kept`), and then less is recomputed than this
+        Compiled layers can keep something between (`engine.recompute.Kept`), and then less is recomputed than this
         says.
         """
         tokens = self.config.largest_pass
