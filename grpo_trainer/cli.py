@@ -19,7 +19,7 @@ from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.environments import BUILT_IN, environment_command
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
+from grpo_trainer.config.run import GPUS_PER_NODE, ApiProcess, RunConfig, RunOptions, build_run, read_toml
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, from_os_error
@@ -35,7 +35,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(servers)
-GPUS_PER_NODE = 8
 UTF8_VARIABLE = "PYTHONUTF8"
 """Environment variable that turns Python's UTF-8 mode on."""
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
@@ -200,9 +199,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
+    from grpo_trainer.doctor.checks import examine
     from grpo_trainer.doctor.command import as_json as to_json
-    from grpo_trainer.doctor.command import print_examination
-    from grpo_trainer.doctor.examine import examine
+    from grpo_trainer.doctor.command import fails, print_findings
     from grpo_trainer.machine import look
 
     run_config: RunConfig | ConfigError | None = None
@@ -212,14 +211,14 @@ def doctor(
         except ConfigError as error:
             run_config = error
     with stopped_at_once():  # it ends the processes that it has started
-        examination = examine(look(), run_config)
+        findings, memory = examine(look(), run_config)
     if as_json:
-        typer.echo(to_json(examination))
+        typer.echo(to_json(findings, memory))
     else:
         from rich.console import Console
 
-        print_examination(examination, Console())
-    raise typer.Exit(1 if examination.fails else 0)
+        print_findings(findings, memory, Console())
+    raise typer.Exit(1 if fails(findings) else 0)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -367,11 +366,11 @@ def _show_plan(config: RunConfig, *, as_json: bool) -> None:
 
     from grpo_trainer import dry_run
 
-    rows = dry_run.look_ahead(config)
+    rows, missing = dry_run.look_ahead(config)
     if as_json:
-        typer.echo(dry_run.as_json(rows))
+        typer.echo(dry_run.as_json(rows, missing))
     else:
-        dry_run.print_rows(rows, Console())
+        dry_run.print_rows(rows, missing, Console())
 
 
 def _write_job(config: RunConfig, path: Path, gpus_per_node: int) -> None:
@@ -395,9 +394,7 @@ def _become(module: str, arguments: list[str], called: str | None = None) -> Non
 
 def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
     """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
-    from grpo_trainer.doctor.disk import refuse_without_room
-    from grpo_trainer.doctor.hub import refuse_missing
-    from grpo_trainer.doctor.run_checks import warn_of_lr
+    from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
 
     if by_hand:
         refuse_missing(config.model.name)

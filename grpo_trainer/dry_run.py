@@ -1,6 +1,7 @@
 """`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It starts and writes nothing.
 
-The same checks as before a start apply, except those that need a process: whether vLLM serves the model is not asked.
+The same checks as before a start apply. But a machine without the GPUs or the cluster that a run needs shows its plan
+all the same, and says what is missing: a plan may be read before there is such a machine.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_common.redaction import redacted_arguments
-from grpo_trainer.config.run import RunConfig
-from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.run_checks import devices_of, server_spread
+from grpo_trainer.config.rules import Hardware, check
+from grpo_trainer.config.run import GPUS_PER_NODE, RunConfig
+from grpo_trainer.doctor.before_start import refuse_missing
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
-from grpo_trainer.launch.places import NO_PLACES, place_run, trainer_names
+from grpo_trainer.launch.places import NO_PLACES, Node, place_run, trainer_names
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
 from grpo_trainer.machine import Machine, look
-from grpo_trainer.memory import GB, Setup
+from grpo_trainer.memory import GB, Server, Setup
 from grpo_trainer.model.shape import ModelShape, shape_of
-from grpo_trainer.run import planned, wanted_ports
+from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
@@ -59,8 +61,11 @@ class PlannedProcess:
     started_by: str = ""
 
 
-def look_ahead(config: RunConfig) -> list[PlannedProcess]:
+def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
     """Return what `grpo run` would start now, on this machine or on the nodes of its cluster.
+
+    Returns:
+        The processes; and what is missing for them. Where something is, they are those on machines that have it.
 
     Raises:
         GrpoError: a run could not start: the folder holds a run, the model is missing, a port is taken, options do not
@@ -70,15 +75,29 @@ def look_ahead(config: RunConfig) -> list[PlannedProcess]:
     refuse_missing(config.trainer.model.name)
     machine, shape = look(), shape_of(config.trainer.model.name)
     config = chosen(config, machine, shape)
-    with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
-        nodes = cluster.nodes if cluster else []
-    on_gpu = any(node.gpus for node in nodes) if nodes else machine.serves_on_gpu
-    places = place_run(config, nodes, on_gpu=on_gpu) if nodes else NO_PLACES
-    # A cluster's ports are free or not on its nodes, which are not asked.
-    ports = wanted_ports(config) if nodes else claim_ports(wanted_ports(config))
-    plan = planned(config, ports, places, on_gpu=on_gpu, machine=machine)
-    memory = memory_by_process(config, shape, machine) if on_gpu == machine.on_gpu else {}
-    return [*rows_of(config, plan, memory, on_gpu=on_gpu)]
+    if config.options.cluster:
+        nodes, missing = _nodes_of(config)
+        on_gpu = any(node.gpus for node in nodes)
+        places, ports = place_run(config, nodes, on_gpu=on_gpu), wanted_ports(config)  # its nodes' ports are not asked
+    else:
+        on_gpu, places, ports = machine.serves_on_gpu, NO_PLACES, claim_ports(wanted_ports(config))
+        problems = check(config, hardware_of(machine, on_gpu=on_gpu))
+        missing = [] if check(config, Hardware(on_gpu=True)) else [str(problem) for problem in problems]
+        on_gpu = on_gpu or bool(missing)
+    here = None if missing else machine
+    plan = planned(config, ports, places, on_gpu=on_gpu, machine=here)
+    memory = memory_by_process(config, shape, machine) if here and on_gpu == machine.on_gpu else {}
+    return [*rows_of(config, plan, memory, on_gpu=on_gpu)], missing
+
+
+def _nodes_of(config: RunConfig) -> tuple[Sequence[Node], list[str]]:
+    """Return the nodes of the run's cluster; or as many as it needs, and why there is none now."""
+    try:
+        with joined(config.options.cluster, config.options.cluster_nodes, waits=False) as cluster:
+            return (cluster.nodes if cluster else []), []
+    except ConfigError as error:
+        nodes = nodes_of_job(config, GPUS_PER_NODE)
+        return nodes, [f"{error}; planned for {len(nodes)} machines with {GPUS_PER_NODE} GPUs each"]
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
@@ -130,7 +149,7 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     if spec.name in config.server.names:
         named = spec.env.get("CUDA_VISIBLE_DEVICES")
         if named is None:
-            return tuple(range(server_spread(config).workers // config.server.replicas))
+            return tuple(range(Server.of(config).workers // config.server.replicas))
         return tuple(int(word) for word in named.split(",") if word.strip().isdigit())
     if spec.name.startswith("trainer"):
         number = spec.env.get("LOCAL_RANK") or config.trainer.model.device.partition(":")[2]
@@ -145,11 +164,12 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
     """
     if shape is None:
         return {}
-    spread, ranks = server_spread(config), config.options.trainer_gpus
+    setup, ranks = Setup.of(config, shape, machine), config.options.trainer_gpus
     if config.options.cluster and machine.on_gpu:  # each server has its own GPUs, or one with the trainer
         first = 0 if config.trainer.shares_weights else ranks
-        spread = replace(spread, placed=tuple(range(first, first + spread.workers)))
-    rows = Setup(config.trainer, shape, spread, devices_of(machine), ranks).plan().rows
+        placed = tuple(range(first, first + setup.server.workers))
+        setup = replace(setup, server=replace(setup.server, placed=placed))
+    rows = setup.plan().rows
     held: dict[int, int] = {}
     for row in (row for row in rows if row.owner == "trainer"):
         held[row.device] = held.get(row.device, 0) + row.nbytes
@@ -162,8 +182,8 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
     return {**found, **dict.fromkeys(config.server.names, server // share)}
 
 
-def print_rows(rows: list[PlannedProcess], console: Console) -> None:
-    """Print a table, and each process's command line below it."""
+def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: Console) -> None:
+    """Print a table, each process's command line below it, and what this machine lacks."""
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")
     for column in ("process", "node", "GPUs"):
@@ -179,6 +199,8 @@ def print_rows(rows: list[PlannedProcess], console: Console) -> None:
         by = f" (started by {row.started_by})" if row.started_by else ""
         command = shlex.join(row.command)
         console.print(f"\n{row.name}{by}:\n  {command}", markup=False, highlight=False, soft_wrap=True)
+    for what in missing:
+        console.print(f"\nnot here: {what}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(
         "\nnothing was started. Memory is an estimate; a port that was to be any free one may differ in the run",
         highlight=False,
@@ -186,6 +208,7 @@ def print_rows(rows: list[PlannedProcess], console: Console) -> None:
     )
 
 
-def as_json(rows: list[PlannedProcess]) -> str:
-    """Return one object: `{"processes": [...]}` with the attributes of `PlannedProcess`; memory in bytes."""
-    return json.dumps({"processes": [asdict(row) for row in rows]})
+def as_json(rows: Sequence[PlannedProcess], missing: Sequence[str]) -> str:
+    """Return one object: `{"processes": [...], "missing": [...]}` with the attributes of `PlannedProcess`, memory in
+    bytes; and a text for each thing that a run needs and that is not here."""
+    return json.dumps({"processes": [asdict(row) for row in rows], "missing": list(missing)})

@@ -5,17 +5,32 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
 from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pynvml
 
 from grpo_trainer.main_memory import main_memory
 
 SHM = Path("/dev/shm")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
-SMI_SECONDS = 30
+NVML_SECONDS = 30
+"""Time limit of NVIDIA's library: a driver that hangs gives no answer."""
+LINKS = {
+    pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
+    pynvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+    pynvml.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe through the CPU",
+    pynvml.NVML_TOPOLOGY_NODE: "PCIe through one NUMA node",
+    pynvml.NVML_TOPOLOGY_SYSTEM: "PCIe through both CPUs",
+}
+"""How two GPUs without NVLink between them are connected, from the fastest to the slowest."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +41,8 @@ class Gpu:
     uuid: str
     total: int
     free: int
+    used: int = 0
+    """By all processes; less than `total - free`, since the driver reserves some."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,13 @@ class Machine:
 
     @property
     def gpu_hidden(self) -> bool:
-        """Whether vLLM runs on a GPU that nvidia-smi does not list, such as a part of one (MIG)."""
+        """Whether vLLM runs on a GPU that NVIDIA's library does not list, such as a part of one (MIG)."""
         return self.serves_on_gpu and not self.on_gpu
 
 
 def look() -> Machine:
-    gpus, driver, problem = _gpus(os.environ)
+    """Gather the facts. This takes no memory of a GPU: it makes no CUDA context."""
+    gpus, driver, problem = _within(NVML_SECONDS, partial(list_gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return Machine(
         python=platform.python_version(),
         memory=main_memory().total,
@@ -99,42 +117,47 @@ def _requires(name: str) -> list[str]:
         return []
 
 
-def nvidia_smi(*arguments: str, seconds: int = SMI_SECONDS) -> subprocess.CompletedProcess[str] | None:
-    """Return how nvidia-smi ended; None: there is none. After `seconds` it is ended (`subprocess.TimeoutExpired`)."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return None
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+Listed = tuple[tuple[Gpu, ...], str | None, str]
+"""The visible GPUs, the driver's version, and what is wrong with them."""
 
 
-def _gpus(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str]:
-    """The visible GPUs, the driver's version, and what is wrong with them."""
-    fields = "name,uuid,memory.total,memory.free,driver_version"
+def _within(seconds: float, ask: Callable[[], Listed]) -> Listed:
+    """Return an answer, or that there was none in time."""
+    answers: list[Listed] = []
+    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else ((), None, f"NVIDIA's library gave no answer within {seconds:.0f} s")
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
+    pynvml.nvmlInit()
     try:
-        done = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    except subprocess.TimeoutExpired:
-        return (), None, f"nvidia-smi gave no answer within {SMI_SECONDS} s"
-    if done is None:
-        there = NVIDIA_DEVICE.exists()
-        return (), None, "an NVIDIA device is there, but no nvidia-smi to ask about it" if there else ""
-    if done.returncode:
-        return (), None, (done.stdout or done.stderr).strip().splitlines()[0]
-    return read_gpus(done.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+        yield
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def read_gpus(listed: str, visible: str | None) -> tuple[tuple[Gpu, ...], str | None, str]:
-    """Read nvidia-smi's answer.
+def list_gpus(visible: str | None) -> Listed:
+    """Ask NVIDIA's library for the GPUs; a machine without its driver has none.
 
     Args:
-        listed: lines of `name, uuid, MiB in all, MiB free, driver`.
         visible: CUDA_VISIBLE_DEVICES: numbers or beginnings of UUIDs; None: all are visible.
     """
-    gpus, driver = [], None
-    for line in listed.strip().splitlines():
-        name, uuid, total, free, driver = (part.strip() for part in line.split(","))
-        if total.isdigit() and free.isdigit():  # a GPU that is split (MIG) says [N/A]
-            gpus.append(Gpu(name, uuid, int(total) << 20, int(free) << 20))
-        else:
-            return (), driver, f"{name} says {total} of its memory: is it split (MIG)?"
+    driver = None
+    try:
+        with _nvml():
+            driver = str(pynvml.nvmlSystemGetDriverVersion())
+            gpus = [_gpu(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:  # no driver is installed
+            there = "an NVIDIA device is there, but not the driver's library libnvidia-ml.so.1"
+            return (), None, there if NVIDIA_DEVICE.exists() else ""
+        return (), driver, f"NVIDIA's library says: {error}"
+    split = next((gpu for gpu in gpus if not gpu.total), None)
+    if split is not None:
+        return (), driver, f"{split.name} does not say how much memory it has: is it split (MIG)?"
     if visible is None:
         return tuple(gpus), driver, ""
     chosen: list[Gpu] = []
@@ -148,3 +171,50 @@ def read_gpus(listed: str, visible: str | None) -> tuple[tuple[Gpu, ...], str | 
         chosen += named
     hidden = f"CUDA_VISIBLE_DEVICES={visible} hides all {len(gpus)} GPUs" if gpus and not chosen else ""
     return tuple(chosen), driver, hidden
+
+
+def _gpu(number: int) -> Gpu:
+    """Return a GPU by NVIDIA's number; its sizes are 0 if it has no memory to give as a whole."""
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    name, uuid = str(pynvml.nvmlDeviceGetName(handle)), str(pynvml.nvmlDeviceGetUUID(handle))
+    is_split = False
+    with _if_supported():  # most GPUs can't be split
+        is_split = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    with _if_supported():  # a GPU without memory of its own can't say
+        if not is_split:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+            return Gpu(name, uuid, int(memory.total), int(memory.free), int(memory.used))
+    return Gpu(name, uuid, 0, 0)
+
+
+@contextmanager
+def _if_supported() -> Iterator[None]:
+    """Do nothing more within the block if the GPU does not support a question."""
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+
+
+def links_in_words() -> str:
+    """Return which GPUs have which connection between them, the fastest first; NVIDIA's numbers name the GPUs."""
+    pairs: dict[str, list[str]] = {words: [] for words in ("NVLink", *LINKS.values())}
+    try:
+        with _nvml():
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+            for (one, first), (other, second) in combinations(enumerate(handles), 2):
+                pairs[_link(first, second)].append(f"{one} and {other}")
+    except pynvml.NVMLError as error:
+        return f"their links are unknown: {error}"
+    present = {words: names for words, names in pairs.items() if names}
+    if len(present) == 1:
+        return f"{next(iter(present))} between all GPUs"
+    return "; ".join(f"{words} between {', '.join(names)}" for words, names in present.items())
+
+
+def _link(first: Any, second: Any) -> str:
+    with _if_supported():  # GPUs without NVLink
+        if pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+    return LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]

@@ -1,19 +1,25 @@
-"""Would it fit? What trainer and server hold on each device, from configuration and sizes alone. Pure.
+"""What a run holds in memory, from its options and the model's sizes: one model for doctor, run, dry run and trainer.
 
-Weights, gradients, states and the key-value cache are exact up to allocators' rounding; activations are estimates of
-what the backward pass keeps, for layers as Llama's and Qwen's are.
+`held` says what a trainer holds besides activations; `Setup.plan` lays trainers and servers out on their devices.
+No model is loaded, and torch is not imported. Weights, gradients, states and the key-value cache are exact up to
+allocators' rounding; activations are estimates of what the backward pass keeps, for layers such as Llama's and Qwen's.
+The trainer counts its own parameters by `update_bytes`, `head_bytes` and `gathered_bytes`, and measures activations
+(`engine.recompute`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly, LoraOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import BUCKET_BYTES, shards_update, shards_weights, wants_parts, why_whole
+from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
 
@@ -26,13 +32,151 @@ room for the difference."""
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_PROCESS = int(1.2 * GB)
-HEAD_CHUNK = 64 << 20
-"""Bytes of the logits that exist at one time (`engine.head.HeadPlan`); their fp32 copies are a few times that."""
+HEAD_CHUNK_BYTES = 64 << 20
+"""Bytes of the logits that exist at one time; `engine.head.HeadPlan` computes in chunks of this size."""
+HEAD_INTERMEDIATE_BYTES = 25
+"""Bytes at the peak for each logit of a chunk besides itself: its gradient and intermediate tensors. Measured in
+`tests/unit/test_head.py`; compiled functions need less."""
 CACHE = "key-value cache"
 NEARLY_FULL = 0.93
 """Of a device's memory."""
 NF4_BYTES = 0.52
-STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256}
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
+"""Bytes of optimizer states for each trained number: two in fp32, or in 8 bits with an fp32 scale for each 256."""
+SHARES = (0.1, 0.9)
+"""Of a GPU, what `--server.gpu-memory-utilization` is tried with, in steps of 0.05."""
+NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine with more memory"
+
+
+# quantities -------------------------------------------------------------------------------------------------
+
+
+def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
+    """Return the number of elements that the optimizer changes."""
+    bridge = config.bridge
+    layers = None if bridge.layer_indices is None else len([n for n in bridge.layer_indices if n < model.layers])
+    if isinstance(bridge, LoraOptions):
+        return model.adapter_parameters(bridge.r, bridge.target_modules, layers)
+    return model.parameters if layers is None else layers * model.layer_parameters
+
+
+def update_bytes(config: TrainConfig, count: float, item: int, states_over: int = 1) -> dict[str, float]:
+    """Return what an update of weights needs besides them, from the first step on.
+
+    Args:
+        count: trained numbers of which this process has the gradients.
+        item: bytes of one such weight.
+        states_over: number of processes over which states and master weights are sharded.
+    """
+    gradient = 4 if config.compute.grad_dtype == "float32" else item
+    return {
+        "gradients": gradient * count,
+        "optimizer states": STATE_BYTES[config.optimizer.optimizer] * count / states_over,
+        "master weights": 4.0 * count / states_over if config.master_weights and item < 4 else 0.0,
+    }
+
+
+def head_bytes(logits: int, logit_bytes: int, weights: int, *, item: int, weight_item: int, trained: bool) -> float:
+    """Return the bytes that the head needs: chunks of logits, and what is made of its weights.
+
+    Args:
+        logits: of a chunk.
+        logit_bytes: bytes at the peak for each of them.
+        item: bytes of a number that it computes with.
+        weight_item: bytes of one of its weights.
+    """
+    made = item if trained else 0  # the gradient as it is computed
+    if weight_item != item:  # a copy of the weights, and the gradient in their own dtype
+        made += item + (weight_item if trained else 0)
+    return logits * logit_bytes + made * weights
+
+
+def gathered_bytes(layer_parameters: int, item: int) -> float:
+    """Return the bytes of sharded layers while they are gathered: the weights of two (one computes, the next is on its
+    way), and the gradient of one, in the weights' dtype and as a sum in fp32."""
+    return layer_parameters * (3.0 * item + 4)
+
+
+def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:
+    """Return what one decoder layer keeps of a token for the backward pass.
+
+    Two RMS norms (computed in fp32), attention without its scores, a gated MLP, and inputs of linear modules, once
+    where several have the same. A process with a shard of each matrix has a part of the widths.
+    """
+    ranks = config.vllm.tensor_parallel_size if shards_weights(config) else 1
+    hidden = model.hidden
+    q, kv, inner = (width // ranks for width in (model.q_width, model.kv_width, model.active_intermediate))
+    norms = 2 * 4 * hidden
+    attention = item * (2 * q + 2 * kv)  # queries, keys, values, output
+    mlp = item * 3 * inner  # gate, its silu, up
+    inputs = [
+        (hidden, ("q_proj", "k_proj", "v_proj")),
+        (q, ("o_proj",)),
+        (hidden, ("gate_proj", "up_proj")),
+        (inner, ("down_proj",)),
+    ]
+    if isinstance(config.bridge, LoraOptions):
+        targets = set(config.bridge.target_modules)
+        kept = sum(width for width, modules in inputs if targets.intersection(modules))
+    else:  # norms are trained as well: they keep what they scaled
+        kept = sum(width for width, _ in inputs) + 2 * hidden
+    return float(norms + attention + mlp + item * kept)
+
+
+def held(config: TrainConfig, model: ModelShape, trainers: int = 1, *, on_gpu: bool) -> dict[str, float]:
+    """Return the bytes that one of several trainers holds besides activations, by what they are."""
+    item = trainer_item(config, on_gpu=on_gpu)
+    adapter, shared = isinstance(config.bridge, LoraOptions), config.shares_weights
+    is_cut = trainers > 1 and wants_parts(config) and why_whole(config) is None  # each has a part of all weights
+    of_shards = trainers > 1 and shards_weights(config)  # each has its part of the server's shards
+    parts = trainers if is_cut or of_shards else 1
+    trained = trained_parameters(config, model)
+    layers = model.layers * model.layer_parameters
+    weights, cast = 0.0, 0.0
+    if adapter and not shared:
+        weights = float(item * model.parameters)
+        if config.model.load_in_4bit:
+            weights = NF4_BYTES * layers + item * (model.parameters - layers)
+    elif not shared:  # fp32, which computes in --dtype from a copy
+        weights = 4.0 * model.parameters
+        cast = float(item * layers) if item < 4 and not is_cut else 0.0
+    own = item if adapter or shared else 4  # of a weight of the model
+    rows = min(config.largest_pass, max(128, HEAD_CHUNK_BYTES // (model.vocab * 4) // 128 * 128))
+    head = head_bytes(
+        rows * model.vocab,
+        4 + HEAD_INTERMEDIATE_BYTES,
+        model.vocab * model.hidden,
+        item=item,
+        weight_item=item if is_cut else own,  # a cut head is gathered in the dtype that it computes with
+        trained=not adapter and config.bridge.layer_indices is None,
+    )
+    copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
+    update = update_bytes(
+        config, trained / parts, 4 if adapter else own, trainers if parts == 1 and shards_update(config) else 1
+    )
+    return {
+        "weights": weights / parts,
+        "weights, cast": cast,
+        "adapter": 4.0 * trained if adapter else 0.0,
+        **update,
+        "reference": float(item * model.parameters) if copy else 0.0,
+        "head": head / (trainers if of_shards else 1),
+        "process": float(CONTEXT if on_gpu else CPU_PROCESS),
+        "gathered weights": (
+            gathered_bytes(model.layer_parameters, item) + (model.embedding_parameters + model.hidden) * item
+            if is_cut
+            else 0.0
+        ),
+        "gradient bucket": float(BUCKET_BYTES) if trainers > 1 and parts == 1 else 0.0,
+    }
+
+
+def trainer_item(config: TrainConfig, *, on_gpu: bool) -> int:
+    """Return the bytes of a number that the trainer computes with."""
+    return 4 if config.trainer_dtype(on_gpu=on_gpu) == "float32" else 2
+
+
+# where it lies ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,6 +186,13 @@ class Devices:
     kind: str  # cuda or cpu
     total: int
     count: int = 1
+
+    @classmethod
+    def of(cls, machine: Machine) -> Devices:
+        """Return the smallest visible GPU's memory for each of them, or main memory."""
+        if machine.on_gpu:
+            return cls("cuda", min(gpu.total for gpu in machine.gpus), len(machine.gpus))
+        return cls("cpu", machine.memory)
 
 
 @dataclass(frozen=True)
@@ -59,6 +210,21 @@ class Server:
     pipeline_parallel: int = 1
     replicas: int = 1
     placed: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Server:
+        """Return the server that a run's options ask for."""
+        vllm, gpus = config.trainer.vllm, config.server.gpus
+        words = gpus.replace(";", ",").split(",") if gpus else []
+        numbered = bool(words) and all(word.strip().isdigit() for word in words)
+        return cls(
+            gpu_share=vllm.gpu_memory_utilization,
+            max_model_len=config.trainer.served_len,
+            tensor_parallel=vllm.tensor_parallel_size,
+            pipeline_parallel=vllm.pipeline_parallel_size,
+            replicas=vllm.data_parallel_size * config.server.replicas,
+            placed=tuple(dict.fromkeys(map(int, words))) if numbered else None,
+        )
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -129,6 +295,15 @@ class MemoryPlan:
         """The trainer's device with the least room left if all layers are recomputed."""
         return max(self.saved, key=self._least)
 
+    @property
+    def fits(self) -> bool:
+        """Whether it works, with room for a wrong estimate."""
+        return not self.problems and not self.is_tight
+
+    def largest_rows(self, device: int) -> list[MemoryRow]:
+        """Return the three largest parts of what lies on a device."""
+        return sorted((row for row in self.rows if row.device == device), key=lambda row: -row.nbytes)[:3]
+
     def _least(self, device: int) -> int:
         return self.used(device) - self.saved[device]
 
@@ -166,14 +341,13 @@ class Setup:
     devices: Devices
     trainers: int = 1
 
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelShape, machine: Machine) -> Setup:
+        return cls(config.trainer, model, Server.of(config), Devices.of(machine), config.options.trainer_gpus)
+
     @property
     def on_gpu(self) -> bool:
         return self.devices.kind == "cuda"
-
-    @property
-    def item(self) -> int:
-        """Bytes of a number that the trainer computes with."""
-        return 4 if self.config.trainer_dtype(on_gpu=self.on_gpu) == "float32" else 2
 
     def plan(self) -> MemoryPlan:
         """Lay out a run's memory."""
@@ -184,7 +358,7 @@ class Setup:
         several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
         for device in several if self.trainers > 1 else [alone]:
             taken = sum(row.nbytes for row in rows if row.device == device)
-            parts = self._trainer_parts()
+            parts = held(self.config, self.model, self.trainers, on_gpu=self.on_gpu)
             count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))
             recomputed = max(recomputed, count)
             parts["activations"] = self._activations(count)
@@ -231,57 +405,6 @@ class Setup:
         placed = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in on_each]
         return placed, server.replicas * (cache // token)
 
-    def _trainer_parts(self) -> dict[str, float]:
-        """What one trainer holds besides activations, in bytes."""
-        config, model, item = self.config, self.model, self.item
-        trained = trained_parameters(config, model)
-        shared, adapter = config.shares_weights, isinstance(config.bridge, LoraOptions)
-        if adapter:
-            weights, cast, grad = 0.0 if shared else self._frozen_bytes(), 0.0, 4
-        else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds no weights
-            weights = 0.0 if shared else 4.0 * model.parameters
-            cast = 0.0 if shared or item == 4 else float(item * model.parameters)
-            grad = item if shared and config.compute.grad_dtype == "weights" else 4
-        copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
-        held = {
-            "weights": weights,
-            "weights, cast": cast,
-            "adapter": 4.0 * trained if adapter else 0.0,
-            "gradients": float(grad * trained),
-            "optimizer states": STATE_BYTES[config.optimizer.optimizer] * trained,
-            "master weights": 4.0 * trained if config.master_weights and item == 2 else 0.0,
-            "reference": float(item * model.parameters) if copy else 0.0,
-            "head": head_bytes(model, config.largest_pass, item),
-            "process": float(CONTEXT if self.on_gpu else CPU_PROCESS),
-        }
-        if self.trainers > 1 and wants_parts(config) and why_whole(config) is None:
-            return self._sharded(held)
-        if self.trainers > 1 and shards_weights(config):
-            for what in ("gradients", "optimizer states", "master weights", "head"):
-                held[what] /= self.trainers
-            return held
-        if shards_update(config):
-            for what in ("optimizer states", "master weights"):
-                held[what] /= self.trainers
-        return {**held, "gradient bucket": float(BUCKET_BYTES)} if self.trainers > 1 else held
-
-    def _sharded(self, held: dict[str, float]) -> dict[str, float]:
-        """What each of several trainers holds of sharded weights, as `engine.fitting.gathered_bytes` counts it: parts,
-        and whole what is in no layer, two layers, and one's gradient in fp32."""
-        model, item = self.model, self.item
-        for what in ("weights", "gradients", "optimizer states"):
-            held[what] /= self.trainers
-        del held["weights, cast"]
-        together = model.layer_parameters * (3 * item + 4) + (model.embedding_parameters + model.hidden) * item
-        return {**held, "gathered weights": float(together)}
-
-    def _frozen_bytes(self) -> float:
-        """A frozen base model: whole, or its layers in 4 bits."""
-        if not self.config.model.load_in_4bit:
-            return float(self.item * self.model.parameters)
-        layers = self.model.layers * self.model.layer_parameters
-        return NF4_BYTES * layers + self.item * (self.model.parameters - layers)
-
     @property
     def chooses(self) -> bool:
         """Whether it is the trainer that decides how many layers are recomputed."""
@@ -301,45 +424,128 @@ class Setup:
         says.
         """
         tokens = self.config.largest_pass
-        layer = tokens * layer_bytes_per_token(self.config, self.model, self.item)
-        inputs = float(tokens * self.model.hidden * self.item)
+        item = trainer_item(self.config, on_gpu=self.on_gpu)
+        layer = tokens * layer_bytes_per_token(self.config, self.model, item)
+        inputs = float(tokens * self.model.hidden * item)
         kept = (self.model.layers - recomputed) * layer + recomputed * inputs
         return kept + (1 if recomputed < self.model.layers else 2) * layer
 
 
-def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
-    """Elements that the optimizer moves."""
-    bridge = config.bridge
-    layers = None if bridge.layer_indices is None else len([n for n in bridge.layer_indices if n < model.layers])
-    if isinstance(bridge, LoraOptions):
-        return model.adapter_parameters(bridge.r, bridge.target_modules, layers)
-    return model.parameters if layers is None else layers * model.layer_parameters
+# what would make it fit -------------------------------------------------------------------------------------
+
+Hint = Callable[[Setup], tuple[Setup, dict[str, str]] | None]
+"""Another setup, and the flags that make it; None: it does not apply."""
 
 
-def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:
-    """Of one decoder layer: two RMS norms (computed in fp32), attention without its scores, a gated MLP, and inputs of
-    linear modules, once where several have the same. A process with a shard of each matrix has a part of the widths."""
-    ranks = config.vllm.tensor_parallel_size if shards_weights(config) else 1
-    hidden = model.hidden
-    q, kv, inner = (width // ranks for width in (model.q_width, model.kv_width, model.active_intermediate))
-    norms = 2 * 4 * hidden
-    attention = item * (2 * q + 2 * kv)  # queries, keys, values, output
-    mlp = item * 3 * inner  # gate, its silu, up
-    inputs = [
-        (hidden, ("q_proj", "k_proj", "v_proj")),
-        (q, ("o_proj",)),
-        (hidden, ("gate_proj", "up_proj")),
-        (inner, ("down_proj",)),
-    ]
-    if isinstance(config.bridge, LoraOptions):
-        targets = set(config.bridge.target_modules)
-        kept = sum(width for width, modules in inputs if targets.intersection(modules))
-    else:  # norms are trained as well: they keep what they scaled
-        kept = sum(width for width, _ in inputs) + 2 * hidden
-    return float(norms + attention + mlp + item * kept)
+def advice(setup: Setup) -> str:
+    """Return what makes a run fit, at most three ways: hints that do alone, and before them the first ones together."""
+    ways: list[dict[str, str]] = []
+    tried: list[Hint] = []
+    for hint in HINTS:
+        alone = hint(setup)
+        if alone is not None and alone[0].plan().fits:
+            ways.append(alone[1])
+            continue
+        tried.append(hint)
+        if ways or _together(setup, tried) is None:
+            continue
+        for other in tried[:-1]:  # not all of them may be needed
+            fewer = [each for each in tried if each is not other]
+            tried = tried if _together(setup, fewer) is None else fewer
+        ways.append(_together(setup, tried) or {})
+    words = [" with ".join(f"{flag} {value}".strip() for flag, value in way.items()) for way in ways]
+    return "; or ".join(words[:3]) or NOTHING_HELPS
 
 
-def head_bytes(model: ModelShape, tokens: int, item: int) -> float:
-    """A chunk of logits, and three fp32 copies of it."""
-    chunk = min(HEAD_CHUNK, tokens * model.vocab * item)
-    return chunk * (1.0 + 3 * 4 / item)
+def _together(setup: Setup, hints: Sequence[Hint]) -> dict[str, str] | None:
+    """Return the flags of several hints, and of another share of the GPU if they need one; None: it does not fit."""
+    said: dict[str, str] = {}
+    for hint in (*hints, _server_share):
+        if setup.plan().fits:
+            break
+        if (changed := hint(setup)) is not None:
+            setup, said = changed[0], {**said, **changed[1]}
+    return said if setup.plan().fits else None
+
+
+def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
+    """Return the setup with the share of a GPU for the server that is nearest to the present one and fits.
+
+    Args:
+        smaller: larger shares are not tried.
+    """
+    low, high = SHARES
+    shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
+    if smaller:
+        shares = [share for share in shares if share < now.server.gpu_share]
+    for share in sorted(shares, key=lambda share: abs(share - now.server.gpu_share)):
+        tried = replace(now, server=replace(now.server, gpu_share=share))
+        if tried.plan().fits:
+            return tried
+    return None
+
+
+def _server_share(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    if not now.on_gpu or (changed := other_share(now)) is None:
+        return None
+    return changed, {"--server.gpu-memory-utilization": f"{changed.server.gpu_share:g}"}
+
+
+def _own_gpu(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    last = now.devices.count - 1
+    if not last or now.trainers > 1 or now.config.shares_weights:
+        return None
+    return _with(now, "model", device=f"cuda:{last}"), {"--device": f"cuda:{last}"}
+
+
+def _smaller_passes(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    longest = now.config.model.seq_len
+    if now.config.largest_pass <= longest:
+        return None
+    return _with(now, "compute", max_tokens_per_microbatch=longest), {"--max-tokens-per-microbatch": str(longest)}
+
+
+def _recompute_all(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    if now.config.model.gradient_checkpointing or now.chooses:
+        return None
+    return _with(now, "model", gradient_checkpointing=True), {"--gradient-checkpointing": ""}
+
+
+def _states_in_8_bits(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    if now.config.optimizer.optimizer == "adamw_8bit":
+        return None
+    return _with(now, "optimizer", optimizer="adamw_8bit"), {"--optimizer": "adamw_8bit"}
+
+
+def _adapter_on_the_servers_weights(now: Setup) -> tuple[Setup, dict[str, str]] | None:
+    """An adapter, for which the trainer needs no weights: it uses the server's. One trainer on the server's GPU can."""
+    config = now.config
+    if config.shares_weights and isinstance(config.bridge, LoraOnly):
+        return None
+    can_share = now.trainers == 1 and not config.model.load_in_4bit
+    if not can_share and isinstance(config.bridge, LoraOptions):
+        return None
+    bridge = config.bridge if isinstance(config.bridge, LoraOnly) else LoraOnly()
+    said = {} if isinstance(config.bridge, LoraOnly) else {"--weight-bridge-mode": "lora_only"}
+    now = replace(now, config=config.model_copy(update={"bridge": bridge.model_copy(update={"share_base": can_share})}))
+    if can_share:
+        said["--share-base"] = ""
+    if can_share and config.model.device.startswith("cuda:"):
+        now, said = _with(now, "model", device="auto"), {**said, "--device": "auto"}
+    return now, said
+
+
+def _with(setup: Setup, section: str, **values: Any) -> Setup:
+    changed = getattr(setup.config, section).model_copy(update=values)
+    return replace(setup, config=setup.config.model_copy(update={section: changed}))
+
+
+HINTS: tuple[Hint, ...] = (
+    _own_gpu,
+    _server_share,
+    _smaller_passes,
+    _recompute_all,
+    _states_in_8_bits,
+    _adapter_on_the_servers_weights,
+)
+"""First what costs least: what is learnt stays the same, then speed is lost, then another kind of training."""

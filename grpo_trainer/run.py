@@ -28,10 +28,7 @@ from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.stored import claim_folder, link_latest
-from grpo_trainer.doctor.disk import refuse_without_room
-from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.run_checks import warn_of_lr
-from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory
+from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
@@ -50,7 +47,7 @@ from grpo_trainer.metrics.rows import NewRows, last_rows, rows_so_far
 from grpo_trainer.model.shape import ModelShape, shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
-from grpo_trainer.run_defaults import chosen, described
+from grpo_trainer.run_defaults import chosen, described, planned_cache
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
 
 
@@ -158,6 +155,11 @@ def with_key(config: RunConfig, places: Places, make: Callable[[], str] = secret
     return config.model_copy(update={"trainer": trainer.model_copy(update={"vllm": vllm})})
 
 
+def hardware_of(machine: Machine | None, *, on_gpu: bool) -> Hardware:
+    """Return what the rules know of a machine; of a GPU that is split (MIG), NVIDIA's library lists nothing."""
+    return Hardware(on_gpu, (len(machine.gpus) or None if machine else None) if on_gpu else 0)
+
+
 def planned(
     config: RunConfig,
     ports: Mapping[str, int],
@@ -176,10 +178,8 @@ def planned(
     Raises:
         ConfigError: the options do not suit this hardware.
     """
-    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
     here = machine if on_gpu else None
-    visible = (len(here.gpus) or None) if here else None
-    checked(config, Hardware(on_gpu, visible if on_gpu else 0))
+    checked(config, hardware_of(machine, on_gpu=on_gpu))
     return plan_run(
         config,
         ports,

@@ -1,22 +1,37 @@
 """Options that nobody gave: `grpo run` chooses them by the model's size and the machine's memory, and says so.
 
+Among them is the server's share of a GPU: the default leaves a trainer of all weights too little room on some GPUs, so
+it is lowered where that helps. Another is the size of the server's key-value cache: without it, vLLM measures how much
+of a GPU is free while it starts. No other process may use that GPU then: vLLM would count memory that is taken as the
+server's, and memory that is freed ends the server.
+
 docs/options.md has the table of these defaults, which `scripts/options_table.py` makes from this module's constants.
 """
 
 from __future__ import annotations
 
+import math
+
+from grpo_common.models import find_folder
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.environments import EnvironmentProcess
 from grpo_trainer.config.learning_rate import usual_rates
+from grpo_trainer.config.options import key_of
 from grpo_trainer.config.run import PASS_TOKENS, RunConfig
-from grpo_trainer.doctor.run_checks import planned_memory
-from grpo_trainer.doctor.server_memory import is_planned, with_room
+from grpo_trainer.config.server import arguments
+from grpo_trainer.errors import ModelError
+from grpo_trainer.launch.plan import CACHE_FLAG
 from grpo_trainer.machine import Machine
-from grpo_trainer.memory import GB
-from grpo_trainer.model.shape import ModelShape
+from grpo_trainer.memory import CACHE, GB, Server, Setup, other_share
+from grpo_trainer.model.shape import ModelShape, read_model, read_shape
 
 SMALLEST_PASS = 2048
 """Tokens of a forward pass below which GPUs are mostly idle."""
+PLANNED_WITHIN = 0.02
+"""By this share the numbers in a model's files may differ from those that the plan counts."""
+SHARE = "gpu_memory_utilization"
+SIZES = frozenset(map(key_of, (CACHE_FLAG, "--enable-sleep-mode")))
+"""Arguments with which a server uses other memory than the plan counts."""
 
 
 def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
@@ -50,7 +65,7 @@ def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> 
         compute = config.trainer.compute.model_copy(update={"max_tokens_per_microbatch": tokens})
         tried = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compute": compute})})
         smaller = max(tokens // 2, longest, SMALLEST_PASS)
-        if smaller == tokens or not _has_plan(config, machine) or planned_memory(tried, shape, machine).fits:
+        if smaller == tokens or not _has_plan(config, machine) or Setup.of(tried, shape, machine).plan().fits:
             return tried
         tokens = smaller
 
@@ -60,6 +75,74 @@ def _has_plan(config: RunConfig, machine: Machine) -> bool:
     if machine.on_gpu:
         return is_planned(config, machine)
     return not (config.options.cluster or machine.gpu_hidden)
+
+
+def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
+    """Return the run with a share of the GPU's memory for its server that leaves the trainer enough.
+
+    It is the default, or the largest smaller share with which the memory plan fits. A share that the user has chosen
+    stays; so does the default where no share is enough, and where the plan does not know the GPUs (`is_planned`).
+    """
+    if shape is None or not is_planned(config, machine) or SHARE in config.server.model_fields_set:
+        return config
+    setup = Setup.of(config, shape, machine)
+    if setup.plan().fits or (changed := other_share(setup, smaller=True)) is None:
+        return config
+    update = {SHARE: changed.server.gpu_share}
+    vllm = config.trainer.vllm.model_copy(update=update)
+    if not config.trainer.owns_server:  # the trainer's file says what the user has set
+        vllm.model_fields_set.discard(SHARE)
+    trainer = config.trainer.model_copy(update={"vllm": vllm})
+    return config.model_copy(update={"trainer": trainer, "server": config.server.model_copy(update=update)})
+
+
+def is_planned(config: RunConfig, machine: Machine) -> bool:
+    """Return whether the memory plan knows the run's GPUs, and what its server uses of them.
+
+    It does not know those of a cluster, and those that `--server.gpus` names by anything but numbers.
+    """
+    unnumbered = config.server.gpus is not None and Server.of(config).placed is None
+    return _knows_server(config, machine) and not (config.options.cluster or unnumbered)
+
+
+def _knows_server(config: RunConfig, machine: Machine) -> bool:
+    """Return whether the memory plan knows how much of a GPU the server uses. It does unless `SIZES` are given."""
+    given = {key_of(flag) for flag, _ in arguments(config.trainer.vllm.extra_args)}
+    return machine.on_gpu and not given & SIZES
+
+
+def planned_cache(config: RunConfig, machine: Machine) -> int | None:
+    """Return the bytes of the cache on each of the server's GPUs.
+
+    None where nobody needs the GPU during the server's start, where the user has fixed the size, and where the plan
+    does not know the model: vLLM measures then.
+    """
+    trainer = config.trainer
+    if trainer.owns_server or not _knows_server(config, machine):
+        return None
+    if trainer.vllm.in_8_bits:  # the plan's weights and tokens have 16
+        return None
+    shape = _known_shape(trainer.model.name)
+    if shape is None:
+        return None
+    plan = Setup.of(config, shape, machine).plan()
+    sizes = [row.nbytes for row in plan.rows if (row.owner, row.what) == ("server", CACHE)]
+    return min(sizes) if sizes and not plan.problems else None
+
+
+def _known_shape(model: str) -> ModelShape | None:
+    """The model's sizes; None: it is not here yet, or its files hold something else than such a model has."""
+    folder = find_folder(model)
+    if folder is None:
+        return None
+    try:
+        files = read_model(folder)
+        shape = read_shape(folder, files.config)
+    except (ModelError, ValueError):
+        return None
+    is_coarse = files.config.get("quantization_config") or files.config.get("compression_config")
+    stored = sum(math.prod(tensor) for tensor in files.shapes.values())
+    return None if is_coarse or abs(stored - shape.parameters) > PLANNED_WITHIN * stored else shape
 
 
 def _environment(environment: EnvironmentProcess) -> str:
@@ -90,7 +173,7 @@ def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     )
     if shape is None or not _has_plan(config, machine):
         return text
-    plan = planned_memory(config, shape, machine).plan()
+    plan = Setup.of(config, shape, machine).plan()
     rows = [row for row in plan.rows if row.device == plan.fullest]
     parts = (
         f"{owner} {sum(row.nbytes for row in rows if row.owner == owner) / GB:.1f} GB"

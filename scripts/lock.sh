@@ -38,6 +38,6 @@ for python in 3.11 3.12; do
                 --quiet --no-header --no-annotate
         )
         # torch's CPU build needs no CUDA packages. For a Python that it was not found for, its version is the same
-        [ "$build" = gpu ] || sed -i -e '/^nvidia-/d; /^cuda-/d' -e "s/^$torch$/&+cpu/" "$file"
+        [ "$build" = gpu ] || sed -i -e '/^nvidia-ml-py/!{/^nvidia-/d}; /^cuda-/d' -e "s/^$torch$/&+cpu/" "$file"
     done
 done

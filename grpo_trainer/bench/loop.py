@@ -26,13 +26,14 @@ import msgspec
 from pydantic import model_validator
 
 from grpo_trainer.bench.load import RUNNING, cache_tokens, counter_total
-from grpo_trainer.bench.models import CACHE_BYTES_TINY, SHAPES, ModelOptions, ask_gpus, cpu_name, gpus_used_mb
+from grpo_trainer.bench.models import CACHE_BYTES_TINY, SHAPES, ModelOptions, cpu_name, gpus_used_mb
 from grpo_trainer.config.options import option
 from grpo_trainer.config.server import KEY_VARIABLE, KvCacheDtype, Quantization
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.machine import list_gpus
 from grpo_trainer.metrics.rows import read_rows
 from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo, Transport
 
@@ -313,21 +314,21 @@ def line(options: LoopOptions, more: Sequence[str], rows: Sequence[Row], began: 
             got=f"{options.warmup_steps}, of {len(rows)} steps that the run took",
             wanted=f"fewer than the run takes, less {LAST_STEPS}",
         )
-    names = ask_gpus("name", os.environ.get("CUDA_VISIBLE_DEVICES")) if info.device == "cuda" else None
+    gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0] if info.device == "cuda" else ()
     conditions = options.model_dump(exclude={"model_dir", "run_dir", "dummy_weights"})
     return {
         **conditions,
         "group_size": GROUP,
         "steps": options.warmup_steps + len(measured),
         "run_options": list(more),
-        "device": ", ".join(dict.fromkeys(names)) if names else cpu_name(),
-        "devices": len(names) if names else os.cpu_count(),
+        "device": ", ".join(dict.fromkeys(gpu.name for gpu in gpus)) or cpu_name(),
+        "devices": len(gpus) or os.cpu_count(),
         "dtype": info.dtype,
         "versions": {"vllm": info.vllm_version, "torch": version("torch"), "python": platform.python_version()},
         **step_figures(measured),
         "server": server_figures(measured, rows[options.warmup_steps - 1]["time"], watch, info.max_num_seqs),
         "start_s": start_figures(began, watch.ready_at, rows[0]),
-        "peak_memory_gb": {"gpu": None if names is None or watch.gpu_mb is None else round(watch.gpu_mb / 1e3, 3)},
+        "peak_memory_gb": {"gpu": None if not gpus or watch.gpu_mb is None else round(watch.gpu_mb / 1e3, 3)},
         "load_average": round(os.getloadavg()[0], 2),
     }
 

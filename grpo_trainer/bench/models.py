@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
-from grpo_trainer.machine import nvidia_smi
+from grpo_trainer.machine import list_gpus
 from grpo_trainer.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ POSITIONS = 32_768
 CACHE_BYTES_TINY = 64 << 20
 """Size of vLLM's KV cache for the shape `tiny` on a CPU; the default would be gigabytes."""
 PAD, EOS = "<pad>", "<eos>"
-MIB_IN_MB = 1.048576
 
 
 class ModelOptions(Section):
@@ -172,26 +171,14 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def ask_gpus(field: str, gpus: str | None) -> list[str] | None:
-    """Return what nvidia-smi says of one field of each GPU; None: unknown. No CUDA context is made.
+def gpus_used_mb(gpus: str | None) -> float | None:
+    """Return the GPU memory that all processes use together, in units of 1e6 bytes; None: unknown.
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES names them; None: all.
     """
-    if gpus == "":
-        return None
-    chosen = ["-i", gpus] if gpus else []
-    done = nvidia_smi(*chosen, f"--query-gpu={field}", "--format=csv,noheader,nounits", seconds=60)
-    return [line.strip() for line in done.stdout.splitlines()] if done and done.returncode == 0 else None
-
-
-def gpus_used_mb(gpus: str | None) -> float | None:
-    """Return the GPU memory that all processes use together, in units of 1e6 bytes; None: unknown."""
-    used = ask_gpus("memory.used", gpus)
-    try:
-        return None if used is None else round(sum(map(float, used)) * MIB_IN_MB, 1)
-    except ValueError:  # [N/A]: some GPUs share the main memory
-        return None
+    listed, _, _ = list_gpus(gpus)
+    return round(sum(gpu.used for gpu in listed) / 1e6, 1) if listed else None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,31 +11,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_trainer.doctor.examine import Examination
+from grpo_trainer.doctor.before_start import Finding
 from grpo_trainer.memory import GB, MemoryPlan, device_name
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
 
 
-def print_examination(examination: Examination, console: Console) -> None:
+def print_findings(findings: Sequence[Finding], plan: MemoryPlan | None, console: Console) -> None:
     """The table, the memory plan, and what to mend."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "check", "found"):
         table.add_column(column, overflow="fold")
-    for finding in examination.findings:
+    for finding in findings:
         table.add_row(MARKS[finding.status], escape(finding.name), escape(finding.got))
     console.print(table)
-    if examination.memory is not None:
-        console.print(memory_table(examination.memory))
-    wrong = [finding for finding in examination.findings if finding.status in ("warn", "fail")]
+    if plan is not None:
+        console.print(memory_table(plan))
+    wrong = [finding for finding in findings if finding.status in ("warn", "fail")]
     for finding in wrong:
         console.print(f"\n{MARKS[finding.status]} {escape(finding.name)}: {escape(finding.got)}", soft_wrap=True)
         for word, text in (("wanted", finding.wanted), ("fix", finding.fix)):
             if text and text not in finding.got:
                 console.print(f"  {word}: {text}", markup=False, highlight=False, soft_wrap=True)
-    fails = sum(finding.status == "fail" for finding in wrong)
-    if fails:
-        verdict = f"[bold red]{fails} would fail[/]"
+    if fails(wrong):
+        verdict = f"[bold red]{sum(finding.status == 'fail' for finding in wrong)} would fail[/]"
     elif wrong:
         verdict = f"[yellow]nothing fails for certain; warnings: {escape(', '.join(each.name for each in wrong))}[/]"
     else:
@@ -63,9 +63,8 @@ def memory_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def as_json(examination: Examination) -> str:
+def as_json(findings: Sequence[Finding], plan: MemoryPlan | None) -> str:
     """One object: `{"ok": bool, "findings": [...], "memory": {...} or null}`; sizes in bytes."""
-    plan = examination.memory
     memory: dict[str, Any] | None = None
     if plan is not None:
         memory = {
@@ -76,5 +75,9 @@ def as_json(examination: Examination) -> str:
             "kv_tokens": plan.kv_tokens,
             "recomputed_layers": plan.recomputed[0],
         }
-    findings = [asdict(finding) for finding in examination.findings]
-    return json.dumps({"ok": not examination.fails, "findings": findings, "memory": memory})
+    return json.dumps({"ok": not fails(findings), "findings": [asdict(each) for each in findings], "memory": memory})
+
+
+def fails(findings: Iterable[Finding]) -> bool:
+    """Return whether a run would fail; a warning and a skipped check are no failure."""
+    return any(finding.status == "fail" for finding in findings)

@@ -11,43 +11,9 @@ import subprocess
 import sys
 from typing import Any
 
-from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
-from grpo_trainer.doctor.gpu_links import links_in_words
-
 SECONDS = 120
 ELEMENTS = 1 << 20
 MODULE = "grpo_trainer.doctor.trials"
-
-
-def check_cuda_ipc(*, on_gpu: bool, needed: bool) -> Finding:
-    """Try CUDA IPC: what shared weights and the transport `cuda_ipc` live on.
-
-    Args:
-        needed: the run shares weights; otherwise its failure leaves slower transports.
-    """
-    name, wanted = "CUDA IPC", "a second process that reads the first one's memory"
-    if not on_gpu:
-        return skip(name, "no GPU; on a CPU processes map one file")
-    if (why := tried("ipc")) is None:
-        return ok(name, "a second process read and wrote this one's memory")
-    fix = "run both in one container with --ipc=host (not WSL), without MIG and without expandable segments"
-    if needed:
-        return fail(name, why, wanted, fix)
-    return warn(name, why, wanted, f"{fix}; or --lora-transport memory")
-
-
-def check_nccl(*, gpus: int) -> Finding:
-    """Try a broadcast between the first two visible GPUs, and say how all are connected.
-
-    A failure is a warning, because slower transports remain.
-    """
-    if gpus < 2:
-        return skip("NCCL", "fewer than two GPUs")
-    why, links = tried("nccl"), links_in_words()
-    if why is None:
-        return ok("NCCL", f"a broadcast reached a second GPU; {links}")
-    fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
-    return warn("NCCL", f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
 
 
 def tried(what: str) -> str | None:

@@ -29,11 +29,13 @@ from grpo_trainer.engine.recompute import (
     Kept,
     LayerMemory,
     Recomputation,
+    describe,
     known_layers,
     measure,
     recompute,
 )
 from grpo_trainer.engine.tensor_shards import shard_of
+from grpo_trainer.memory import gathered_bytes, head_bytes, update_bytes
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
 
@@ -237,8 +239,9 @@ class Fitting:
         free = free_bytes(device)
         if config.compute.trainer_memory_gb is not None:
             free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
-        together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_sharded else 0
-        later = held_later(self.trained, config, self.states_over) + head_bytes(self.forward, config.largest_pass)
+        largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers)
+        together = gathered_bytes(largest, self.forward.plan.dtype.itemsize) if self.is_sharded else 0
+        later = held_later(self.trained, config, self.states_over) + head_needs(self.forward, config.largest_pass)
         return (1 - SPARE) * free - later - together
 
     def _keep(self, plan: Recomputation) -> bool:
@@ -303,24 +306,6 @@ def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
     return size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
 
 
-# ---------------------------------------------------------------- arithmetic
-
-
-_COMPUTED_AGAIN = {
-    Kept.PRODUCTS: "norms and activations",
-    Kept.NARROW: "norms, activations and the matrix products that widen",
-    Kept.INPUT: "all",
-}
-
-
-def describe(plan: Recomputation, layers: int) -> str:
-    """Describe what is recomputed, and in how many layers."""
-    counts = {plan.less: plan.count, plan.more: layers - plan.count}
-    again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
-    parts = [f"{what} of {count}" for what, count in again]
-    return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
-
-
 def on_gpu(device: torch.device) -> bool:
     """Return whether the device is a GPU; only there is memory counted."""
     return device.type == "cuda"
@@ -334,36 +319,22 @@ def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: i
 
     For sharded weights, these are the bytes of this process's shard.
     """
-    grad = 4 if config.compute.grad_dtype == "float32" else 0
-    state_bytes = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}[config.optimizer.optimizer]
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
-    return sum(
-        part.numel() * ((grad or part.itemsize) + state_bytes / states_over)
-        + (4 * part.numel() / states_over if config.master_weights and part.dtype != torch.float32 else 0)
-        for part in own
-    )
+    return sum(sum(update_bytes(config, part.numel(), part.itemsize, states_over).values()) for part in own)
 
 
-def gathered_bytes(layers: nn.ModuleList, dtype: torch.dtype) -> float:
-    """Return the bytes that sharded layers need while gathered.
-
-    These are the weights of two layers (one computes, the next is being gathered), and one layer's gradient, in the
-    weights' dtype and as an fp32 sum.
-    """
-    largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-    return largest * (3 * dtype.itemsize + 4)
-
-
-def head_bytes(forward: Forward, tokens: int) -> float:
-    """Return the bytes that the head needs: chunks of logits, and the gradients of its weights as they are computed."""
+def head_needs(forward: Forward, tokens: int) -> float:
+    """Return the bytes that the head needs for a pass of `tokens` tokens."""
     assert forward.head is not None
-    weight = forward.head.weight
-    chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * forward.plan.logit_bytes
-    computes = forward.plan.dtype
-    of_weight = computes.itemsize if weight.requires_grad else 0
-    if weight.dtype != computes:  # a copy of the weights, and the gradient in their own dtype
-        of_weight += computes.itemsize + (weight.itemsize if weight.requires_grad else 0)
-    return chunks + of_weight * weight.numel()
+    weight, plan = forward.head.weight, forward.plan
+    return head_bytes(
+        min(tokens, plan.rows(len(weight))) * len(weight),
+        plan.logit_bytes,
+        weight.numel(),
+        item=plan.dtype.itemsize,
+        weight_item=weight.itemsize,
+        trained=weight.requires_grad,
+    )
 
 
 def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from grpo_trainer.engine.collectives import gather_columns, reduced, spread
 from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.memory import HEAD_CHUNK_BYTES, HEAD_INTERMEDIATE_BYTES
 
 COMPILED_CHUNK = 1 << 27
 """Logits of a chunk if both functions are compiled: about 768 rows of Qwen's vocabulary."""
@@ -91,7 +92,7 @@ class HeadPlan:
     dtype: torch.dtype
     logits_dtype: torch.dtype
     distills: bool = False
-    chunk_bytes: int = 1 << 26
+    chunk_bytes: int = HEAD_CHUNK_BYTES
     kept_bytes: int = 0
     statistics: Statistics = statistics
     residual: Residual = residual
@@ -118,7 +119,7 @@ class HeadPlan:
         """
         if self.is_compiled and not self.distills:
             return self.logits_dtype.itemsize + self.dtype.itemsize
-        return self.logits_dtype.itemsize + 25
+        return self.logits_dtype.itemsize + HEAD_INTERMEDIATE_BYTES
 
     def rows(self, vocab: int) -> int:
         """Return the rows of a chunk: a multiple of 128, for which matrix products are fast."""

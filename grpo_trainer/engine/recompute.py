@@ -49,6 +49,21 @@ class Recomputation:
         return self.less if layer < self.count else self.more
 
 
+_COMPUTED_AGAIN = {
+    Kept.PRODUCTS: "norms and activations",
+    Kept.NARROW: "norms, activations and the matrix products that widen",
+    Kept.INPUT: "all",
+}
+
+
+def describe(plan: Recomputation, layers: int) -> str:
+    """Describe what is recomputed, and in how many layers."""
+    counts = {plan.less: plan.count, plan.more: layers - plan.count}
+    again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
+    parts = [f"{what} of {count}" for what, count in again]
+    return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
+
+
 @dataclass(frozen=True)
 class LayerMemory:
     """Memory that a forward pass keeps for its backward pass.

@@ -71,14 +71,15 @@ class RayCluster:
     Args:
         address: auto, or HOST:PORT of the head.
         wanted: nodes to wait for.
+        waits: for a cluster that does not answer yet, and for its nodes.
 
     Raises:
         ConfigError: Ray is not installed, the cluster does not answer, or fewer nodes join.
     """
 
-    def __init__(self, address: str, wanted: int = 1) -> None:
+    def __init__(self, address: str, wanted: int = 1, *, waits: bool = True) -> None:
         self._ray = _ray()
-        self._connect(address)
+        self._connect(address, CONNECT_SECONDS if waits else 0.0)
         self._agents: dict[Room, Any] = {}
         self._gpus: dict[Room, str] = {}
         self._processes: dict[Room, dict[str, RemoteProcess]] = {}
@@ -89,13 +90,13 @@ class RayCluster:
         self._threads: list[threading.Thread] = []
         self._is_closing = threading.Event()
         try:
-            self.nodes = self._joined(wanted)
+            self.nodes = self._joined(wanted, NODES_SECONDS if waits else 0.0)
         except BaseException:
             self._ray.shutdown()
             raise
 
-    def _connect(self, address: str) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
+    def _connect(self, address: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 _knock(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
@@ -113,13 +114,13 @@ class RayCluster:
             else:
                 return
 
-    def _joined(self, wanted: int) -> list[Node]:
+    def _joined(self, wanted: int, seconds: float) -> list[Node]:
         """Return the nodes, the head first, once there are enough."""
-        deadline = time.monotonic() + NODES_SECONDS
+        deadline = time.monotonic() + seconds
         while len(nodes := self._alive()) < wanted:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"after {NODES_SECONDS:.0f} s",
+                    f"after {seconds:.0f} s",
                     field="--cluster-nodes",
                     got=f"{len(nodes)}: {', '.join(node.name for node in nodes)}",
                     wanted=str(wanted),
@@ -366,10 +367,10 @@ def _ray() -> Any:
 
 
 @contextmanager
-def joined(address: str | None, wanted: int) -> Iterator[RayCluster | None]:
+def joined(address: str | None, wanted: int, *, waits: bool = True) -> Iterator[RayCluster | None]:
     """Connect to a cluster within the block; without an address there is none."""
     if address is None:
         yield None
         return
-    with closing(RayCluster(address, wanted)) as cluster:
+    with closing(RayCluster(address, wanted, waits=waits)) as cluster:
         yield cluster

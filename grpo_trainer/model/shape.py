@@ -62,7 +62,7 @@ class ModelShape:
             tied=bool(text.get("tie_word_embeddings", True)),
             experts=experts,
             active_experts=_first(text, "num_experts_per_tok", default=0),
-            biases=text.get("model_type") in ("qwen2", "qwen2_moe"),
+            biases=str(text.get("model_type")).startswith("qwen2"),
             positions=_first(text, "max_position_embeddings", "n_positions", default=0) or None,
         )
 
@@ -125,11 +125,35 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
     return default
 
 
+def read_shape(folder: Path, config: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes of a model; those that its config.json omits are the defaults of transformers' class.
+
+    Conditional models (`text_config`) often omit sizes, and even a size that can be derived may have another default.
+
+    Raises:
+        ModelError: a size is neither there nor known to transformers.
+    """
+    is_conditional = len(config_parts(config)) > 1
+    try:
+        if not is_conditional:
+            return ModelShape.from_config(config)
+    except ModelError:
+        pass
+    from transformers import AutoConfig
+
+    try:
+        defaults = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # unknown, or not to be read: see the doctor
+        defaults = {}
+    text = {key: value for part in (defaults, *config_parts(config)) for key, value in part.items()}
+    return ModelShape.from_config({key: value for key, value in text.items() if key != "text_config"})
+
+
 def shape_of(name: str) -> ModelShape | None:
     """Return the sizes of a model on this machine; None: it is not here, or its config.json can't be read."""
     folder = find_folder(name)
     try:
-        return ModelShape.from_config(json.loads((folder / CONFIG_FILE).read_text())) if folder else None
+        return read_shape(folder, json.loads((folder / CONFIG_FILE).read_text())) if folder else None
     except (OSError, ValueError):
         return None
 

@@ -42,6 +42,7 @@ from grpo_trainer.config.options import Section, build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.machine import Gpu
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.shape import ModelShape
@@ -85,24 +86,10 @@ def test_model_of_a_shape_is_written_once_and_nothing_is_overwritten(tmp_path: P
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["thesis.txt"]
 
 
-def test_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def saying(*lines: str, status: int = 0) -> None:
-        tool.write_text("\n".join(["#!/bin/sh", 'echo "$*" > ' + str(tmp_path / "asked"), *lines, f"exit {status}\n"]))
-        tool.chmod(0o755)
-
-    saying("echo 100", "echo 200")
-    assert models.gpus_used_mb("0,1") == 314.6  # 300 x 1.048576
-    assert "-i 0,1" in (tmp_path / "asked").read_text()
-    saying("echo NVIDIA H200")
-    assert models.ask_gpus("name", None) == ["NVIDIA H200"]
-    assert models.gpus_used_mb("") is None and models.ask_gpus("name", "") is None  # no GPU is visible
-    saying("echo '[N/A]'")
-    assert models.gpus_used_mb(None) is None
-    saying("echo no driver", status=9)
-    assert models.ask_gpus("name", None) is None
+def test_gpu_memory_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu("NVIDIA H200", f"GPU-{n}", 150 * 10**9, 0, used=n * 10**8) for n in (1, 2))
+    monkeypatch.setattr(models, "list_gpus", lambda visible: (() if visible == "" else gpus, "580", ""))
+    assert models.gpus_used_mb("0,1") == 300.0 and models.gpus_used_mb("") is None
 
 
 # ------------------------------------------------------------------------------------------ options and commands

@@ -11,10 +11,10 @@ import pytest
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import build_run, read_toml
-from grpo_trainer.doctor.run_checks import check_length, check_spread, server_spread
+from grpo_trainer.doctor.checks import Case, sequence_length, servers_gpus
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
-from grpo_trainer.memory import Devices, Setup
+from grpo_trainer.memory import Devices, Server, Setup
 from grpo_trainer.model.shape import ModelShape
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -45,7 +45,7 @@ def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
     shape = SHAPES[size[1].lower()] if size else SMOLLM2
     gpus = COUNTS.get(path.stem, 1)
     (gigabytes,) = map(int, re.findall(r"GPUs? of (\d+) GB", text))
-    spread = server_spread(config)
+    spread = Server.of(config)
     devices = Devices("cuda", gigabytes * 10**9, gpus)
     plan = Setup(config.trainer, shape, spread, devices, config.options.trainer_gpus).plan()
     assert not plan.problems and not plan.is_tight, plan
@@ -53,5 +53,8 @@ def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
     assert small.problems or small.is_tight
     gpu = Gpu("G", "u", gigabytes * 10**9, gigabytes * 10**9)
     machine = Machine("3.12.0", 1, gpus=(gpu,) * gpus)
-    for finding in (check_length(config, shape), check_spread(spread, shape, machine)):
+    case = Case(machine, config)
+    case.shape = (shape, "")
+    case.run = config
+    for finding in (*sequence_length(case), *servers_gpus(case)):
         assert finding.status == "ok", finding

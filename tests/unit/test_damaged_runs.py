@@ -30,12 +30,13 @@ from grpo_trainer.cli import app
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.run_checks import check_run_folder
+from grpo_trainer.doctor.checks import Case, run_folder
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.supervisor import read_report
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.logs.times import time_split
+from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
 from grpo_trainer.policy import build_policy
 from grpo_trainer.record import write_record
@@ -161,7 +162,7 @@ def test_resume_with_damaged_checkpoints_only_names_them_and_changes_nothing(tmp
     flags = {"resume": "auto", "run_dir": str(tmp_path / "finished"), "model_name": str(MODEL)}
     done = CliRunner().invoke(app, ["run", *(w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v))])
     assert done.exit_code and isinstance(done.exception, ConfigError) and "adapter_final" in str(done.exception)
-    assert check_run_folder(build_run({}, flags)).status == "fail"
+    assert next(run_folder(Case(look(), build_run({}, flags)))).status == "fail"
     assert content(tmp_path) == before
 
 
@@ -303,7 +304,8 @@ def read_everything(folder: Path) -> None:
         StateFiles(folder / "checkpoints" / STATES, "arithmetic").newest(step)
     for resume in ("auto", str(folder)):
         with suppress(UserError):
-            check_run_folder(build_run({}, {"resume": resume, "run_dir": str(folder), "model_name": str(MODEL)}))
+            config = build_run({}, {"resume": resume, "run_dir": str(folder), "model_name": str(MODEL)})
+            next(run_folder(Case(look(), config)))
 
 
 @given(

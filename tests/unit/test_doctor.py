@@ -9,39 +9,44 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import pynvml
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from grpo_common.errors import Problem
+from grpo_trainer import machine as machines
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor import trials
-from grpo_trainer.doctor.command import as_json, print_examination
-from grpo_trainer.doctor.disk import (
+from grpo_trainer.doctor import checks, trials
+from grpo_trainer.doctor.before_start import (
     LOGS,
+    Finding,
+    ask_hub,
     checkpoint_bytes,
     most_checkpoints,
+    ok,
+    refuse_missing,
     refuse_without_room,
     served_bytes,
-    shape_of,
+    skip,
 )
-from grpo_trainer.doctor.examine import Examination, Probes, examine
-from grpo_trainer.doctor.findings import Finding, ok, skip
-from grpo_trainer.doctor.hub import ask_hub, refuse_missing
-from grpo_trainer.doctor.machine_checks import SUPPORTED
+from grpo_trainer.doctor.checks import SUPPORTED, examine
+from grpo_trainer.doctor.command import as_json, fails, print_findings
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
-from grpo_trainer.machine import Gpu, Machine, look, read_gpus
-from grpo_trainer.memory import GB
+from grpo_trainer.machine import Gpu, Machine, links_in_words, list_gpus, look
+from grpo_trainer.memory import GB, MemoryPlan
+from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import run
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -66,11 +71,24 @@ MODULES = {
     **{"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)},
     **{"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128)},
 }
-PROBES = Probes(
-    ipc=lambda **_: ok("CUDA IPC", "tried"),
-    nccl=lambda **_: ok("NCCL", "tried"),
-    trying=lambda run: trying(run.model_copy(update={"environments": ()})),
-)
+
+
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials between processes go well, and environments are not tried."""
+    monkeypatch.setattr(trials, "tried", lambda what: None)
+    monkeypatch.setattr(checks, "links_in_words", lambda: "NVLink between all GPUs")
+    nothing = {"environments": ()}
+    monkeypatch.setattr(checks, "trying", lambda run, **_: trying(run.model_copy(update=nothing)))
+
+
+class Examined(NamedTuple):
+    findings: list[Finding]
+    memory: MemoryPlan | None
+
+    @property
+    def fails(self) -> bool:
+        return fails(self.findings)
 
 
 def write_model(
@@ -97,17 +115,17 @@ def run_of(model: Path | str, file: Mapping[str, Any] | None = None, **flags: An
     return build_run(file or {}, {**given, "server.port": 0, "api.port": 0, **flags})
 
 
-def look_at(config: RunConfig | ConfigError | None, machine: Machine = MACHINE, probes: Probes = PROBES) -> Examination:
-    return examine(machine, config, probes)
+def look_at(config: RunConfig | ConfigError | None, machine: Machine = MACHINE) -> Examined:
+    return Examined(*examine(machine, config))
 
 
-def only_fault(examination: Examination, status: str = "fail") -> Finding:
+def only_fault(examination: Examined, status: str = "fail") -> Finding:
     """The one finding that was planted, in the table and in the JSON."""
     faults = [finding for finding in examination.findings if finding.status in ("fail", "warn")]
     assert [finding.status for finding in faults] == [status], faults
     assert faults[0].wanted and faults[0].fix
     assert examination.fails == (status == "fail")
-    assert json.loads(as_json(examination))["ok"] is not examination.fails
+    assert json.loads(as_json(*examination))["ok"] is not examination.fails
     return faults[0]
 
 
@@ -186,7 +204,7 @@ def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_
     (model / "config.json").write_text(json.dumps(config))
     trainer, shape = config_of(model, weight_bridge_mode="none", checkpoint_interval=1), shape_of(str(model))
     assert shape is not None
-    each = checkpoint_bytes(trainer, shape)
+    each = checkpoint_bytes(trainer, shape, on_gpu=True)
     assert each == 14 * shape.parameters
     models = served_bytes(trainer, shape, on_gpu=True)
 
@@ -287,12 +305,12 @@ def test_an_unreadable_model(model: Path, how: str, file: str, got: str) -> None
     assert found.name == "model" and where == str(model / file) and what and got in what
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, model: Path) -> None:
+def test_a_model_that_is_not_there(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = only_fault(look_at(run_of(tmp_path / "modle")))
     assert found.name == "model" and "modle" in found.got and str(model) in found.fix
     assert only_fault(look_at(run_of("some/model-of-the-hub"))).name == "model", "the tests' hub is offline"
-    on_hub = replace(PROBES, named=lambda name: ok("model", f"{name} is on the hub"))
-    assert not look_at(run_of("some/model-of-the-hub"), probes=on_hub).fails, "the run downloads it"
+    monkeypatch.setattr(checks, "check_name", lambda name: ok("model", f"{name} is on the hub"))
+    assert not look_at(run_of("some/model-of-the-hub")).fails, "the run downloads it"
 
 
 def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +339,17 @@ def test_a_wrong_version(planted: dict[str, str | None], name: str, fix: str) ->
     assert [each.name for each in faults][:1] == [name] and fix in faults[0].fix
 
 
-def test_a_newer_vllm_is_a_warning() -> None:
-    found = only_fault(look_at(None, replace(MACHINE, version={**VERSIONS, "vllm": "0.33.0"}.get)), "warn")
-    assert (found.name, found.got, found.fix) == ("vllm", "vllm 0.33.0", "pip install 'vllm==0.32.*'")
+@pytest.mark.parametrize(
+    ("version", "status", "fix"),
+    [
+        ("0.33.0", "warn", "pip install 'vllm==0.32.*'"),  # newer than the newest that was run
+        ("0.34.0", "fail", "pip install 'vllm>=0.32,<0.34'"),
+        ("0.1.dev12345+gabcdef.cu130", "warn", "pip install 'vllm==0.32.*'"),  # built from source, without tags
+    ],
+)
+def test_another_vllm(version: str, status: str, fix: str) -> None:
+    found = only_fault(look_at(None, replace(MACHINE, version={**VERSIONS, "vllm": version}.get)), status)
+    assert found.name == "vllm" and version in found.got and fix in found.fix
 
 
 def test_an_old_driver() -> None:
@@ -439,12 +465,38 @@ def test_parts_that_do_not_go_together(
     assert found.name == "options together" and got in found.got and fix in found.fix
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "fix"),
+    [
+        ({}, {}, ""),
+        ({}, EXPERTS, "--routing-replay server"),
+        ({"routing_replay": "server"}, EXPERTS, ""),
+        ({"server.quantization": "fp8"}, {}, ""),  # corrected by default
+        ({"server.kv_cache_dtype": "fp8", "ratio_against": "rollout"}, {}, "--ratio-against trainer"),
+        ({"load_in_4bit": True}, {}, "--ratio-against trainer"),
+        ({"load_in_4bit": True, "ratio_against": "trainer"}, {}, ""),
+        ({"server.extra_args": "--logprobs-mode,raw_logprobs"}, {}, "leave --logprobs-mode out"),
+        ({"server.extra_args": "--generation-config=auto"}, {}, "leave --generation-config out"),
+        ({"server.extra_args": "--generation-config,vllm"}, {}, ""),
+    ],
+)
+def test_settings_with_another_distribution(
+    tmp_path: Path, flags: dict[str, Any], config: dict[str, int], fix: str
+) -> None:
+    run = run_of(write_model(tmp_path / "model", {**CONFIG, **config}), **flags)
+    (found,) = [each for each in look_at(run).findings if each.name == "distribution"]
+    assert found.status == ("warn" if fix else "ok") and fix in found.fix
+
+
 def numbers_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def test_more_gpus_wanted_than_there_are(model: Path) -> None:
-    def spread_over(gpus: int, kind: str, degree: int) -> Examination:
+    def spread_over(gpus: int, kind: str, degree: int) -> Examined:
         flags: dict[str, Any] = {f"server.{kind}_parallel_size": degree}
         return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * gpus))
 
@@ -462,7 +514,7 @@ def test_more_gpus_wanted_than_there_are(model: Path) -> None:
 
 
 def test_several_servers_lie_where_they_are_put(model: Path) -> None:
-    def on_gpus(gpus: str, visible: int = 3) -> Examination:
+    def on_gpus(gpus: str, visible: int = 3) -> Examined:
         flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": gpus}
         return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * visible))
 
@@ -492,19 +544,80 @@ def test_a_run_that_is_there_already(model: Path) -> None:
     assert not look_at(run_of(model, resume="auto")).fails
 
 
-def test_gpus_that_are_hidden_or_in_use() -> None:
-    listed = "NVIDIA H200, GPU-a, 143771, 143000, 580.65.06\nNVIDIA H200, GPU-b, 143771, 100, 580.65.06\n"
-    both, driver, problem = read_gpus(listed, None)
+class Nvml:
+    """NVIDIA's library with GPUs of 141 GiB, of which the second is in use; NVLink connects the first two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, split: bool = False) -> None:
+        def unsupported(*_: object) -> int:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+        def memory(gpu: int, version: int) -> SimpleNamespace:
+            assert version == pynvml.nvmlMemory_v2
+            return SimpleNamespace(total=141 * GIB, free=(1 if gpu == 1 else 140) * GIB, used=7 * 10**8)
+
+        for name, value in {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580.65.06",
+            "nvmlDeviceGetCount": lambda: count,
+            "nvmlDeviceGetHandleByIndex": lambda number: number,
+            "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
+            "nvmlDeviceGetUUID": lambda gpu: f"GPU-{'abcd'[gpu]}",
+            "nvmlDeviceGetMigMode": (lambda gpu: [1, 1]) if split else unsupported,
+            "nvmlDeviceGetMemoryInfo": memory,
+            "nvmlDeviceGetP2PStatus": lambda one, other, _: 0 if {one, other} == {0, 1} else unsupported(),
+            "nvmlDeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
+        }.items():
+            monkeypatch.setattr(pynvml, name, value)
+
+
+def test_gpus_that_are_hidden_or_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(monkeypatch)
+    both, driver, problem = list_gpus(None)
     assert [gpu.uuid for gpu in both] == ["GPU-a", "GPU-b"] and driver == "580.65.06" and not problem
-    assert both[0].total == 143771 << 20
-    for visible, wanted in (("1", ["GPU-b"]), ("GPU-b,0", ["GPU-b", "GPU-a"]), ("1,7,0", ["GPU-b"])):
-        assert [gpu.uuid for gpu in read_gpus(listed, visible)[0]] == wanted
-    hidden, _, problem = read_gpus(listed, "7")
+    assert (both[0].total, both[1].free, both[0].used) == (141 * GIB, GIB, 7 * 10**8)
+    for visible, wanted in (("1", ["GPU-b"]), ("GPU-b,0", ["GPU-b", "GPU-a"]), ("1,7,0", ["GPU-b"]), ("", [])):
+        assert [gpu.uuid for gpu in list_gpus(visible)[0]] == wanted
+    hidden, _, problem = list_gpus("7")
     assert not hidden and "CUDA_VISIBLE_DEVICES=7" in problem and numbers_in(problem) == [7, 2]
     found = only_fault(look_at(None, replace(MACHINE, gpus=(), gpu_problem=problem)))
     assert found.name == "gpu" and "CUDA_VISIBLE_DEVICES" in found.fix
     assert only_fault(look_at(None, replace(MACHINE, gpus=both)), "warn").name == "gpu"
-    assert "MIG" in read_gpus("NVIDIA H200, GPU-a, [N/A], [N/A], 580.1", None)[2]
+    Nvml(monkeypatch, split=True)
+    assert "MIG" in list_gpus(None)[2]
+
+
+def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(code: int) -> None:
+        def refuse() -> None:
+            raise pynvml.NVMLError(code)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+
+    monkeypatch.setattr(machines, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    init(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert list_gpus(None) == ((), None, "")
+    (tmp_path / "nvidiactl").touch()
+    assert "libnvidia-ml.so.1" in list_gpus(None)[2]
+    init(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert "Driver Not Loaded" in list_gpus(None)[2] and "Driver Not Loaded" in links_in_words()
+
+
+def test_a_driver_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(machines, "NVML_SECONDS", 0.01)
+    monkeypatch.setattr(pynvml, "nvmlInit", end.wait)
+    try:
+        assert "no answer" in look().gpu_problem
+    finally:
+        end.set()
+
+
+def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(monkeypatch)
+    assert links_in_words() == "NVLink between all GPUs"
+    Nvml(monkeypatch, 3)
+    assert links_in_words() == "NVLink between 0 and 1; PCIe through both CPUs between 0 and 2, 1 and 2"
 
 
 def test_what_a_trial_says() -> None:
@@ -513,15 +626,17 @@ def test_what_a_trial_says() -> None:
     assert trials.failure(-11, "", "") == "exit code -11"  # a crash says nothing
 
 
-def test_trials_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "tried", {"ipc": "no handle", "nccl": "rank 0 of 2"}.get)
-    needed, other = (trials.check_cuda_ipc(on_gpu=True, needed=needed) for needed in (True, False))
-    assert (needed.status, needed.got, other.status) == ("fail", "no handle", "warn")
+def test_trials_that_fail(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "tried", {"ipc": "no handle", "nccl": None}.get)
+    needed = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm")))
+    other = only_fault(look_at(run_of(model)), "warn")
+    assert (needed.name, needed.got, other.name) == ("CUDA IPC", "no handle", "CUDA IPC")
     assert "--ipc=host" in needed.fix and "--lora-transport memory" in other.fix
-    monkeypatch.setattr(trials, "links_in_words", lambda: "NVLink between all GPUs")
-    nccl = trials.check_nccl(gpus=2)  # slower transports remain
-    assert (nccl.status, nccl.got) == ("warn", "rank 0 of 2; NVLink between all GPUs") and "gloo" in nccl.fix
-    assert {trials.check_nccl(gpus=1).status, trials.check_cuda_ipc(on_gpu=False, needed=True).status} == {"skip"}
+    monkeypatch.setattr(trials, "tried", {"ipc": None, "nccl": "rank 0 of 2"}.get)
+    nccl = only_fault(look_at(run_of(model), replace(MACHINE, gpus=MACHINE.gpus * 2)), "warn")  # slower ones remain
+    assert nccl.got == "rank 0 of 2; NVLink between all GPUs" and "gloo" in nccl.fix
+    without = look_at(run_of(model), replace(MACHINE, gpus=(), driver=None)).findings
+    assert {each.status for each in without if each.name in ("CUDA IPC", "NCCL")} == {"skip"}
 
 
 # what is printed ---------------------------------------------------------------------------------------------
@@ -531,7 +646,7 @@ def test_people_read_what_was_found_and_the_plan(model: Path, tmp_path: Path) ->
     (model / "tokenizer.json").unlink()
     console = Console(file=(tmp_path / "out").open("w"), width=200)
     examination = look_at(run_of(model))
-    print_examination(examination, console)
+    print_findings(*examination, console)
     console.file.flush()
     text = (tmp_path / "out").read_text()
     assert only_fault(examination).fix in text and "AutoTokenizer" in text
@@ -550,7 +665,7 @@ def test_people_read_what_was_found_and_the_plan(model: Path, tmp_path: Path) ->
 def test_each_problem_of_a_refused_configuration_is_a_finding(tmp_path: Path, problems: list[Problem]) -> None:
     examination = look_at(ConfigError.of(problems))
     with (tmp_path / "out").open("w") as file:
-        print_examination(examination, Console(file=file, width=200))
+        print_findings(*examination, Console(file=file, width=200))
     found = [finding for finding in examination.findings if finding.name == "configuration"]
     assert examination.fails and [(each.wanted, each.fix) for each in found] == [
         (problem.wanted, problem.fix) for problem in problems
@@ -601,7 +716,7 @@ def test_the_command_on_this_machine_with_an_unknown_field(tmp_path: Path) -> No
 
 def test_looking_at_a_machine_imports_no_torch() -> None:
     code = (
-        "import sys; from grpo_trainer.doctor.examine import examine; from grpo_trainer.machine import look\n"
+        "import sys; from grpo_trainer.doctor.checks import examine; from grpo_trainer.machine import look\n"
         "examine(look(), None); print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
@@ -609,4 +724,4 @@ def test_looking_at_a_machine_imports_no_torch() -> None:
 
 
 def test_a_skip_is_no_fault() -> None:
-    assert not Examination((skip("a", "no GPU"),)).fails
+    assert not fails([skip("a", "no GPU")])

@@ -103,8 +103,8 @@ def test_no_secret_is_shown() -> None:
     config = a_run(vllm_api_key="door-1", rollout_api_key="door-2", server__extra_args="--hf-token,door-3")
     found = [*rows(config).values()]
     console = Console(record=True, width=200)
-    dry_run.print_rows(found, console)
-    for shown in (dry_run.as_json(found), console.export_text()):
+    dry_run.print_rows(found, (), console)
+    for shown in (dry_run.as_json(found, ()), console.export_text()):
         assert "door-" not in shown and "--hf-token" in shown
     assert "VLLM_API_KEY" in rows(config)["server"].variables
 

@@ -16,9 +16,8 @@ from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import read_toml
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.command import print_examination
-from grpo_trainer.doctor.examine import Examination
-from grpo_trainer.doctor.findings import Finding, fail, ok, warn
+from grpo_trainer.doctor.before_start import Finding, fail, ok, warn
+from grpo_trainer.doctor.command import print_findings
 from grpo_trainer.errors import ConfigError, HungError, StoppedError, TrainingError
 from grpo_trainer.launch.process import Process
 from grpo_trainer.parallel.world import World
@@ -75,7 +74,7 @@ def test_several_problems_are_a_line_each() -> None:
 )
 def test_a_doctors_verdict(findings: list[Finding], verdict: str) -> None:
     said = io.StringIO()
-    print_examination(Examination(tuple(findings)), Console(file=said, width=80))
+    print_findings(findings, None, Console(file=said, width=80))
     assert said.getvalue().splitlines()[-1] == verdict
 
 

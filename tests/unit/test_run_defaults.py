@@ -15,9 +15,9 @@ from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.run_checks import planned_memory
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.memory import Setup
 from grpo_trainer.model.shape import ModelShape
 from grpo_trainer.run_defaults import chosen, described
 
@@ -190,7 +190,7 @@ def test_microbatches_are_chosen_by_the_plan_that_the_start_shows() -> None:
 
     roomy, tight = replace(CPU, memory=200 * GB), replace(CPU, memory=8 * GB)
     assert tokens(roomy) == 16_384 and 2048 <= tokens(tight) < 16_384
-    assert planned_memory(chosen(made(), CPU, SMALL), SMALL, CPU).fits
+    assert Setup.of(chosen(made(), CPU, SMALL), SMALL, CPU).plan().fits
     assert tokens(roomy, cluster="auto") == 2048 and tokens(roomy, cluster="auto", seq_len=4096) == 4096
     part_of_a_gpu = replace(roomy, version={"vllm": "0.32.0"}.get)
     assert tokens(part_of_a_gpu) == 2048, "nothing is known of it"

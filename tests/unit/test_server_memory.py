@@ -10,9 +10,10 @@ import pytest
 
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.run import RunConfig
-from grpo_trainer.doctor.server_memory import planned_cache, warn_of_memory, with_room
+from grpo_trainer.doctor.before_start import warn_of_memory
 from grpo_trainer.machine import Gpu
 from grpo_trainer.memory import SERVER_WORKSPACE
+from grpo_trainer.run_defaults import planned_cache, with_room
 from tests.unit.test_doctor import CONFIG, GIB, MACHINE, MODULES, run_of, write_model
 from vllm_server.protocol import SPARE_ADAPTERS
 

@@ -22,15 +22,16 @@ from transformers import (
 
 from grpo_trainer.batch.microbatches import TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.doctor.run_checks import check_kind
+from grpo_trainer.doctor.checks import Case, decoder_only
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.machine import Machine
 from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.load import load_all_weights, load_model
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
-from grpo_trainer.model.shape import read_model
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
@@ -210,5 +211,6 @@ def test_doctor_says_that_the_server_needs_torchvision(
 ) -> None:
     save_model("gemma3_whole", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: installed or None)
-    found = check_kind(read_model(tmp_path))
+    run = build_run({}, {"model_name": str(tmp_path), "weight_bridge_mode": "lora_only"})
+    (found,) = decoder_only(Case(Machine("3.12", 1), run))
     assert found.status == status and ("torchvision" in found.got) != installed

@@ -1,0 +1,280 @@
+"""What a run needs before it starts: its model, room on the disk and in memory, a usual learning rate.
+
+`grpo doctor` lists these findings; `grpo run` and `grpo train` refuse to start, or warn, by the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from grpo_common.models import WANTED, find_folder, missing_path, models_below
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOptions, LoraRestart, SharedVllm
+from grpo_trainer.config.learning_rate import unusual
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import (
+    GB,
+    NEARLY_FULL,
+    STATE_BYTES,
+    MemoryPlan,
+    Setup,
+    advice,
+    device_name,
+    trained_parameters,
+    trainer_item,
+)
+from grpo_trainer.model.shape import ModelShape, shape_of
+from grpo_trainer.run_defaults import is_planned
+
+HUB_SECONDS = 5.0
+"""Time limit of each request to the hub. It is short, because some machines have no connection to the hub."""
+LOGS = 100_000_000
+"""Bytes that logs and metrics of a long run may take."""
+MOVE = "free space, or put the run elsewhere (--run-dir; --save-path of `grpo train`)"
+
+log = logging.getLogger(__name__)
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's answer.
+
+    Attributes:
+        status: ok; warn: it may work, but look; fail: it would not; skip: there is nothing to look at, `got` says why.
+        fix: what to do; empty where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    got: str
+    wanted: str = ""
+    fix: str = ""
+
+
+def ok(name: str, got: str) -> Finding:
+    return Finding(name, "ok", got)
+
+
+def warn(name: str, got: str, wanted: str, fix: str) -> Finding:
+    return Finding(name, "warn", got, wanted, fix)
+
+
+def fail(name: str, got: str, wanted: str, fix: str) -> Finding:
+    return Finding(name, "fail", got, wanted, fix)
+
+
+def skip(name: str, why: str) -> Finding:
+    return Finding(name, "skip", why)
+
+
+# the model -------------------------------------------------------------------------------------------------
+
+
+def refuse_missing(name: str) -> None:
+    """Say before anything loads that a model is neither here nor on the hub; warn when the hub can't be asked.
+
+    Raises:
+        ModelError: no folder is there, or the hub knows no such model or does not let us have it.
+    """
+    if (problem := missing_path(name)) is not None:
+        raise ModelError.of([replace(problem, field="--model-name")])
+    if find_folder(name) is not None:
+        return
+    found = ask_hub(name)
+    if found.status == "fail":
+        raise ModelError(field="--model-name", got=found.got, wanted=found.wanted, fix=found.fix)
+    if found.status == "warn":
+        log.warning("--model-name: %s; %s", found.got, found.fix)
+
+
+def check_name(name: str) -> Finding:
+    """Return whether the model is on this machine, or else what the hub says."""
+    if (problem := missing_path(name)) is not None:
+        return fail("model", f"{problem.got}: {problem.summary}", problem.wanted, problem.fix)
+    if (folder := find_folder(name)) is not None:
+        return ok("model", str(folder))
+    return ask_hub(name)
+
+
+def ask_hub(name: str) -> Finding:
+    """Return what the hub says of a name; that it can't be reached is a warning."""
+    from huggingface_hub import model_info
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    below = models_below(Path())
+    here = f"; models in this folder: {', '.join(map(str, below))}" if below else ""
+    try:
+        model_info(name, timeout=HUB_SECONDS)
+    except GatedRepoError:
+        fix = f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"
+        return fail("model", f"{name}: the hub gives it only to who accepted its terms", "a model you may have", fix)
+    except (RepositoryNotFoundError, HFValidationError):
+        fix = "correct --model-name; for a private model, `hf auth login`" + here
+        return fail("model", f"{name}: no folder here, and no model on the hub", WANTED, fix)
+    except OfflineModeIsEnabled:
+        fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)" + here
+        return fail("model", f"{name}: no folder here, and none in the hub's cache", WANTED, fix)
+    except Exception as error:  # its HTTP client, and so its errors' type, differs between releases
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        got = f"{name} is not on this machine, and the hub can't be asked for it: {reason}"
+        return warn(
+            "model", got, "the model here, or a hub that answers", f"download it first: hf download {name}{here}"
+        )
+    return ok("model", f"{name} is on the hub; the run downloads it when it starts")
+
+
+# the disk --------------------------------------------------------------------------------------------------
+
+
+def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, on_gpu: bool) -> Finding:
+    """Room for the checkpoints, of which the new one is whole before an old one goes, and for what the server loads.
+
+    Args:
+        folder: of the run; what it holds already is not needed again.
+        shape: None: the model is not here to be asked, only the logs are counted.
+    """
+    there = existing(folder)
+    free, held = shutil.disk_usage(there).free, _bytes_in(folder)
+    saves = config.checkpoints.saves
+    each = checkpoint_bytes(config, shape, on_gpu=on_gpu) if shape and saves else 0
+    served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
+    most = most_checkpoints(config)
+    least, whole = min(most, 2) * each + served, most * each + served + LOGS
+    got = f"{free / GB:.1f} GB free at {there}" + (f", {held / GB:.1f} GB in use by the run" if held else "")
+    models = f", {served / GB:.2f} GB of models to serve" if served else ""
+
+    def wanted(size: int, count: int) -> str:
+        checkpoints = f"{count} checkpoints of {each / GB:.2f} GB" if saves else "no checkpoints"
+        return f"{size / GB:.1f} GB for {checkpoints}{models}"
+
+    if free + held < least or free < each:
+        return fail("disk", got, wanted(least, min(most, 2)), MOVE)
+    if free + held < whole:
+        fix = f"a larger --checkpoint-interval, in steps; or {MOVE}" if saves else MOVE
+        if saves and config.checkpoints.keep_checkpoints != 2:
+            fix = f"--keep-checkpoints 2; or {fix}"
+        return warn("disk", got, f"{wanted(whole, most)} and logs", fix)
+    return ok("disk", got)
+
+
+def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu: bool) -> Finding:
+    """The same, as a refusal to start where the first checkpoints would not fit.
+
+    Args:
+        flag: that names the folder.
+
+    Raises:
+        ConfigError: they would not.
+    """
+    finding = check_disk(config, folder, shape_of(config.model.name), on_gpu=on_gpu)
+    if finding.status == "fail":
+        raise ConfigError(f"no room in {folder}", field=flag, got=finding.got, wanted=finding.wanted, fix=finding.fix)
+    return finding
+
+
+def checkpoint_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
+    """Return the bytes of one checkpoint: trained weights, what of them is kept exactly, and the optimizer's states."""
+    trained = trained_parameters(config, shape)
+    states = STATE_BYTES[config.optimizer.optimizer] * trained
+    if isinstance(config.bridge, LoraOptions):
+        return int(4 * trained + states)
+    if isinstance(config.bridge, SharedVllm):
+        item = trainer_item(config, on_gpu=on_gpu)
+        masters = 4 * trained if config.master_weights and item < 4 else 0
+        return int(item * shape.parameters + states + masters)
+    return int((4 + _served_item(config, on_gpu=on_gpu)) * shape.parameters + states)  # in fp32, and what is served
+
+
+def _served_item(config: TrainConfig, *, on_gpu: bool) -> int:
+    return 4 if config.served_dtype(on_gpu=on_gpu) == "float32" else 2
+
+
+def served_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
+    """Of the models that a server is started on, besides checkpoints: those that are kept, and the next one."""
+    model = shape.parameters * _served_item(config, on_gpu=on_gpu)
+    match config.bridge:
+        case LoraRestart():
+            return model * (max(1, config.checkpoints.keep_checkpoints) + 1)
+        case CheckpointRestart() if config.bridge.vllm_restart_interval != config.checkpoints.checkpoint_interval:
+            return model * 2
+        case _:
+            return 0
+
+
+def most_checkpoints(config: TrainConfig) -> int:
+    """At most how many lie there at one time: those that stay, and a new one or the final one.
+
+    Of checkpoints by time, any step may have one.
+    """
+    interval, keep = config.checkpoints.environment_interval, config.checkpoints.keep_checkpoints
+    made = config.training_steps // interval if interval else 0
+    return 1 + (min(keep, made) if keep else made)
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of its files, at any depth; those that vanish meanwhile count nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(place) / name).lstat().st_size
+            except OSError:
+                continue
+    return total
+
+
+# the learning rate and memory -------------------------------------------------------------------------------
+
+
+def warn_of_lr(config: TrainConfig) -> None:
+    """Warn before the start of a learning rate out of the usual range."""
+    found = check_lr(config, shape_of(config.model.name))
+    if found.status == "warn":
+        log.warning("--lr: got %s, wanted %s; %s", found.got, found.wanted, found.fix)
+
+
+def check_lr(config: TrainConfig, shape: ModelShape | None) -> Finding:
+    """Is it in the usual range for what is trained, and for the model's size?"""
+    problem = unusual(config, shape.parameters if shape else None)
+    if problem is None:
+        return ok("learning rate", f"{config.optimizer.lr:g}")
+    return warn("learning rate", problem.got, problem.wanted, problem.fix)
+
+
+def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
+    """Warn before the start of a run that needs more of a GPU's memory than there is."""
+    if shape is None or not is_planned(config, machine):
+        return
+    found, _ = check_memory(config, shape, machine)
+    if found.status == "fail":
+        log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
+
+
+def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
+    """Would it fit? The plan comes along, for those who want to see it."""
+    setup = Setup.of(config, shape, machine)
+    devices, plan = setup.devices, setup.plan()
+    device = plan.tightest if plan.is_tight and not plan.problems else plan.fullest
+    got = f"{plan.used(device) / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, device)}"
+    most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in plan.largest_rows(device))
+    if plan.problems:
+        found = f"{'; '.join(map(str, plan.problems))}; most of it: {most}"
+        return fail("memory", found, "a plan that fits", advice(setup)), plan
+    if plan.is_tight:
+        wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
+        return warn("memory", f"{got}; most of it: {most}", wanted, advice(setup)), plan
+    return ok("memory", got), plan
