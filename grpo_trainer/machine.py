@@ -151,7 +151,7 @@ def list_gpus(visible: str | None) -> Listed:
             driver = str(pynvml.nvmlSystemGetDriverVersion())
             gpus = [_gpu(number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
-        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:  # no driver is installed
+        if error.args == (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,):  # no driver is installed
             there = "an NVIDIA device is there, but not the driver's library libnvidia-ml.so.1"
             return (), None, there if NVIDIA_DEVICE.exists() else ""
         return (), driver, f"NVIDIA's library says: {error}"
@@ -193,7 +193,7 @@ def _if_supported() -> Iterator[None]:
     try:
         yield
     except pynvml.NVMLError as error:
-        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+        if error.args != (pynvml.NVML_ERROR_NOT_SUPPORTED,):
             raise
 
 
