@@ -14,35 +14,29 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster.
-
-    Attributes:
-        address: by which the others reach it.
-        id: by which the cluster knows it.
-        is_head: `grpo run` runs there, and the run's folder is there.
-    """
+    """A machine of a cluster."""
 
     name: str
     address: str
+    """By which the others reach it."""
     gpus: int = 0
     cpus: float = 1.0
     id: str = ""
+    """By which the cluster knows it."""
     is_head: bool = False
+    """`grpo run` runs there, and the run's folder is there."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
-
-    Attributes:
-        node: None: this machine, without a cluster.
-        gpus: numbers of its GPUs among those of its room.
-        room: what the run holds of that machine: empty for all processes of the start, later a room for each process.
-    """
+    """Where a process runs."""
 
     node: Node | None = None
+    """None: this machine, without a cluster."""
     gpus: tuple[int, ...] = ()
+    """Numbers of its GPUs among those of its room."""
     room: str = ""
+    """What the run holds of that machine: empty for all processes of the start, later a room for each process."""
 
     @property
     def is_here(self) -> bool:
@@ -79,7 +73,8 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
 
     Trainer processes fill the head first, then the node with the most free GPUs, and so on, so that they are on few
     nodes. Each server goes to the first node with enough free GPUs. A server that shares its weights is on the
-    trainer's GPU. On CPUs a process takes one core, and a node may have more processes than cores.
+    trainer's GPU. On CPUs a process takes one core, a server is on the node with the most free ones, and a node may
+    have more processes than cores.
 
     Args:
         nodes: the head is the first.
@@ -87,13 +82,54 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
     Raises:
         ConfigError: the nodes have too few GPUs.
     """
-    free = _FreeGpus(config, nodes) if on_gpu else _FreeCores(nodes)
-    trainers = free.trainers(config.options.trainer_gpus)
-    places = dict(zip(trainer_names(len(trainers)), trainers, strict=True))
+    head, *others = nodes
+    free: dict[Node, float] = {node: node.gpus if on_gpu else node.cpus for node in nodes}
+    names, size = trainer_names(config.options.trainer_gpus), gpus_of_server(config)
+    places: dict[str, Place] = {}
+
+    def take(node: Node, gpus: int) -> Place:
+        first, free[node] = int(node.gpus - free[node]), free[node] - (gpus if on_gpu else 1)
+        return Place(node, tuple(range(first, first + gpus)) if on_gpu else ())
+
+    if on_gpu and not head.gpus:
+        raise ConfigError(
+            "the trainer's first process writes into the run's folder, and needs a GPU on the head",
+            field="--cluster",
+            got=f"no GPU on the head, {head.name}",
+            wanted="a head with a GPU",
+            fix="start `grpo run` on a node with GPUs",
+        )
+    rest = sorted(others, key=lambda node: -free[node]) if on_gpu else others
+    for name in names:
+        room = (node for node in (head, *rest) if free[node] >= 1)
+        node = next(room, None) if on_gpu or places else head
+        if node is None and on_gpu:
+            raise _too_few(config, nodes)
+        places[name] = take(node or head, 1)
     for number, name in enumerate(config.server.names):
-        shares = number == 0 and config.trainer.shares_weights
-        places[name] = places["trainer"] if shares else free.server()
+        if number == 0 and config.trainer.shares_weights:
+            places[name] = places["trainer"]
+            continue
+        node = (
+            next((node for node in nodes if free[node] >= size), None) if on_gpu else max(nodes, key=free.__getitem__)
+        )
+        if node is None:
+            raise _too_few(config, nodes)
+        places[name] = take(node, size)
     return places
+
+
+def _too_few(config: RunConfig, nodes: Sequence[Node]) -> ConfigError:
+    size = gpus_of_server(config)
+    each = f", {size} of one server on one node" if size > 1 else ""
+    trainers = config.options.trainer_gpus
+    return ConfigError(
+        "too few GPUs in the cluster",
+        field="--cluster",
+        got=", ".join(f"{node.name} {node.gpus}" for node in nodes),
+        wanted=f"{gpus_of_run(config)} GPUs: {trainers} for the trainer, the rest for servers{each}",
+        fix="add nodes and --cluster-nodes, or lower --trainer-gpus or --server.replicas",
+    )
 
 
 def gpus_of_server(config: RunConfig) -> int:
@@ -124,76 +160,3 @@ def free_nodes(nodes: Sequence[Node], taken: Iterable[Place], gpus: int) -> list
         free = {node: node.gpus - len(in_use[node.id]) for node in nodes}
         return sorted((node for node in nodes if free[node] >= gpus), key=lambda node: -free[node])
     return sorted(nodes, key=lambda node: processes[node.id] - node.cpus)
-
-
-class _FreeGpus:
-    """The GPUs that no process has yet."""
-
-    def __init__(self, config: RunConfig, nodes: Sequence[Node]) -> None:
-        self._config = config
-        self._free = {node: list(range(node.gpus)) for node in nodes}
-        self._head = nodes[0]
-
-    def trainers(self, wanted: int) -> list[Place]:
-        """Return a place with one GPU for each trainer process, rank 0 on the head."""
-        if not self._free[self._head]:
-            raise ConfigError(
-                "the trainer's first process writes into the run's folder, and needs a GPU on the head",
-                field="--cluster",
-                got=f"no GPU on the head, {self._head.name}",
-                wanted="a head with a GPU",
-                fix="start `grpo run` on a node with GPUs",
-            )
-        found: list[Place] = []
-        others = sorted((node for node in self._free if node != self._head), key=lambda node: -len(self._free[node]))
-        for node in (self._head, *others):
-            while self._free[node] and len(found) < wanted:
-                found.append(Place(node, (self._free[node].pop(0),)))
-        if len(found) < wanted:
-            raise self._too_few()
-        return found
-
-    def server(self) -> Place:
-        """Return a place for one server, whose GPUs are all on one node."""
-        size = gpus_of_server(self._config)
-        for node, free in self._free.items():
-            if len(free) >= size:
-                taken, self._free[node] = tuple(free[:size]), free[size:]
-                return Place(node, taken)
-        raise self._too_few()
-
-    def _too_few(self) -> ConfigError:
-        there = ", ".join(f"{node.name} {node.gpus}" for node in self._free)
-        size, wanted = gpus_of_server(self._config), gpus_of_run(self._config)
-        each = f", {size} of one server on one node" if size > 1 else ""
-        return ConfigError(
-            "too few GPUs in the cluster",
-            field="--cluster",
-            got=there,
-            wanted=f"{wanted} GPUs: {self._config.options.trainer_gpus} for the trainer, the rest for servers{each}",
-            fix="add nodes and --cluster-nodes, or lower --trainer-gpus or --server.replicas",
-        )
-
-
-class _FreeCores:
-    """The cores that no process has yet; fewer than none where processes share cores."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._free = {node: node.cpus for node in nodes}
-        self._head = nodes[0]
-
-    def trainers(self, wanted: int) -> list[Place]:
-        """Return the head for as many trainer processes as it has cores, at least one, then the next nodes."""
-        found: list[Place] = []
-        for node in self._free:
-            while len(found) < wanted and (self._free[node] >= 1 or not found):
-                self._free[node] -= 1
-                found.append(Place(node))
-        found += [Place(self._head)] * (wanted - len(found))
-        return found
-
-    def server(self) -> Place:
-        """Return the node with the most free cores."""
-        node = max(self._free, key=lambda each: self._free[each])
-        self._free[node] -= 1
-        return Place(node)

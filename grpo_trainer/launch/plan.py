@@ -41,40 +41,33 @@ STOP_SECONDS_ALL_WEIGHTS = 120.0
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process of a run.
-
-    Attributes:
-        name: unique; also the name of its log file.
-        argv: full command line.
-        env: added to the environment that it inherits.
-        ready_url: answers 200 once the process is ready; None: it is ready as soon as it runs.
-        ready_key: bearer token of requests to `ready_url`.
-        ready_timeout: most seconds until it is ready.
-        ends_run: the run is over when this process exits with 0.
-        may_end: an exit with 0 is no failure.
-        stop_seconds: seconds between SIGTERM and SIGKILL.
-        place: the machine and the GPUs that a cluster gives it.
-        restarts: processes with the same name here restart together when one of them ends unexpectedly; empty: it does
-            not restart.
-        after_errors: it restarts after errors that it reports itself, too, not only when it was killed.
-        again: further arguments when it restarts.
-        seed: of a server, from which each of its starts has another `sampling_seed`; None: it has none, or the user's.
-    """
+    """One process of a run."""
 
     name: str
+    """Unique; also the name of its log file."""
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment that it inherits."""
     ready_url: str | None = None
+    """Answers 200 once the process is ready; None: it is ready as soon as it runs."""
     ready_key: str | None = field(default=None, repr=False)
+    """Bearer token of requests to `ready_url`."""
     ready_timeout: float = 600.0
     ends_run: bool = False
+    """The run is over when this process exits with 0."""
     may_end: bool = False
+    """An exit with 0 is no failure."""
     stop_seconds: float = 3.0
+    """Between SIGTERM and SIGKILL."""
     place: Place = HERE
     restarts: str = ""
+    """Processes with the same name here restart together when one ends unexpectedly; empty: it does not restart."""
     after_errors: bool = False
+    """It restarts after errors that it reports itself, too, not only when it was killed."""
     again: tuple[str, ...] = ()
+    """Further arguments when it restarts."""
     seed: str | None = None
+    """Of a server: each of its starts has another `sampling_seed` of this; None: it has none, or the user's."""
 
 
 @dataclass(frozen=True)
@@ -300,19 +293,14 @@ def _bridge_config_path(config: RunConfig, server: str = "server") -> Path:
 def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places = NO_PLACES) -> TrainConfig:
     """Return the trainer's configuration with the addresses, GPUs and dtype of the run's servers."""
     trainer = config.trainer
-    where: dict[str, Any] = {"host": _host("server", places), "port": ports["server"], "gpus": config.server.gpus}
-    where["also"] = _others(config, ports, places)
-    where["dtype"] = trainer.served_dtype(on_gpu=on_gpu)
+    where = {"host": places.get("server", HERE).address, "port": ports["server"], "gpus": config.server.gpus}
+    where |= {"also": _others(config, ports, places), "dtype": trainer.served_dtype(on_gpu=on_gpu)}
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
-
-
-def _host(name: str, places: Places) -> str:
-    return places.get(name, HERE).address
 
 
 def _others(config: RunConfig, ports: Mapping[str, int], places: Places) -> tuple[str, ...]:
     """Return the addresses of all servers except the first."""
-    return tuple(address(_host(name, places), ports[name]) for name in config.server.names[1:])
+    return tuple(address(places.get(name, HERE).address, ports[name]) for name in config.server.names[1:])
 
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places) -> dict[str, Any]:
@@ -322,7 +310,7 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, pl
     return dump(trainer, only_set=True) | {
         **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
-        **({"vllm_host": host} if (host := _host("server", places)) != LOOPBACK else {}),
+        **({"vllm_host": host} if (host := places.get("server", HERE).address) != LOOPBACK else {}),
         "vllm_port": ports["server"],
         **({"vllm_also": list(others)} if (others := _others(config, ports, places)) else {}),
         **({"vllm_roster": str(config.roster)} if config.roster else {}),
@@ -338,27 +326,27 @@ def _trainer_processes(
     """Return one process for each of the trainer's GPUs; the first leads the others, which end with it."""
     argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
     seconds = STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0
-    size = config.options.trainer_gpus
-    again = ("--resume", "auto")
-    if size == 1:
-        alone = {"WORLD_SIZE": "1", "RANK": "0"}  # whatever a job scheduler has set
-        return (
-            ProcessSpec("trainer", argv, alone, ends_run=True, stop_seconds=seconds, restarts=TRAINERS, again=again),
-        )
-    names = trainer_names(size)
-    # The number of its GPU among those that it sees: on a cluster a process sees only its own.
-    ranks_here = ["0" if places.get(name, HERE).gpus else str(rank) for rank, name in enumerate(names)]
-    meeting = {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
+    names = trainer_names(config.options.trainer_gpus)
+
+    def variables(rank: int, name: str) -> dict[str, str]:
+        """Also of a single process, whatever a job scheduler has set."""
+        env = {"WORLD_SIZE": str(len(names)), "RANK": str(rank)}
+        if len(names) > 1:
+            env |= {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
+            # The number of its GPU among those that it sees: on a cluster a process sees only its own.
+            env["LOCAL_RANK"] = "0" if places.get(name, HERE).gpus else str(rank)
+        return env
+
     return tuple(
         ProcessSpec(
             name,
             argv,
-            {**meeting, "WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": ranks_here[rank]},
+            variables(rank, name),
             ends_run=rank == 0,
             may_end=rank > 0,
             stop_seconds=seconds,
             restarts=TRAINERS,
-            again=again,
+            again=("--resume", "auto"),
         )
         for rank, name in enumerate(names)
     )
@@ -425,8 +413,9 @@ def _environment_tables(
         **({"retry_timeout": away} if trainer.owns_server or trainer.servers_may_change else {}),
         **environment.env,
     }
+    first = address(places.get("server", HERE).address, ports["server"])
     openai = {
-        "base_url": ",".join(f"http://{address(_host(name, places), ports[name])}/v1" for name in config.server.names),
+        "base_url": ",".join(f"http://{each}/v1" for each in (first, *_others(config, ports, places))),
         "model_name": model,
         "server_type": "vllm",
         "api_key": trainer.vllm.api_key or "x",

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,23 +46,30 @@ POLL_SECONDS = 0.5
 ROOM_SECONDS = 120.0
 """Time for Ray to give room to a process that comes later; then another node is asked first."""
 
-Room = tuple[Node, str]
-"""What the run holds of a node: a node, and the name of the room there (`Place.room`)."""
 Files = Mapping[Path, bytes]
+
+
+@dataclass
+class _Room:
+    """What the run holds of a node: an agent there, with some of its GPUs. Its key is the node and `Place.room`."""
+
+    node: Node
+    agent: Any
+    gpus: str = ""
+    """CUDA_VISIBLE_DEVICES of the agent."""
+    processes: dict[str, RemoteProcess] = field(default_factory=dict)
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Room that Ray was asked for, and has not given yet.
-
-    Attributes:
-        gpus: the answer of the agent there, as a future.
-        until: when the node is given up (`time.monotonic`).
-    """
+    """Room that Ray was asked for, and has not given yet."""
 
     place: Place
     gpus: Any
+    """The answer of the agent there, as a future."""
     until: float
+    """When the node is given up (`time.monotonic`)."""
 
 
 class RayCluster:
@@ -80,10 +87,7 @@ class RayCluster:
     def __init__(self, address: str, wanted: int = 1, *, waits: bool = True) -> None:
         self._ray = _ray()
         self._connect(address, CONNECT_SECONDS if waits else 0.0)
-        self._agents: dict[Room, Any] = {}
-        self._gpus: dict[Room, str] = {}
-        self._processes: dict[Room, dict[str, RemoteProcess]] = {}
-        self._lost: set[Room] = set()
+        self._rooms: dict[tuple[Node | None, str], _Room] = {}
         self._asked: dict[str, _Asked] = {}
         self._refusals: Counter[str] = Counter()
         self._starts = itertools.count()
@@ -146,39 +150,39 @@ class RayCluster:
             assert node is not None, "on a cluster every process has a node"
             own = [place for place in places.values() if place.node == node]
             gpus = len({number for place in own for number in place.gpus})
-            self._agents[node, ""] = self._agent(node, gpus, 0 if gpus else min(len(own), int(node.cpus)))
-        for room in list(self._agents):
+            self._hold(Place(node), gpus, 0 if gpus else min(len(own), int(node.cpus)))
+        for room in self._rooms.values():
             try:
-                self._open(room, self._ray.get(self._agents[room].gpus.remote(), timeout=AGENT_SECONDS))
+                self._open(room, self._ray.get(room.agent.gpus.remote(), timeout=AGENT_SECONDS))
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ConfigError(
                     f"Ray gives this run no room there: {error}",
                     field="--cluster",
-                    got=room[0].name,
+                    got=room.node.name,
                     wanted="free GPUs and cores, and this package in the same folder as here",
                     fix="see `ray status`",
                 ) from error
 
-    def _open(self, room: Room, gpus: str) -> None:
-        """Follow what the agent of a room says.
-
-        Args:
-            gpus: CUDA_VISIBLE_DEVICES of the agent.
-        """
-        self._gpus[room] = gpus
-        if room[0].is_head:
-            return
-        self._processes[room] = {}
-        name = f"news of {room[0].name} {room[1]}"
-        thread = threading.Thread(target=self._follow, args=(room,), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _agent(self, node: Node, gpus: int, cpus: int) -> Any:
+    def _hold(self, place: Place, gpus: int, cpus: int) -> _Room:
+        """Ask Ray for an agent on a node, with so many GPUs and cores."""
+        assert place.node is not None, "on a cluster every process has a node"
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
-        options = {"num_gpus": gpus, "num_cpus": cpus, "scheduling_strategy": affinity(node.id, soft=False)}
-        kind = self._ray.remote(NodeAgent).options(**options)
-        return kind.remote(str(Path.cwd()), passed_on(os.environ))
+        strategy = affinity(place.node.id, soft=False)
+        kind = self._ray.remote(NodeAgent).options(num_gpus=gpus, num_cpus=cpus, scheduling_strategy=strategy)
+        room = _Room(place.node, kind.remote(str(Path.cwd()), passed_on(os.environ)))
+        self._rooms[place.node, place.room] = room
+        return room
+
+    def _open(self, room: _Room, gpus: str) -> None:
+        """Follow what the agent of a room says."""
+        room.gpus = gpus
+        if not room.node.is_head:
+            thread = threading.Thread(target=self._follow, args=(room,), name=f"news of {room.node.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _room_of(self, place: Place) -> _Room:
+        return self._rooms[place.node, place.room]
 
     def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
         """Return the ports of processes, each free on its node; 0 is replaced by a free port.
@@ -187,32 +191,33 @@ class RayCluster:
             PortBusyError: ports are taken.
             ProcessFailedError: a node does not answer.
         """
-        by_address: dict[str, tuple[Room | None, dict[str, int]]] = {}
+        by_address: dict[str, tuple[Place, dict[str, int]]] = {}
         for name, port in wanted.items():
             place = places.get("trainer" if name == "trainers" else name, HERE)
             address = meeting_address(places) if name == "trainers" else place.address
-            by_address.setdefault(address, (None if place.is_here else room_of(place), {}))[1][name] = port
+            by_address.setdefault(address, (place, {}))[1][name] = port
         claimed: dict[str, int] = {}
-        for address, (room, ports) in by_address.items():
-            claimed |= claim_ports(ports, address) if room is None else self._claim_there(room, ports, address)
+        for address, (place, ports) in by_address.items():
+            claimed |= claim_ports(ports, address) if place.is_here else self._claim_there(place, ports, address)
         return claimed
 
-    def _claim_there(self, room: Room, ports: Mapping[str, int], address: str) -> dict[str, int]:
+    def _claim_there(self, place: Place, ports: Mapping[str, int], address: str) -> dict[str, int]:
+        room = self._room_of(place)
         try:
-            found = self._ray.get(self._agents[room].claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
+            found = self._ray.get(room.agent.claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             raise ProcessFailedError(
-                f"{room[0].name} does not answer", field=", ".join(ports), got=str(error), fix="see `ray status`"
+                f"{room.node.name} does not answer", field=", ".join(ports), got=str(error), fix="see `ray status`"
             ) from error
         if isinstance(found, str):
-            raise PortBusyError(found, field=f"ports of {room[0].name}")
+            raise PortBusyError(found, field=f"ports of {room.node.name}")
         return found
 
     # during the run -----------------------------------------------------------------------------------------
 
     def is_lost(self, place: Place) -> bool:
         """Return whether a place's node is gone, or the run's actor there."""
-        return not place.is_here and room_of(place) in self._lost
+        return not place.is_here and self._room_of(place).is_lost
 
     def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
         """Ask for room for a process that comes later, and return it; None: there is none yet, so call again.
@@ -229,10 +234,10 @@ class RayCluster:
             answered, _ = self._ray.wait([asked.gpus], timeout=0)
             if not answered and time.monotonic() < asked.until:
                 return None
-            self._open(room_of(asked.place), self._ray.get(asked.gpus, timeout=0))
+            self._open(self._room_of(asked.place), self._ray.get(asked.gpus, timeout=0))
         except (self._ray.exceptions.RayError, TimeoutError):  # others hold the GPUs, or the node has just gone
             if name in self._asked:
-                self._refusals[room_of(self._asked[name].place)[0].id] += 1
+                self._refusals[self._room_of(self._asked[name].place).node.id] += 1
             self.forget(name)
             return None
         return self._asked.pop(name).place
@@ -242,14 +247,15 @@ class RayCluster:
         nodes = sorted(free_nodes(self._alive(), taken, gpus), key=lambda node: self._refusals[node.id])
         if nodes:
             place = Place(nodes[0], tuple(range(gpus)), f"{name}-{next(self._starts)}")
-            agent = self._agents[room_of(place)] = self._agent(nodes[0], gpus, 0)
-            self._asked[name] = _Asked(place, agent.gpus.remote(), time.monotonic() + ROOM_SECONDS)
+            future = self._hold(place, gpus, 0).agent.gpus.remote()
+            self._asked[name] = _Asked(place, future, time.monotonic() + ROOM_SECONDS)
 
     def forget(self, name: str) -> None:
         """No longer ask for room for a process."""
         if (asked := self._asked.pop(name, None)) is not None:
             with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(self._agents.pop(room_of(asked.place)))
+                self._ray.kill(self._room_of(asked.place).agent)
+            del self._rooms[asked.place.node, asked.place.room]
 
     # the run ------------------------------------------------------------------------------------------------
 
@@ -262,73 +268,64 @@ class RayCluster:
         Raises:
             ProcessFailedError: its node is lost, or can't start it.
         """
-        node = spec.place.node
-        if node is None or node.is_head:
-            gpus = "" if node is None else self._gpus.get(room_of(spec.place), "")
+        place = spec.place
+        if place.is_here:
+            gpus = "" if place.node is None else self._room_of(place).gpus
             return Process(seeing(spec, gpus), log_path, on_line)
-        room = room_of(spec.place)
+        room = self._room_of(place)
         # A process that starts again is another one to the agent, which still tells how the one before it ended.
         called = replace(spec, name=f"{spec.name}/{next(self._starts)}")
         process = RemoteProcess(spec, log_path, on_line, partial(self._order, room, called.name))
-        self._processes[room][called.name] = process
+        room.processes[called.name] = process
         needed = {str(path): content for path, content in files.items() if str(path) in spec.argv}
         try:
-            process.pid = self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS)
+            process.pid = self._ray.get(room.agent.start.remote(called, needed), timeout=ORDER_SECONDS)
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
-            self._agents[room].order.remote(called.name, "kill")  # if only the answer is late, it still starts
+            room.agent.order.remote(called.name, "kill")  # if only the answer is late, it still starts
             raise ProcessFailedError(
-                f"{node.name} can't start it",
+                f"{room.node.name} can't start it",
                 field=spec.name,
                 got=str(getattr(error, "cause", None) or error),
                 fix=f"every machine of the cluster needs {spec.argv[0]}, with this package",
             ) from error
         return process
 
-    def _order(self, room: Room, name: str, method: str) -> None:
+    def _order(self, room: _Room, name: str, method: str) -> None:
         """Have an agent do something with a process, and wait for it; the thread of that node tells a loss."""
-        if room in self._lost:
-            return
-        with suppress(self._ray.exceptions.RayError, TimeoutError):
-            self._ray.get(self._agents[room].order.remote(name, method), timeout=ORDER_SECONDS)
+        if not room.is_lost:
+            with suppress(self._ray.exceptions.RayError, TimeoutError):
+                self._ray.get(room.agent.order.remote(name, method), timeout=ORDER_SECONDS)
 
-    def _follow(self, room: Room) -> None:
+    def _follow(self, room: _Room) -> None:
         """Pass on what a node's processes write and how they end, until the run is over or the node is lost."""
-        processes = self._processes[room]
         while not self._is_closing.wait(NEWS_SECONDS):
             try:
-                news = self._ray.get(self._agents[room].news.remote(), timeout=ORDER_SECONDS)
+                news = self._ray.get(room.agent.news.remote(), timeout=ORDER_SECONDS)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                reason = f"lost with its node {room[0].name} ({type(error).__name__})"
-                self._lost.add(room)
-                self._refusals[room[0].id] += 1  # Ray may still count a lost node as alive
+                room.is_lost = True
+                self._refusals[room.node.id] += 1  # Ray may still count a lost node as alive
                 with suppress(self._ray.exceptions.RayError):
-                    self._ray.kill(self._agents[room])  # it may only have been slow; its processes end with it
-                for process in list(processes.values()):
-                    process.note_end(lost=reason)
+                    self._ray.kill(room.agent)  # it may only have been slow; its processes end with it
+                for process in list(room.processes.values()):
+                    process.note_end(lost=f"lost with its node {room.node.name} ({type(error).__name__})")
                 return
             for line in news.lines:
-                processes[line.name].write(line)
+                room.processes[line.name].write(line)
             for name, content in news.said.items():
-                processes[name].tell(content)
+                room.processes[name].tell(content)
             for name, code in news.ended.items():
-                processes[name].note_end(code)
+                room.processes[name].note_end(code)
 
     def close(self) -> None:
         """End the actors, and with them what is left of their processes; leave the cluster."""
         self._is_closing.set()
         for thread in self._threads:
             thread.join(ORDER_SECONDS)
-        for agent in self._agents.values():
+        for room in self._rooms.values():
             with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(agent)
+                self._ray.kill(room.agent)
         self._ray.shutdown()
-
-
-def room_of(place: Place) -> Room:
-    """Return what the run holds for a place."""
-    assert place.node is not None, "on a cluster every process has a node"
-    return place.node, place.room
 
 
 def _knock(address: str) -> None:
