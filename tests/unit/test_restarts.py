@@ -95,7 +95,7 @@ def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path:
 
 
 def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> None:
-    waits = "\n    while True: time.sleep(1)"
+    waits = "\n    time.sleep(20)"
     killed = "\n    while not starts.with_name('a').read_text(): time.sleep(0.02)\n    " + KILLED  # both have started
     (tmp_path / "a").touch()
     leads = spec("trainer", TWICE.format(end=waits), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
