@@ -22,9 +22,8 @@ from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.rollouts.filter import GroupFilter
-from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.rollouts.filter import GroupFilter, Judged, judge
+from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.versions import NO_OFFSETS
 
@@ -139,8 +138,7 @@ class BatchFeed:
     def next(self, version: int, *, last: bool = False) -> ReadyBatch:
         """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
 
-        Its `rollouts` are the whole lease, groups that are too old included. Its metrics also have its staleness, the
-        time to fetch it, and the number of dropped groups.
+        Its metrics also have its staleness, the time to fetch it, and the number of dropped groups.
 
         Args:
             version: version of the weights that will train on it.
@@ -164,7 +162,7 @@ class BatchFeed:
                 raise TrainingError.of([replace(self._groups.last, summary=summary)])
         again = time.perf_counter()
         ready = fetched.ready
-        if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
+        if ready is None or judged.shares != fetched.judged.shares:
             ready = self._ready(fetched.rollouts, judged)
         waited = time.perf_counter() - started
         if self._config.prefetch and self._config.max_staleness != 0 and not last:
@@ -176,7 +174,7 @@ class BatchFeed:
             "rollout/dropped_stale_groups": Sum(dropped + len(fetched.rollouts.groups) - len(judged.groups)),
             "rollout/refused_groups": Sum(refused),
         }
-        return replace(ready, metrics=ready.metrics | metrics, rollouts=fetched.rollouts, policy_version=version)
+        return replace(ready, metrics=ready.metrics | metrics, policy_version=version)
 
     def _taken(self, version: int) -> _Fetched:
         """Return the prefetched batch, or fetch one."""

@@ -140,7 +140,7 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                batch = replace(batch, shown=samples.choose(batch.groups))
+                batch = replace(batch, shown=samples.choose(batch.rollouts.groups))
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:

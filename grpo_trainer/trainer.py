@@ -42,7 +42,7 @@ from grpo_trainer.optim.schedules import learning_rate
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.parallel.strategies import ShardedStates, hold
 from grpo_trainer.parallel.world import Step, World
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.rollouts.groups import RolloutBatch
 from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
@@ -367,7 +367,7 @@ class Trainer:
             return
         for sequence in batch.sequences:
             if sequence.teacher is not None:
-                check_teacher(sequence.teacher.ids_TK, self.vocabulary)
+                check_teacher(sequence.teacher.ids_NK, self.vocabulary)
 
     def _say_unused(self, batch: ReadyBatch) -> None:
         """Log once that samples have teachers' logprobs which the options do not use."""

@@ -32,7 +32,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, CommonWeightsError, PeerGoneError
 from grpo_trainer.parallel.world import Restore, World, join
 from grpo_trainer.policy import SharedWeights, build_policy
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from grpo_common.errors import Problem
 from grpo_trainer.alignment.proof import NOISE_LIMIT
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.batch.microbatches import MicroBatch, split
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, evaluating
 from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import DriftError
 from grpo_trainer.metrics.types import Mean, Metric, Metrics
 from grpo_trainer.model.load import computing_dtype
+from grpo_trainer.rollouts.groups import Sample
 from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
@@ -311,7 +312,7 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
 
 
 @torch.no_grad()
-def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
+def recheck_version(forward: Forward, sequences: Sequence[Sample], version: int) -> Recheck:
     """Compare a few samples of a version with the base model, and with the trainer at temperature 1.
 
     The passes run one sequence at a time and keep no activations, because training may have filled the GPU's memory.
@@ -334,12 +335,12 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     return Recheck(own, base, raw)
 
 
-def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+def beginnings(sequences: Iterable[Sample]) -> list[Sample]:
     """Return the first few sequences with rollout logprobs, truncated to `RECHECKED_TOKENS` in all.
 
     Truncation is safe: a token's logprob does not depend on later tokens.
     """
-    chosen: list[TrainingSequence] = []
+    chosen: list[Sample] = []
     room = RECHECKED_TOKENS
     for sequence in sequences:
         if len(chosen) == RECHECKED:
@@ -347,20 +348,12 @@ def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
         trained = int(np.searchsorted(sequence.positions, room))  # trained tokens among those that still fit
         if not trained or sequence.rollout_logprobs is None:
             continue
-        beginning = replace(
-            sequence,
-            tokens_T=sequence.tokens_T[: sequence.positions[trained - 1] + 1],
-            positions=sequence.positions[:trained],
-            advantages=sequence.advantages[:trained],
-            rollout_logprobs=sequence.rollout_logprobs[:trained],
-            teacher=None,
-        )
-        chosen.append(beginning)
-        room -= len(beginning.tokens_T)
+        chosen.append(replace(sequence.cut(int(sequence.positions[trained - 1]) + 1), teacher=None))
+        room -= len(chosen[-1].tokens_T)
     return chosen
 
 
-def _mean_difference(forward: Forward, sequences: Sequence[TrainingSequence]) -> float:
+def _mean_difference(forward: Forward, sequences: Sequence[Sample]) -> float:
     device = next(forward.model.parameters()).device
     rows = [
         row_gaps(microbatch, forward.scores(microbatch).logprobs_N)

@@ -1,22 +1,31 @@
-"""Scored groups to the batch of a step: advantages, the whole batch's normaliser, microbatches. Pure."""
+"""Scored groups to the batch of a step: advantages, the whole batch's normaliser, microbatches. Pure.
+
+Advantages are relative to a baseline of the group's rewards r:
+
+| estimate | definition | source |
+|---|---|---|
+| group | (r - mean) / (std + 1e-4) | DeepSeekMath, arXiv 2402.03300 |
+| group, unscaled | r - mean | Dr. GRPO, arXiv 2503.20783 |
+| rloo | r - mean of the others | RLOO, arXiv 2402.14740 |
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grpo_trainer import import_paths
-from grpo_trainer.batch.advantages import estimator_of, group_advantages, is_zero_variance
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, kin_of, split
-from grpo_trainer.batch.shared_prompts import deal_families
+from grpo_trainer.batch.microbatches import MicroBatch, deal, split
 from grpo_trainer.config.train import LossConfig, TrainConfig
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.losses import BatchCounts, loss_spec, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample
 
 MOST_VALUES = 8
 """Limit of distinct rewards whose shares are logged one by one."""
@@ -26,34 +35,23 @@ MOST_VALUES = 8
 class ReadyBatch:
     """A batch in main memory, ready for a step; a thread may build it during the step before.
 
-    Attributes:
-        rollouts: the leased batch; without groups if this process has only its share.
-        groups: those of the batch that the step trains on; stale ones are left out.
-        sequences: sequences of the whole batch; empty if this process has only its share.
-        counts: denominators of the whole batch's means.
-        metrics: of the whole batch.
-        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
-        microbatches: this process's microbatches.
-        others: the microbatches of the trainer's other processes, by rank.
-        policy_version: version of the weights that train on it; samples of this version are fresh. None: not known.
-        shown: numbers of the samples whose logprobs the step returns.
+    A process that has only its share of the batch has neither groups, sequences nor metrics.
     """
 
-    rollouts: RolloutBatch
-    sequences: tuple[TrainingSequence, ...]
-    counts: BatchCounts
-    metrics: dict[str, Metric]
-    largest_weight: float
-    microbatches: tuple[MicroBatch, ...] = ()
-    others: tuple[tuple[MicroBatch, ...], ...] = ()
-    policy_version: int | None = None
-    groups: tuple[Group, ...] = ()
-    shown: tuple[int, ...] = ()
+    rollouts: RolloutBatch  # the lease, with the groups that the step trains on
+    sequences: tuple[Sample, ...]  # of the whole batch those with a gradient
+    counts: BatchCounts  # denominators of the whole batch's means
+    metrics: dict[str, Metric]  # of the whole batch
+    largest_weight: float  # of a token in the whole batch's loss; 0: no token is trained
+    microbatches: tuple[MicroBatch, ...] = ()  # this process's
+    others: tuple[tuple[MicroBatch, ...], ...] = ()  # of the trainer's other processes, by rank
+    policy_version: int | None = None  # of the weights that train on it; samples of it are fresh. None: not known
+    shown: tuple[int, ...] = ()  # numbers of the samples whose logprobs the step returns
 
     def shares_of_others(self) -> list[ReadyBatch]:
         """Return the share of each other process, by rank, without what concerns the whole batch."""
-        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=(), groups=())
-        return [replace(part, microbatches=own) for own in self.others]
+        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=())
+        return [replace(part, microbatches=theirs) for theirs in self.others]
 
 
 def ready(
@@ -68,7 +66,7 @@ def ready(
     """Turn scored groups into tensors in main memory: `prepare`, `deal` to the processes, `split`.
 
     Args:
-        packed, shared: see `microbatches.split`.
+        packed, shared: see `microbatches.plan`.
         same_batch: all processes train on the whole batch.
     """
     drop = config.compute.overlong == "drop"
@@ -80,29 +78,6 @@ def ready(
     )
     others = [own] * (processes - 1) if same_batch else others
     return replace(prepared, microbatches=own, others=tuple(others))
-
-
-def deal(
-    sequences: Sequence[TrainingSequence], processes: int, *, shared: bool = False
-) -> list[list[TrainingSequence]]:
-    """Return shares with about the same number of tokens: each sequence, longest first, joins the smallest share.
-
-    Args:
-        shared: shared prompts are computed once, so sequences with the same prompt stay together if possible.
-    """
-    if processes == 1:
-        return [list(sequences)]
-    if shared and sequences:
-        prompts, lengths = zip(*((one.prompt_len, len(one.tokens_T)) for one in sequences), strict=True)
-        dealt = deal_families(kin_of(sequences), prompts, lengths, processes)
-        return [[sequences[index] for index in share] for share in dealt]
-    shares: list[list[TrainingSequence]] = [[] for _ in range(processes)]
-    loads = [0] * processes
-    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.tokens_T)):
-        least = loads.index(min(loads))
-        shares[least].append(sequence)
-        loads[least] += len(sequence.tokens_T)
-    return shares
 
 
 def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> ReadyBatch:
@@ -118,39 +93,55 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     overlong = [len(sample.tokens_T) > seq_len for sample in samples]
-    cut = [_cut(sample, seq_len, drop_overlong and over) for sample, over in zip(samples, overlong, strict=True)]
-    positions = [np.flatnonzero(sample.trained_T) for sample in cut]
-    teachers = [_teacher(sample, where) for sample, where in zip(cut, positions, strict=True)]
+    samples = [
+        sample.cut(seq_len, trained=not (drop_overlong and over))
+        for sample, over in zip(samples, overlong, strict=True)
+    ]
     counts = BatchCounts(
-        sequences=sum(len(where) > 0 for where in positions),
-        trained_tokens=sum(map(len, positions)),
-        supervised_tokens=sum(len(where) for sample, where in zip(cut, positions, strict=True) if sample.supervised),
-        teacher_tokens=sum(int(teacher.given_T.sum()) for teacher in teachers if teacher is not None),
+        sequences=sum(len(sample.positions) > 0 for sample in samples),
+        trained_tokens=sum(len(sample.positions) for sample in samples),
+        supervised_tokens=sum(len(sample.positions) for sample in samples if sample.supervised),
+        teacher_tokens=sum(int(sample.teacher.given_N.sum()) for sample in samples if sample.teacher is not None),
     )
-    advantages = [value for group in batch.groups for value in _advantages(group, config)]
+    advantages = [value for group in batch.groups for value in advantages_of(group, config)]
     sequences = tuple(
-        replace(
-            _training_sequence(
-                sample, where, advantage, teacher if config.distill_coef else None, counts, config, seq_len
-            ),
-            number=number,
-        )
-        for number, (sample, where, advantage, teacher) in enumerate(
-            zip(cut, positions, advantages, teachers, strict=True)
-        )
-        if len(where)
+        replace(_prepared(sample, advantage, counts, config, seq_len), number=number)
+        for number, (sample, advantage) in enumerate(zip(samples, advantages, strict=True))
+        if len(sample.positions)
     )
-    all_teach = config.trains_without_advantage
-    kept = tuple(one for one in sequences if all_teach or one.advantages.any() or one.teacher is not None)
-    metrics = _batch_metrics(batch, cut, positions, counts, kept)
+    if not config.trains_without_advantage:
+        sequences = tuple(one for one in sequences if np.any(one.advantages) or one.teacher is not None)
     dropped = sum(overlong) if drop_overlong else 0
-    metrics |= {
-        "batch/sequences": Sum(len(cut) - dropped),
+    metrics = _batch_metrics(batch, samples, counts) | {
+        "batch/sequences_trained": Sum(len(sequences)),
+        "batch/sequences": Sum(len(samples) - dropped),
         "batch/truncated": Sum(sum(overlong) - dropped),
         "batch/dropped_overlong": Sum(dropped),
     }
-    largest = max((sequence.weight for sequence in kept), default=0.0)
-    return ReadyBatch(batch, kept, counts, metrics, largest, groups=batch.groups)
+    largest = max((sequence.weight for sequence in sequences), default=0.0)
+    return ReadyBatch(batch, sequences, counts, metrics, largest)
+
+
+def _prepared(sample: Sample, advantage: float, counts: BatchCounts, config: LossConfig, seq_len: int) -> Sample:
+    """Return a sample with what it is trained with: the environment's own advantages, if given, and its weight.
+
+    A supervised one has no part in what concerns the policy's samples, and the environment's 0 leaves it out.
+    """
+    length, given, teacher = len(sample.positions), sample.advantages, sample.teacher
+    uses_own = given is not None and not (sample.supervised and given.any())
+    weight = token_weight(
+        config.loss, length=length, counts=counts, max_completion_len=config.max_completion_len or seq_len
+    )
+    sampled = not sample.supervised
+    return replace(
+        sample,
+        advantages=given if uses_own else np.full(length, advantage, np.float32),
+        weight=sample.share * weight,
+        rollout_logprobs=sample.rollout_logprobs if sampled else None,
+        version=sample.version if sampled else None,
+        experts=sample.experts if sampled and config.routing_replay == "server" else None,
+        teacher=teacher if config.distill_coef and teacher is not None and teacher.given_N.any() else None,
+    )
 
 
 def import_own_parts(config: LossConfig) -> None:
@@ -164,80 +155,85 @@ def import_own_parts(config: LossConfig) -> None:
         estimator_of(config.advantage_estimator)
 
 
-def _teacher(sample: Sample, positions: NDArray[np.int64]) -> Teacher | None:
-    """Return the teacher's logprobs at the trained tokens, or None."""
-    teacher = None if sample.teacher is None else sample.teacher.at(positions)
-    return teacher if teacher is not None and teacher.given_T.any() else None
+# ---------------------------------------------------------------- advantages
+
+FLAG = "--advantage-estimator"
+STD_FLOOR = 1e-4
+"""Added to the standard deviation; a smaller one would amplify the noise of nearly equal floating-point rewards."""
 
 
-def _training_sequence(
-    sample: Sample,
-    positions: NDArray[np.int64],
-    advantage: float | NDArray[np.float32],
-    teacher: Teacher | None,
-    counts: BatchCounts,
-    config: LossConfig,
-    seq_len: int,
-) -> TrainingSequence:
-    roll = None if sample.supervised else sample.rollout_logprobs_T
-    return TrainingSequence(
-        tokens_T=sample.tokens_T,
-        positions=positions,
-        advantages=np.broadcast_to(np.asarray(advantage, np.float32), sample.tokens_T.shape)[positions],
-        rollout_logprobs=None if roll is None else roll[positions],
-        weight=sample.weight
-        * token_weight(
-            config.loss,
-            length=len(positions),
-            counts=counts,
-            max_completion_len=config.max_completion_len or seq_len,
-        ),
-        temperature=sample.temperature,
-        version=None if sample.supervised else sample.policy_version,
-        supervised=sample.supervised,
-        teacher=teacher,
-        share=sample.weight,
-        experts=sample.experts if config.routing_replay == "server" and not sample.supervised else None,
-    )
+def group_advantages(
+    rewards: Sequence[float],
+    scale: Literal["group", "none"] = "group",
+    estimator: str = "group",
+) -> list[float]:
+    """Return the advantages of a group's sequences over a baseline of their rewards.
+
+    Args:
+        rewards: one per sequence of a group.
+        scale: "group" divides by the group's sample standard deviation (n - 1) plus `STD_FLOOR`.
+        estimator: the baseline is the mean of the group ("group"), or for each sequence that of the others ("rloo");
+            or the import path of a function from the rewards to the advantages, which `scale` does not change.
+
+    Returns:
+        One advantage per sequence. They sum to 0 unless the user's own function gave them; a group whose rewards are
+        all equal gets exactly 0.
+
+    Raises:
+        ConfigError: the user's own function did not return one finite number for each reward.
+    """
+    if is_zero_variance(rewards):
+        return [0.0] * len(rewards)
+    if import_paths.is_import_path(estimator):
+        advantages = [float(value) for value in estimator_of(estimator)(list(rewards))]
+        if len(advantages) != len(rewards) or not all(map(math.isfinite, advantages)):
+            got = f"{advantages} from {estimator} for the rewards {list(rewards)}"
+            raise ConfigError(field=FLAG, got=got, wanted="one finite number for each reward")
+        return advantages
+    count = len(rewards)
+    mean = math.fsum(rewards) / count
+    centred = [reward - mean for reward in rewards]
+    std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
+    factor = count / (count - 1) if estimator == "rloo" else 1.0  # r - (n mean - r) / (n - 1) = n / (n - 1) (r - mean)
+    return [factor * value / (std + STD_FLOOR if scale == "group" else 1.0) for value in centred]
 
 
-def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
-    """Truncate a sample to `seq_len` tokens. The first is untrained, as no token predicts it; if dropped, all are."""
-    trained_T = sample.trained_T[:seq_len].copy()
-    trained_T[: None if dropped else 1] = False
-    cut = slice(0, seq_len)
-    return replace(
-        sample,
-        tokens_T=sample.tokens_T[cut],
-        trained_T=trained_T,
-        advantages_T=None if sample.advantages_T is None else sample.advantages_T[cut],
-        rollout_logprobs_T=None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[cut],
-        teacher=None if sample.teacher is None else sample.teacher.at(cut),
-    )
+def estimator_of(path: str) -> Callable[[list[float]], Iterable[float]]:
+    """Return the user's own function by its import path.
+
+    Raises:
+        ConfigError: the path names no function.
+    """
+    found: Callable[[list[float]], Iterable[float]] = import_paths.load(path, FLAG)
+    if not callable(found):
+        raise ConfigError(field=FLAG, got=f"{path} is of type {type(found).__name__}", wanted="a function")
+    return found
 
 
-def _advantages(group: Group, config: LossConfig) -> list[float | NDArray[np.float32]]:
-    """Return each sequence's advantage: 1 if supervised, the environment's per token if given, else the group's."""
-    own = group.advantages(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
-    values: list[float | NDArray[np.float32]] = []
-    for sample, value in zip(group.samples, own, strict=True):
-        given = sample.advantages_T
-        values.append(value if given is None or (sample.supervised and given.any()) else given)
-    return values
+def is_zero_variance(rewards: Sequence[float]) -> bool:
+    """Return whether all rewards of a group are the same, so that its advantages are 0."""
+    return len(set(rewards)) <= 1
 
 
-def _batch_metrics(
-    batch: RolloutBatch,
-    cut: Sequence[Sample],
-    positions: Sequence[NDArray[np.int64]],
-    counts: BatchCounts,
-    kept: Sequence[TrainingSequence],
-) -> dict[str, Metric]:
+def advantages_of(group: Group, config: LossConfig) -> list[float]:
+    """Return one advantage for each sample of a group: 1 if supervised, 0 if unscored, else by the rewards."""
+    judged = iter(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
+    return [1.0 if s.supervised else 0.0 if s.unscored else next(judged) for s in group.samples]
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def _batch_metrics(batch: RolloutBatch, cut: Sequence[Sample], counts: BatchCounts) -> dict[str, Metric]:
+    """Return metrics of the rewards as they came, and of the sequences as they are trained on."""
     judged = [group for group in batch.groups if group.rewards]
     rewards = [reward for group in judged for reward in group.rewards]
+    lengths = [len(sample.positions) for sample in cut]
+    shares = Counter(f"{reward:.4g}" for reward in rewards)
+    if len(shares) > min(MOST_VALUES, len(rewards) // 4):  # too many for a histogram
+        shares.clear()
     metrics: dict[str, Metric] = {
         "batch/zero_variance_share": Mean(sum(is_zero_variance(group.rewards) for group in judged), len(judged)),
-        "batch/sequences_trained": Sum(len(kept)),
         "batch/supervised": Sum(sum(sample.supervised for sample in cut)),
         "batch/unscored": Sum(sum(sample.unscored for sample in cut)),
         "batch/trained_tokens": Sum(counts.trained_tokens),
@@ -245,16 +241,16 @@ def _batch_metrics(
         "batch/tokens": Sum(sum(len(sample.tokens_T) for sample in cut)),
         "length/truncated_share": Mean(sum(sample.truncated for sample in cut), len(cut)),
         "length/completion_mean": Mean(counts.trained_tokens, counts.sequences),
-        "length/completion_max": Max(max(map(len, positions))),
-        **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),
-        **_reward_metrics("reward/mean", "reward/std", rewards),
-        **_shares("reward/share/", rewards),
+        "length/completion_max": Max(max(lengths)),
+        **_quantiles("length/completion_", lengths, {"min": 0.0, "p10": 0.1, "p90": 0.9}),
+        **_mean_and_std("reward/mean", "reward/std", rewards),
+        **{f"reward/share/{reward}": Mean(count, len(rewards)) for reward, count in shares.items()},
         **_same_answers(judged),
         **_quantiles("reward/", rewards, {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}),
     }
     for environment in sorted({group.environment for group in judged if group.environment is not None}):
-        own = [reward for group in judged if group.environment == environment for reward in group.rewards]
-        metrics |= _reward_metrics(f"reward/env_{environment}", f"reward/env_{environment}_std", own)
+        its = [reward for group in judged if group.environment == environment for reward in group.rewards]
+        metrics |= _mean_and_std(f"reward/env_{environment}", f"reward/env_{environment}_std", its)
     return metrics
 
 
@@ -263,41 +259,28 @@ def _same_answers(groups: Sequence[Group]) -> dict[str, Metric]:
 
     A policy that answers without regard to the prompt has both alike.
     """
-    counts = [
-        Counter(
-            sample.tokens_T[sample.trained_T].tobytes()
-            for sample in group.samples
-            if sample.trained_T.any() and not sample.supervised
-        )
+    by_group = [
+        Counter(s.tokens_T[s.positions].tobytes() for s in group.samples if len(s.positions) and not s.supervised)
         for group in groups
     ]
+    together = Counter[bytes]()
+    for answers in by_group:
+        together.update(answers)
 
     def pairs(numbers: Iterable[int]) -> int:
         return sum(number * (number - 1) // 2 for number in numbers)
 
-    in_groups, pairs_in_groups = sum(pairs(own.values()) for own in counts), pairs(own.total() for own in counts)
-    together = Counter[bytes]()
-    for own in counts:
-        together.update(own)
-    equal, of = pairs(together.values()) - in_groups, pairs([together.total()]) - pairs_in_groups
-    return {"batch/same_answers": Mean(equal, of), "batch/same_answers_in_group": Mean(in_groups, pairs_in_groups)}
-
-
-def _shares(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
-    """Return the share of each distinct value, a histogram; nothing where they are many."""
-    counts = Counter(f"{value:.4g}" for value in values)
-    if len(counts) > min(MOST_VALUES, len(values) // 4):
-        return {}
-    return {f"{prefix}{value}": Mean(count, len(values)) for value, count in counts.items()}
+    equal_in_groups = sum(pairs(answers.values()) for answers in by_group)
+    in_groups = pairs(answers.total() for answers in by_group)
+    equal, across = pairs(together.values()) - equal_in_groups, pairs([together.total()]) - in_groups
+    return {"batch/same_answers": Mean(equal, across), "batch/same_answers_in_group": Mean(equal_in_groups, in_groups)}
 
 
 def _quantiles(prefix: str, values: Sequence[float], shares: Mapping[str, float]) -> dict[str, Metric]:
-    """Of the batch: below each of them lies that share of the values."""
-    if not values:
-        return {}
-    found = np.quantile(values, [*shares.values()])
-    return {f"{prefix}{name}": Mean(float(value)) for name, value in zip(shares, found, strict=True)}
+    """Return the values below which these shares of all values lie."""
+    at = np.quantile(values, [*shares.values()]) if values else []
+    return {f"{prefix}{name}": Mean(float(value)) for name, value in zip(shares, at, strict=False)}
 
 
-def _reward_metrics(mean: str, std: str, rewards: Sequence[float]) -> dict[str, Metric]:
+def _mean_and_std(mean: str, std: str, rewards: Sequence[float]) -> dict[str, Metric]:
     return {mean: Mean(sum(rewards), len(rewards)), std: Mean(float(np.std(rewards)) if rewards else 0.0)}

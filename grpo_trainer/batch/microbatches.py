@@ -1,15 +1,22 @@
-"""Turns sequences into the tensors of forward and backward passes. Pure.
+"""Turns a batch's samples into the tensors of forward and backward passes. Pure.
 
 There are two layouts. Padded: a row for each sequence, right-padded. It needs no attention mask: attention is causal,
 so no trained token attends to padding. Packed: all sequences end to end in one row, without padding; attention gets the
-place where each begins (`boundaries`). A prompt that several sequences share may stand in the row once
-(`shared_prompts.py`): then shared prompts come first, their completions next, and other sequences last. The inputs of
-the loss are flat, one entry per trained token (suffix `_N`), and the same in all layouts.
+place where each begins (`boundaries`). The inputs of the loss are flat, one entry per trained token (suffix `_N`), and
+the same in both layouts.
+
+A prompt that several sequences share may stand in a packed row once: shared prompts come first, their completions next,
+and other sequences last. A group of G completions has one prompt. Trained one by one, each of them repeats it: with P
+prompt tokens and C tokens of each completion these are G (P + C) tokens, and P + G C with a shared prompt. The result
+is the same, because a prompt's hidden states do not depend on later tokens, and its gradient is the sum of those from
+all completions (as in Prefix Grouper, arXiv 2506.05433). Attention then has two parts: each piece of the row attends to
+itself, and completions also attend to their prompt (`engine/attention.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -19,72 +26,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_trainer.batch.shared_prompts import families, plan_shared
 from grpo_trainer.losses.surrogates import Segments
-from grpo_trainer.rollouts.routed_experts import RoutedExperts
-from grpo_trainer.rollouts.types import Teacher
+from grpo_trainer.rollouts.groups import Sample
 
 Move = Callable[[Tensor], Tensor]
 
-
-@dataclass(frozen=True, eq=False)
-class TrainingSequence:
-    """A sample with its advantages and its weight in the batch's loss."""
-
-    tokens_T: NDArray[np.int64]
-    positions: NDArray[np.int64]  # positions of trained tokens, each >= 1: a token is predicted from the one before it
-    advantages: NDArray[np.float32]  # one per trained token
-    rollout_logprobs: NDArray[np.float32] | None  # one per trained token
-    weight: float  # weight of each trained token in the loss of the whole batch, including `share`
-    temperature: float
-    version: int | None = None  # version of the policy that sampled it, if known
-    supervised: bool = False
-    teacher: Teacher | None = None  # for its trained tokens, if distillation is on
-    share: float = 1.0  # factor of its weight; below 1 if it is stale
-    experts: RoutedExperts | None = None  # of its first tokens, to be replayed
-    number: int = -1  # of its sample in the whole batch; -1: of none
-
-    @property
-    def prompt_len(self) -> int:
-        """Number of tokens before the first trained one."""
-        return int(self.positions[0])
+PAD_ID = 0
+"""Any token would do, since no trained token attends to padding."""
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Prompts at the front of a packed row, and the completions that read them.
+    """Prompts at the front of a packed row, and the completions that read them."""
 
-    Attributes:
-        prompts: int32 `[F + 1]`, where each prompt begins in the row, and where the last ends; the first begins at 0.
-        readers: int32 `[F + 1]`, the same for the completions of each prompt, counted from the end of the last prompt.
-        longest_prompt, longest_readers: tokens of the longest prompt, and of the largest set of completions of one.
-        first, last: where in the row the first completion begins, and the last ends.
-    """
-
-    prompts: Tensor
-    readers: Tensor
-    longest_prompt: int
-    longest_readers: int
-    first: int
-    last: int
+    prompts: Tensor  # int32 [F + 1], where each prompt begins in the row (the first at 0), and where the last ends
+    readers: Tensor  # the same for the completions of each prompt, counted from the end of the last prompt
+    longest_prompt: int  # tokens of the longest prompt
+    longest_readers: int  # tokens of the largest set of completions of one prompt
+    first: int  # where in the row the first completion begins
+    last: int  # and where the last ends
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the sequences of a packed row lie.
+    """Where the pieces of a packed row lie. A piece is a sequence, a shared prompt, or a completion of one."""
 
-    Attributes:
-        boundaries: int32 `[B + 1]`, where each piece begins in the row, and where the last ends. A piece is a sequence,
-            a shared prompt, or a completion of one.
-        positions_1T: position of each token within its sequence.
-        longest: tokens of the longest piece.
-        shared: the shared prompts; None: all pieces are whole sequences.
-    """
-
-    boundaries: Tensor
-    positions_1T: Tensor
-    longest: int
-    shared: SharedPrompts | None = None
+    boundaries: Tensor  # int32 [B + 1], where each piece begins in the row, and where the last ends
+    positions_1T: Tensor  # position of each token within its sequence
+    longest: int  # tokens of the longest piece
+    shared: SharedPrompts | None = None  # None: all pieces are whole sequences
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device."""
@@ -93,45 +63,28 @@ class Packed:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of one forward and backward pass. B sequences, T tokens, N trained tokens, K tokens of a teacher.
+    """Tensors of one forward and backward pass. B sequences, T tokens, N trained tokens, K tokens of a teacher."""
 
-    Attributes:
-        tokens_BT: token ids, right-padded; packed: `[1, T]`.
-        packed: where sequences lie in the only row; None: there is a row for each.
-        predictors_N: index in `tokens_BT.view(-1)` of the token before each trained one, which predicts it.
-        targets_N: ids of the trained tokens.
-        rows_N, columns_N: the sequence that a trained token belongs to, and its position there; columns are >= 1.
-        advantages_N: advantage of each trained token; 1 if supervised.
-        weights_N: weight of each trained token in the loss of the whole batch.
-        shares_N: factor of the token's sequence in means without such weights; below 1 if it is stale.
-        rollout_logprobs_N: logprob that the server sampled with; 0 where `has_rollout_N` is False.
-        temperature_N: temperature of sampling.
-        supervised_N: the token is imitated; the policy did not sample it.
-        teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
-        versions_B: version of the policy that sampled each sequence; -1: unknown.
-        numbers_B: number of each sequence's sample in the whole batch; -1: of none.
-        experts_PLK: int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1
-            where the model chooses; None: it chooses everywhere.
-    """
-
-    tokens_BT: Tensor
-    packed: Packed | None
-    predictors_N: Tensor
-    targets_N: Tensor
-    rows_N: Tensor
-    columns_N: Tensor
-    advantages_N: Tensor
-    weights_N: Tensor
-    shares_N: Tensor
-    rollout_logprobs_N: Tensor
+    tokens_BT: Tensor  # token ids, right-padded; packed: [1, T]
+    packed: Packed | None  # where sequences lie in the only row; None: there is a row for each
+    predictors_N: Tensor  # index in `tokens_BT.view(-1)` of the token before each trained one, which predicts it
+    targets_N: Tensor  # ids of the trained tokens
+    rows_N: Tensor  # the sequence that a trained token belongs to
+    columns_N: Tensor  # its position there, >= 1
+    advantages_N: Tensor  # 1 if supervised
+    weights_N: Tensor  # weight of each trained token in the loss of the whole batch
+    shares_N: Tensor  # factor of the token's sequence in means without such weights; below 1 if it is stale
+    rollout_logprobs_N: Tensor  # logprob that the server sampled with; 0 where `has_rollout_N` is False
     has_rollout_N: Tensor
-    temperature_N: Tensor
-    supervised_N: Tensor
-    teacher_ids_NK: Tensor
+    temperature_N: Tensor  # temperature of sampling
+    supervised_N: Tensor  # the token is imitated; the policy did not sample it
+    teacher_ids_NK: Tensor  # as in `rollouts.groups.Teacher`; K is 0 if no sequence has a teacher
     teacher_logprobs_NK: Tensor
-    versions_B: Tensor
-    numbers_B: Tensor
+    versions_B: Tensor  # version of the policy that sampled each sequence; -1: unknown
+    numbers_B: Tensor  # number of each sequence's sample in the whole batch; -1: of none
     experts_PLK: Tensor | None = None
+    """int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1 where the
+    model chooses; None: it chooses everywhere."""
 
     def moved(self, move: Move) -> MicroBatch:
         """Return a copy with `move` applied to all tensors, including those of `packed`."""
@@ -165,22 +118,31 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")  # only to a GPU: reads on a CPU would not wait
 
 
-# ---------------------------------------------------------------- the sequences of each microbatch
+# ---------------------------------------------------------------- the sequences of each microbatch and process
 
 
-def plan(lengths: Sequence[int], *, size: int, max_tokens: int | None, packed: bool) -> list[list[int]]:
+def plan(
+    sequences: Sequence[Sample], *, size: int, max_tokens: int | None, packed: bool = False, shared: bool = False
+) -> list[list[int]]:
     """Return the indices of the sequences of each microbatch.
 
     Args:
-        lengths: lengths of the sequences, in tokens.
         size: sequences of a microbatch if `max_tokens` is None.
         max_tokens: most tokens of a microbatch, including padding; a single sequence may have more.
         packed: microbatches have no padding.
+        shared: in packed rows, a prompt that several sequences share stands once. Its family stays together; if it does
+            not fit, it continues in the next microbatch, which repeats the prompt.
     """
-    by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    added: list[int] = []
+    if packed and shared:
+        order, added = _by_family(sequences)
     if max_tokens is None:
-        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
-    longest_first = by_length[::-1]  # largest microbatches first: later ones reuse their memory
+        return [order[start : start + size] for start in range(0, len(order), size)]
+    if packed and shared:
+        return _filled_evenly(lengths, order, added, max_tokens)
+    longest_first = order[::-1]  # largest microbatches first: later ones reuse their memory
     return (_bins if packed else _rows)(lengths, longest_first, max_tokens)
 
 
@@ -215,34 +177,102 @@ def _bins(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int)
     return even if max(even_loads, default=0) <= max(max_tokens, *loads, 0) else first_fit
 
 
+def families(sequences: Sequence[Sample]) -> list[list[int]]:
+    """Return families of sequences with the same prompt, as indices, in the order of their first members."""
+    found: dict[bytes, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        found.setdefault(sequence.tokens_T[: sequence.prompt_len].tobytes(), []).append(index)
+    return list(found.values())
+
+
+def _by_family(sequences: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Return all sequences, family by family, and the tokens that each adds to a row after the one before it.
+
+    Families with most tokens come first, in each the longest sequence first. Others of a family add no prompt.
+    """
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    order: list[int] = []
+    added: list[int] = []
+    for family in sorted(families(sequences), key=lambda family: -sum(lengths[index] for index in family)):
+        first, *others = sorted(family, key=lambda index: -lengths[index])
+        order += [first, *others]
+        added += [lengths[first], *(lengths[index] - sequences[index].prompt_len for index in others)]
+    return order, added
+
+
+def _filled_evenly(
+    lengths: Sequence[int], order: Sequence[int], added: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Fill as few rows as the order needs, each until the next sequence does not fit, and of similar size.
+
+    A small pass leaves the device idle.
+    """
+
+    def filled(limit: int) -> tuple[list[int], list[list[int]]]:
+        loads: list[int] = []
+        rows: list[list[int]] = []
+        for index, more in zip(order, added, strict=True):
+            if rows and loads[-1] + more <= limit:
+                rows[-1].append(index)
+                loads[-1] += more
+            else:
+                rows.append([index])
+                loads.append(lengths[index])  # a family that goes on repeats its prompt
+        return loads, rows
+
+    loads, rows = filled(max_tokens)
+    even = math.ceil(sum(loads) / max(1, len(rows)))
+    for limit in range(even, max_tokens, max(1, max(lengths, default=0) // 4)):
+        other_loads, others = filled(limit)
+        if len(others) <= len(rows):
+            loads, rows = other_loads, others
+            break
+    return [row for _, row in sorted(zip(loads, rows, strict=True), key=lambda pair: -pair[0])]
+
+
+def deal(sequences: Sequence[Sample], processes: int, *, shared: bool = False) -> list[list[Sample]]:
+    """Return shares with about the same number of tokens: each sequence, longest first, joins the smallest share.
+
+    Args:
+        shared: shared prompts are computed once, so the list is ordered by family, and split where a share is full.
+    """
+    if processes == 1:
+        return [list(sequences)]
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    if not shared:
+        loads = [0] * processes
+        for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+            least = loads.index(min(loads))
+            shares[least].append(index)
+            loads[least] += lengths[index]
+        return [[sequences[index] for index in share] for share in shares]
+    order, added = _by_family(sequences)
+    place = 0
+    for share, others in zip(shares, reversed(range(processes)), strict=True):  # others: number of shares after this
+        load, target = 0.0, sum(added[place:]) / (others + 1)
+        while place < len(order) - others and (not share or load + added[place] / 2 <= target):
+            load += added[place] if share else lengths[order[place]]
+            share.append(order[place])
+            place += 1
+    shares[-1] += order[place:]
+    return [[sequences[index] for index in share] for share in shares]
+
+
 # ---------------------------------------------------------------- tensors
 
 
 def split(
-    sequences: Sequence[TrainingSequence],
+    sequences: Sequence[Sample],
     size: int,
     *,
     max_tokens: int | None = None,
     packed: bool = False,
     shared: bool = False,
 ) -> list[MicroBatch]:
-    """Return the microbatches that `plan` or `plan_shared` chooses.
-
-    Args:
-        shared: in packed rows, a prompt that several sequences share stands once.
-    """
-    lengths = [len(sequence.tokens_T) for sequence in sequences]
-    if packed and shared:
-        prompts = [sequence.prompt_len for sequence in sequences]
-        chosen = plan_shared(kin_of(sequences), prompts, lengths, size=size, max_tokens=max_tokens)
-    else:
-        chosen = plan(lengths, size=size, max_tokens=max_tokens, packed=packed)
-    return [_microbatch([sequences[index] for index in one], packed, shared) for one in chosen]
-
-
-def kin_of(sequences: Sequence[TrainingSequence]) -> list[list[int]]:
-    """Return the families of sequences with the same prompt."""
-    return families([sequence.tokens_T[: sequence.prompt_len] for sequence in sequences])
+    """Return the microbatches that `plan` chooses; see there."""
+    chosen = plan(sequences, size=size, max_tokens=max_tokens, packed=packed, shared=shared)
+    return [_microbatch([sequences[index] for index in indices], packed, shared) for indices in chosen]
 
 
 def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
@@ -250,180 +280,122 @@ def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
 
     No length or number in its layout is 0 or 1, because torch compiles again for these.
     """
-    sequence = TrainingSequence(np.zeros(4, np.int64), np.array([2, 3]), np.zeros(2, np.float32), None, 0.0, 1.0)
-    return _microbatch([sequence, sequence], packed, shared)
+    return _microbatch([Sample(np.zeros(4, np.int64), np.array([2, 3]))] * 2, packed, shared)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Tokens of a pass, and for each sequence the flat indices of its trained tokens and of the tokens before them.
-
-    Attributes:
-        pieces: consecutive tokens of a sequence: its index, the first of them, their flat place, their number.
-    """
-
-    tokens_BT: NDArray[np.int64]
-    packed: Packed | None
-    targets: list[NDArray[np.int64]]
-    predictors: list[NDArray[np.int64]]
-    pieces: list[tuple[int, int, int, int]]
-
-
-def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: bool = False) -> MicroBatch:
-    counts = [len(sequence.positions) for sequence in sequences]
-    roll = [
-        np.zeros(count, np.float32) if sequence.rollout_logprobs is None else sequence.rollout_logprobs
-        for sequence, count in zip(sequences, counts, strict=True)
-    ]
-    teacher = _joined_teachers(sequences)
-    kin: list[list[int]] = []
-    if packed and shared:
-        # Without a family, the first sequence counts as one: torch compiles again for a row without shared prompts.
-        kin = [family for family in kin_of(sequences) if len(family) > 1] or [[0]]
-    places = _sharing(sequences, kin) if kin else _end_to_end(sequences) if packed else _padded(sequences)
-
-    def each(values: Sequence[float | bool | int], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype), counts))
-
-    return MicroBatch(
-        tokens_BT=torch.from_numpy(places.tokens_BT),
-        packed=places.packed,
-        predictors_N=torch.from_numpy(np.concatenate(places.predictors)),
-        targets_N=torch.from_numpy(places.tokens_BT.reshape(-1)[np.concatenate(places.targets)]),
-        rows_N=each(range(len(sequences)), np.int64),
-        columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
-        advantages_N=torch.from_numpy(np.concatenate([sequence.advantages for sequence in sequences])),
-        weights_N=each([sequence.weight for sequence in sequences], np.float32),
-        shares_N=each([sequence.share for sequence in sequences], np.float32),
-        rollout_logprobs_N=torch.from_numpy(np.concatenate(roll).astype(np.float32)),
-        has_rollout_N=each([sequence.rollout_logprobs is not None for sequence in sequences], np.bool_),
-        temperature_N=each([sequence.temperature for sequence in sequences], np.float32),
-        supervised_N=each([sequence.supervised for sequence in sequences], np.bool_),
-        teacher_ids_NK=torch.from_numpy(teacher.ids_TK),
-        teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
-        versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
-        numbers_B=torch.tensor([sequence.number for sequence in sequences]),
-        experts_PLK=_placed_experts(sequences, places),
-    )
-
-
-def _placed_experts(sequences: Sequence[TrainingSequence], places: _Places) -> Tensor | None:
-    """Return the experts at their tokens' places; a shared prompt has those of the first sequence that has it."""
-    shape = next((one.experts.shape for one in sequences if one.experts is not None), None)
-    if shape is None:
-        return None
-    experts_PLK = np.full((places.tokens_BT.size, shape.layers, shape.top_k), -1, np.int16)
-    for index, first, place, count in places.pieces:
-        if (experts := sequences[index].experts) is not None:
-            rows = experts.ids_TLK[first : first + count]
-            experts_PLK[place : place + len(rows)] = rows
-    return torch.from_numpy(experts_PLK)
-
-
-PAD_ID = 0
-"""Any token would do, since no trained token attends to padding."""
-
-
-def _padded(sequences: Sequence[TrainingSequence]) -> _Places:
-    longest = max(len(sequence.tokens_T) for sequence in sequences)
-    tokens_BT = np.full((len(sequences), longest), PAD_ID, dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens_BT[row, : len(sequence.tokens_T)] = sequence.tokens_T
-    targets = [row * longest + sequence.positions for row, sequence in enumerate(sequences)]
-    pieces = [(row, 0, row * longest, len(sequence.tokens_T)) for row, sequence in enumerate(sequences)]
-    return _Places(tokens_BT, None, targets, [places - 1 for places in targets], pieces)
-
-
-def _end_to_end(sequences: Sequence[TrainingSequence]) -> _Places:
-    lengths = [len(sequence.tokens_T) for sequence in sequences]
-    tokens_1T = np.concatenate([sequence.tokens_T for sequence in sequences])[None]
-    starts = np.cumsum(lengths) - lengths
-    targets = [start + sequence.positions for start, sequence in zip(starts, sequences, strict=True)]
-    pieces = [(index, 0, int(start), length) for index, (start, length) in enumerate(zip(starts, lengths, strict=True))]
-    return _Places(tokens_1T, layout(lengths), targets, [places - 1 for places in targets], pieces)
-
-
-def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]) -> _Places:
-    """Lay out shared prompts, then their completions, then the other sequences.
-
-    Args:
-        kin: families whose prompt stands once; other sequences have their own.
-    """
-    related = {index for family in kin for index in family}
-    alone = [index for index in range(len(sequences)) if index not in related]
-    prompts = [sequences[family[0]].prompt_len for family in kin]
-    pieces = [sequences[family[0]].tokens_T[:length] for family, length in zip(kin, prompts, strict=True)]
-    order = [
-        (index, prompt, end)
-        for family, prompt, end in zip(kin, prompts, np.cumsum(prompts), strict=True)
-        for index in family
-    ]
-    order += [(index, 0, 0) for index in alone]
-    targets: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(sequences)
-    predictors = list(targets)
-    begins = np.cumsum(prompts) - prompts
-    placed = [(family[0], 0, int(begin), n) for family, begin, n in zip(kin, begins, prompts, strict=True)]
-    at = sum(prompts)
-    for index, skipped, end in order:
-        places = sequences[index].positions
-        pieces.append(sequences[index].tokens_T[skipped:])
-        targets[index] = at + places - skipped
-        predictors[index] = np.where(places == skipped, end - 1, targets[index] - 1)
-        placed.append((index, skipped, at, len(pieces[-1])))
-        at += len(pieces[-1])
-    lengths = [[len(sequences[index].tokens_T) for index in own] for own in (*kin, alone)]
-    row = sharing_layout(list(zip(prompts, lengths[:-1], strict=True)), lengths[-1])
-    return _Places(np.concatenate(pieces)[None], row, targets, predictors, placed)
-
-
-def sharing_layout(kin: Sequence[tuple[int, Sequence[int]]], alone: Sequence[int]) -> Packed:
+def layout(alone: Sequence[int], kin: Sequence[tuple[int, Sequence[int]]] = ()) -> Packed:
     """Return the layout of shared prompts, their completions and the other sequences, end to end.
 
     Args:
-        kin: for each prompt its length, and the lengths of the whole sequences that begin with it.
-        alone: lengths of the other sequences.
+        alone: lengths of sequences that share no prompt.
+        kin: for each shared prompt its length, and the lengths of the whole sequences that begin with it.
     """
     prompts = [prompt for prompt, _ in kin]
-    followers = [[length - prompt for length in lengths] for prompt, lengths in kin]
-    readers = [sum(own) for own in followers]
-    pieces = [*prompts, *(length for own in followers for length in own), *alone]
-    offsets = [0] * len(kin) + [prompt for prompt, lengths in kin for _ in lengths] + [0] * len(alone)
-    shared = SharedPrompts(
-        prompts=_boundaries(prompts),
-        readers=_boundaries(readers),
-        longest_prompt=max(prompts),
-        longest_readers=max(readers),
-        first=sum(prompts),
-        last=sum(prompts) + sum(readers),
-    )
-    return replace(layout(pieces, offsets), shared=shared)
-
-
-def layout(lengths: Sequence[int], offsets: Sequence[int] | None = None) -> Packed:
-    """Return the layout of pieces of these lengths, end to end.
-
-    Args:
-        offsets: position of each piece's first token in its sequence (default: 0).
-    """
+    completions = [length - prompt for prompt, lengths in kin for length in lengths]
+    lengths = [*prompts, *completions, *alone]
+    # Position of each piece's first token in its sequence: a completion begins after its prompt.
+    first = [0] * len(kin) + [prompt for prompt, lengths in kin for _ in lengths] + [0] * len(alone)
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
-    begins = boundaries[:-1] if offsets is None else boundaries[:-1] - np.asarray(offsets)
-    positions = np.arange(boundaries[-1]) - np.repeat(begins, lengths)
-    return Packed(_boundaries(lengths), torch.from_numpy(positions)[None], max(lengths))
+    positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1] - first, lengths)
+    shared = None
+    if kin:
+        readers = [sum(lengths) - prompt * len(lengths) for prompt, lengths in kin]
+        shared = SharedPrompts(
+            prompts=_int32([0, *np.cumsum(prompts)]),
+            readers=_int32([0, *np.cumsum(readers)]),
+            longest_prompt=max(prompts),
+            longest_readers=max(readers),
+            first=sum(prompts),
+            last=sum(prompts) + sum(readers),
+        )
+    return Packed(_int32(boundaries), torch.from_numpy(positions)[None], max(lengths), shared)
 
 
-def _boundaries(lengths: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+def _int32(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.asarray(values, np.int32))
 
 
-def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:
-    """Join the teachers of several sequences into one for all trained tokens, padded to the largest K."""
-    width = max((s.teacher.ids_TK.shape[1] for s in sequences if s.teacher is not None), default=0)
+def _microbatch(sequences: Sequence[Sample], packed: bool, shared: bool = False) -> MicroBatch:
+    counts = [len(sequence.positions) for sequence in sequences]
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+
+    def each(values: Iterable[float | bool | int], dtype: type) -> Tensor:
+        """Return a value of each sequence for each of its trained tokens."""
+        return torch.from_numpy(np.repeat(np.asarray([*values], dtype), counts))
+
+    def flat(values: Iterable[NDArray[np.float32] | None]) -> Tensor:
+        """Return values of trained tokens; 0 for a sequence that has none."""
+        rows = [np.zeros(n, np.float32) if row is None else row for row, n in zip(values, counts, strict=True)]
+        return torch.from_numpy(np.concatenate(rows, dtype=np.float32))
+
+    kin: list[list[int]] = []
+    if packed and shared:
+        # Without a family, the first sequence counts as one: torch compiles again for a row without shared prompts.
+        kin = [family for family in families(sequences) if len(family) > 1] or [[0]]
+    related = [index for family in kin for index in family]
+    alone = [index for index in range(len(sequences)) if index not in {*related}]
+    # Pieces, in the order in which they lie: the sequence, and the positions in it of the piece's first and last token.
+    pieces = [(family[0], 0, sequences[family[0]].prompt_len) for family in kin]
+    pieces += [(index, sequences[index].prompt_len, lengths[index]) for index in related]
+    pieces += [(index, 0, lengths[index]) for index in alone]
+    if packed:
+        of_kin = [(sequences[family[0]].prompt_len, [lengths[index] for index in family]) for family in kin]
+        row = layout([lengths[index] for index in alone], of_kin)
+        starts, shape = row.boundaries.tolist(), (1, row.positions_1T.shape[1])
+    else:  # a row each, with a gap up to the longest
+        row = None
+        starts, shape = range(0, len(sequences) * max(lengths), max(lengths)), (len(sequences), max(lengths))
+    tokens_P = np.full(math.prod(shape), PAD_ID, np.int64)
+    routed = next((sequence.experts.shape for sequence in sequences if sequence.experts is not None), None)
+    experts_PLK = None if routed is None else np.full((len(tokens_P), routed.layers, routed.top_k), -1, np.int16)
+    targets: dict[int, NDArray[np.int64]] = {}
+    predictors: dict[int, NDArray[np.int64]] = {}
+    prompt_ends = {index: end for family, end in zip(kin, starts[1:], strict=False) for index in family}
+    for number, ((index, first, end), at) in enumerate(zip(pieces, starts, strict=False)):
+        sequence = sequences[index]
+        tokens_P[at : at + end - first] = sequence.tokens_T[first:end]
+        if experts_PLK is not None and sequence.experts is not None:  # of a prompt: its first sequence's
+            rows = sequence.experts.ids_TLK[first:end]
+            experts_PLK[at : at + len(rows)] = rows
+        if number >= len(kin):
+            targets[index] = at - first + sequence.positions
+            predictors[index] = targets[index] - 1
+            if index in prompt_ends:  # its first trained token follows the prompt, which lies elsewhere
+                predictors[index][0] = prompt_ends[index] - 1
+    in_order = range(len(sequences))
+    places_N = np.concatenate([targets[index] for index in in_order])
+    teacher_ids_NK, teacher_logprobs_NK = _teachers(sequences)
+    return MicroBatch(
+        tokens_BT=torch.from_numpy(tokens_P.reshape(shape)),
+        packed=row,
+        predictors_N=torch.from_numpy(np.concatenate([predictors[index] for index in in_order])),
+        targets_N=torch.from_numpy(tokens_P[places_N]),
+        rows_N=each(in_order, np.int64),
+        columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
+        advantages_N=flat(sequence.advantages for sequence in sequences),
+        weights_N=each((sequence.weight for sequence in sequences), np.float32),
+        shares_N=each((sequence.share for sequence in sequences), np.float32),
+        rollout_logprobs_N=flat(sequence.rollout_logprobs for sequence in sequences),
+        has_rollout_N=each((sequence.rollout_logprobs is not None for sequence in sequences), np.bool_),
+        temperature_N=each((sequence.temperature for sequence in sequences), np.float32),
+        supervised_N=each((sequence.supervised for sequence in sequences), np.bool_),
+        teacher_ids_NK=torch.from_numpy(teacher_ids_NK),
+        teacher_logprobs_NK=torch.from_numpy(teacher_logprobs_NK),
+        versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
+        numbers_B=torch.tensor([sequence.number for sequence in sequences]),
+        experts_PLK=None if experts_PLK is None else torch.from_numpy(experts_PLK),
+    )
+
+
+def _teachers(sequences: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the teachers' tokens and logprobs for all trained tokens, padded to the largest K."""
+    width = max((s.teacher.ids_NK.shape[1] for s in sequences if s.teacher is not None), default=0)
     count = sum(len(sequence.positions) for sequence in sequences)
     ids_NK, logprobs_NK = np.zeros((count, width), np.int64), np.full((count, width), -np.inf, np.float32)
     start = 0
     for sequence in sequences:
         rows = slice(start, start := start + len(sequence.positions))
-        if sequence.teacher is not None:
-            own = sequence.teacher.ids_TK.shape[1]
-            ids_NK[rows, :own], logprobs_NK[rows, :own] = sequence.teacher.ids_TK, sequence.teacher.logprobs_TK
-    return Teacher(ids_NK, logprobs_NK)
+        if (teacher := sequence.teacher) is not None:
+            ids_NK[rows, : teacher.ids_NK.shape[1]] = teacher.ids_NK
+            logprobs_NK[rows, : teacher.ids_NK.shape[1]] = teacher.logprobs_NK
+    return ids_NK, logprobs_NK

@@ -21,7 +21,7 @@ from grpo_trainer.config.options import Section, build, option
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.shape import ModelShape
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +101,7 @@ def synthetic_batch(options: StepOptions, seed: int) -> RolloutBatch:
 
     def sample(prompt: NDArray[np.int64], length: int) -> Sample:
         tokens_T = np.concatenate([prompt, random.integers(0, vocab, length)])
-        trained_T = np.arange(len(tokens_T)) >= len(prompt)
-        return Sample(tokens_T=tokens_T, trained_T=trained_T, reward=float(random.random()))
+        return Sample(tokens_T, np.arange(len(prompt), len(tokens_T)), reward=float(random.random()))
 
     groups = []
     for start in range(0, options.seqs, GROUP):
@@ -114,7 +113,7 @@ def synthetic_batch(options: StepOptions, seed: int) -> RolloutBatch:
 def lengths_of(batch: RolloutBatch) -> list[tuple[int, int]]:
     """Return the tokens of each sequence's prompt and completion."""
     samples = [sample for group in batch.groups for sample in group.samples]
-    return [(int((~sample.trained_T).sum()), int(sample.trained_T.sum())) for sample in samples]
+    return [(len(sample.tokens_T) - len(sample.positions), len(sample.positions)) for sample in samples]
 
 
 def step_flops(shape: ModelShape, lengths: Iterable[tuple[int, int]], lora_r: int, *, readers: int = 1) -> float:

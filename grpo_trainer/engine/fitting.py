@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from grpo_trainer.batch.microbatches import layout, sharing_layout
+from grpo_trainer.batch.microbatches import layout
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
@@ -160,7 +160,7 @@ class Fitting:
             return self.decoder(input_ids=halves, use_cache=False).last_hidden_state
         half, quarter = tokens // 2, tokens // 4
         shared = self.forward.shared
-        packed = sharing_layout([(half, [half + quarter] * 2)], []) if shared else layout([half, half])
+        packed = layout([], [(half, [half + quarter] * 2)]) if shared else layout([half, half])
         arguments = attention.arguments(packed.to(device))
         return self.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
 

@@ -22,7 +22,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, layout, split
+from grpo_trainer.batch.microbatches import MicroBatch, layout, split
 from grpo_trainer.config.compute import Choice
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
@@ -33,6 +33,7 @@ from grpo_trainer.engine.recompute import Recomputation, known_layers
 from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model.load import computing_dtype
+from grpo_trainer.rollouts.groups import Sample
 
 log = logging.getLogger(__name__)
 
@@ -308,11 +309,7 @@ def _lets_prompts_be_shared(parts: Parts) -> bool:
     third = len(tokens) // 3
     prompt, *ends = tokens[:third], tokens[third : 2 * third], tokens[2 * third :]
     wholes = [torch.cat([prompt, end]) for end in ends]
-    own = [np.arange(third, len(whole)) for whole in wholes]
-    made = [
-        TrainingSequence(whole.cpu().numpy(), places, np.ones(len(places), np.float32), None, 1.0, 1.0)
-        for whole, places in zip(wholes, own, strict=True)
-    ]
+    made = [Sample(whole.cpu().numpy(), np.arange(third, len(whole))) for whole in wholes]
     (microbatch,) = split(made, len(made), packed=True, shared=True)
     microbatch = microbatch.to(tokens.device)
     assert microbatch.packed is not None and microbatch.packed.shared is not None

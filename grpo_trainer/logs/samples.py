@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_common.text import printable
-from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
+from grpo_trainer.batch.batching import advantages_of, is_zero_variance
 from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.files import SAMPLES_FILE
 from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file
-from grpo_trainer.rollouts.types import Group, Sample
+from grpo_trainer.rollouts.groups import Group, Sample
 
 log = logging.getLogger(__name__)
 
@@ -96,19 +96,20 @@ class SampleLog:
     def _record(self, step: int, chosen: Chosen, logprobs: NDArray[np.float32] | None) -> dict[str, Any]:
         """Return a line of samples.jsonl; see the top of this file."""
         sample = chosen.sample
-        trained = np.flatnonzero(sample.trained_T)
-        answer = trained
-        if not len(trained) and sample.rollout_logprobs_T is not None:  # left out of the loss
-            answer = np.flatnonzero(sample.rollout_logprobs_T <= 0.0)
-        start = int(answer[0]) if len(answer) else len(sample.tokens_T)
+        trained = set(sample.positions.tolist())
+        start = sample.start if sample.start is not None else min(trained, default=len(sample.tokens_T))
         end = min(len(sample.tokens_T), start + LONGEST_ANSWER)
-        ratios = _ratios(sample, trained[(trained > 0) & (trained < self._longest)], logprobs)
+        ratios: dict[int, float] = {}  # what the policy gives each trained token over what the server sampled with
+        cut = sample.cut(self._longest)
+        if logprobs is not None and cut.rollout_logprobs is not None and not cut.supervised:
+            values = np.exp(logprobs - cut.rollout_logprobs)
+            ratios = {int(at): round(float(value), 4) for at, value in zip(cut.positions, values, strict=True)}
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
         return {
             KEY: ROWS_FORMAT,
             "step": step,
-            "version": sample.policy_version,
+            "version": sample.version,
             "environment": chosen.environment,
             "group": chosen.group,
             "reward": sample.reward,
@@ -116,17 +117,9 @@ class SampleLog:
             "prompt": self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
             "pieces": [text for text, _ in spans],
             "ratios": [ratios.get(place) for place in places],
-            "trained": [bool(sample.trained_T[place]) for place in places],
+            "trained": [place in trained for place in places],
             "cut": len(sample.tokens_T) - end,
         }
-
-
-def _ratios(sample: Sample, positions: NDArray[np.int64], logprobs: NDArray[np.float32] | None) -> dict[int, float]:
-    """Return what the trained policy gives each trained token over what the server sampled with, by position."""
-    if logprobs is None or sample.rollout_logprobs_T is None or sample.supervised:
-        return {}
-    values = np.exp(logprobs - sample.rollout_logprobs_T[positions])
-    return {int(at): round(float(value), 4) for at, value in zip(positions, values, strict=True)}
 
 
 def in_words(record: Mapping[str, Any]) -> str:
@@ -149,18 +142,16 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
     found: list[Chosen] = []
     for at in order:
         group = groups[at]
-        own = group.advantages(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
         first = sum(len(before.samples) for before in groups[:at])
-        all_of_it = [
+        scored = [
             Chosen(first + place, at, sample, group.environment, _advantage(sample, value))
-            for place, (sample, value) in enumerate(zip(group.samples, own, strict=True))
+            for place, (sample, value) in enumerate(zip(group.samples, advantages_of(group, config), strict=True))
             if not sample.unscored
         ]
-        if not all_of_it:
-            continue
-        best = max(all_of_it, key=lambda each: each.sample.reward)
-        worst = min(all_of_it, key=lambda each: each.sample.reward)
-        found += [best] if best is worst else [best, worst]
+        if scored:
+            best = max(scored, key=lambda each: each.sample.reward)
+            worst = min(scored, key=lambda each: each.sample.reward)
+            found += [best] if best is worst else [best, worst]
         if len(found) >= count:
             break
     return found[:count]
@@ -168,10 +159,8 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
 
 def _advantage(sample: Sample, of_group: float) -> float:
     """The mean over trained tokens of the environment's own, where it gave them."""
-    given = sample.advantages_T
-    if given is None or not sample.trained_T.any():
-        return round(float(of_group), 4)
-    return round(float(given[sample.trained_T].mean()), 4)
+    given = sample.advantages
+    return round(float(of_group if given is None or not len(given) else given.mean()), 4)
 
 
 def whole_characters(tokens: Sequence[int], decode: Decode) -> Iterator[tuple[str, int]]:

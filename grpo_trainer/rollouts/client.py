@@ -26,9 +26,8 @@ from grpo_common.status import NOTICE, OWN, WAITS
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.phases import report_at
-from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.groups import RolloutBatch, to_group
 from grpo_trainer.rollouts.leases import Leases
-from grpo_trainer.rollouts.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 

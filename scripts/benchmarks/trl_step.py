@@ -84,9 +84,9 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
         calls.append(len(prompts))
         samples = [sample for group in made.groups for sample in group.samples]
         return {
-            "prompt_ids": [sample.tokens_T[~sample.trained_T].tolist() for sample in samples],
-            "completion_ids": [sample.tokens_T[sample.trained_T].tolist() for sample in samples],
-            "logprobs": [[-math.log(shape.vocab)] * int(sample.trained_T.sum()) for sample in samples],
+            "prompt_ids": [sample.tokens_T[: sample.prompt_len].tolist() for sample in samples],
+            "completion_ids": [sample.tokens_T[sample.positions].tolist() for sample in samples],
+            "logprobs": [[-math.log(shape.vocab)] * len(sample.positions) for sample in samples],
         }
 
     def reward(completions: list[Any], **_: Any) -> list[float | None]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from environments.api import wire
@@ -25,9 +24,7 @@ from grpo_trainer.feed import BatchFeed
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import GroupFilter
-from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.manifest import Progress
 from tests.processes import answers, end, free_port, once, running, wait_for
 
@@ -129,9 +126,9 @@ def test_groups_come_as_they_were_scored(api: Api) -> None:
     batch = rollouts.next(4)
     assert first_tokens(batch) == [5, 7]  # oldest first
     sample = batch.rollouts.groups[0].samples[1]
-    assert sample.tokens_T.tolist() == [1, 2, 6] and sample.trained_T.tolist() == [False, False, True]
-    assert sample.reward == 1.0 and sample.policy_version == 3 and sample.temperature == 1.0
-    assert sample.rollout_logprobs_T is not None and sample.rollout_logprobs_T[2] == np.float32(-0.25)
+    assert sample.tokens_T.tolist() == [1, 2, 6] and sample.positions.tolist() == [2]
+    assert sample.reward == 1.0 and sample.version == 3 and sample.temperature == 1.0
+    assert sample.rollout_logprobs is not None and sample.rollout_logprobs.tolist() == [-0.25]
     numbers = reduce(batch.metrics)
     assert numbers["rollout/staleness_mean"] == 1 and numbers["rollout/staleness_max"] == 1
 
@@ -175,7 +172,7 @@ def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
     batch = rollouts.next(6)
     assert trained(batch) == [22, 23]
     assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
-    assert len(batch.groups) == len(batch.rollouts.groups) - 1, "samples are chosen from what is trained on"
+    assert first_tokens(batch) == [22], "samples are chosen from what is trained on"
     finish(rollouts, batch, 1)
     api.post(30, 32, version=1)
     api.post(34, 36, version=6)
@@ -485,67 +482,6 @@ def test_stale_groups_may_count_less_instead(api: Api) -> None:
     assert weights[12] == pytest.approx(0.25)  # one of four trained tokens
     assert weights[10] == pytest.approx(0.25 / 4)  # 5 - 1 is 3 more than 1: 1 / (1 + 3)
     assert reduce(batch.metrics)["rollout/downweighted_groups"] == 1
-
-
-ROWS = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
-
-
-def samples_of(**fields: object) -> tuple[Sample, ...]:
-    return to_group(wire.pack(wire.ScoredData(**ROWS, **fields))).samples  # type: ignore[arg-type]
-
-
-def test_sequences_that_the_environment_leaves_out_get_no_advantage() -> None:
-    first, second = samples_of(overrides=[{"set_advantage_to_zero": True}, {}])
-    assert first.advantages_T is not None and not first.advantages_T.any()
-    assert second.advantages_T is None  # the group's own
-    own = samples_of(overrides=[{}, {"set_advantage_to_zero": True}], advantages=[[2.0, 3.0], [4.0, 5.0]])
-    assert [s.advantages_T.tolist() for s in own if s.advantages_T is not None] == [[2.0, 3.0], [0.0, 0.0]]
-
-
-def test_a_sequence_marked_as_unscored_is_not_trained_on_and_not_in_the_baseline() -> None:
-    marked, other = samples_of(overrides=[{"unscored": True}, {}])
-    assert marked.unscored and not marked.trained_T.any()
-    assert other.trained_T.tolist() == [False, True]
-    group = Group((marked, other))
-    assert group.rewards == [1.0]
-    assert group.advantages([0.5]) == [0.0, 0.5]
-
-
-def test_overrides_of_a_sequence_stand_over_the_groups() -> None:
-    assert [s.supervised for s in samples_of(overrides=[{"sft": True}, {}])] == [True, False]
-    assert [s.supervised for s in samples_of(group_overrides={"sft": True})] == [True, True]
-    mixed = samples_of(group_overrides={"sft": True, "temperature": 0.5}, overrides=[{}, {"sft": False}])
-    assert [(s.supervised, s.temperature) for s in mixed] == [(True, 0.5), (False, 0.5)]
-
-
-def test_a_teachers_tokens_come_padded_to_the_most_that_it_gave() -> None:
-    taught, untaught = samples_of(
-        distill_token_ids=[[[], [7, 8]], [[], [-1]]], distill_logprobs=[[[], [-0.25, -1.5]], [[], [0.0]]]
-    )
-    assert taught.teacher is not None
-    assert taught.teacher.ids_TK.tolist() == [[0, 0], [7, 8]]
-    assert taught.teacher.logprobs_TK.tolist() == [[-np.inf, -np.inf], [-0.25, -1.5]]
-    assert taught.teacher.given_T.tolist() == [False, True]
-    assert untaught.teacher is None  # an id below 0 is filling
-
-
-def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:
-    def group(**fields: object) -> wire.ScoredData:
-        rows = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
-        return wire.ScoredData(**rows, **fields)  # type: ignore[arg-type]
-
-    def temperatures(**fields: object) -> list[float]:
-        return [sample.temperature for sample in to_group(wire.pack(group(**fields))).samples]
-
-    assert temperatures() == [1.0, 1.0]
-    assert temperatures(generation_params={"temperature": 0.7}) == [0.7, 0.7]
-    assert temperatures(generation_params={"temperature": 0.7}, overrides=[{"temperature": 0.5}, {}]) == [0.5, 0.7]
-
-
-def test_a_row_of_placeholders_is_no_logprob() -> None:
-    rows = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
-    filled = wire.ScoredData(**rows, inference_logprobs=[[1.0, 1.0]])  # type: ignore[arg-type]
-    assert to_group(wire.pack(filled)).samples[0].rollout_logprobs_T is None
 
 
 @pytest.mark.complete

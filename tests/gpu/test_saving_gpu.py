@@ -16,7 +16,7 @@ from grpo_trainer.feed import BatchFeed
 from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.rollouts.filter import GroupFilter
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.trainer import Trainer

@@ -12,12 +12,13 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_trainer.batch.microbatches import Packed, TrainingSequence, split
+from grpo_trainer.batch.microbatches import Packed, split
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.engine.attention import NONE_SHARED, arguments, packed_attention
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.trainer import Trainer
 from tests.unit.test_memory_fit import fitting_of
 from tests.unit.test_packing import settings, tiny
@@ -48,10 +49,9 @@ def test_the_kernel_sees_prompts_that_stand_in_the_row_once() -> None:
     """Against the same sequences with their prompts to themselves, in float32."""
     random = np.random.default_rng(0)
 
-    def made(prompt: int, completion: int) -> TrainingSequence:
+    def made(prompt: int, completion: int) -> Sample:
         tokens = np.concatenate([np.arange(prompt), random.integers(0, 9, completion)])
-        places = np.arange(prompt, prompt + completion)
-        return TrainingSequence(tokens, places, np.ones(completion, np.float32), None, 1.0, 1.0)
+        return Sample(tokens, np.arange(prompt, prompt + completion))
 
     (one,) = split([made(*each) for each in SHARED], 100, packed=True, shared=True)
     one = one.to(torch.device("cuda"))

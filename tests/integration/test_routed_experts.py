@@ -24,9 +24,8 @@ from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.routing import CHANGED
-from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import misfit
-from grpo_trainer.rollouts.types import Group, RolloutBatch
+from grpo_trainer.rollouts.groups import Group, RolloutBatch, to_group
 from tests.golden.models import CONFIGS, SIZES
 from tests.integration.serving import save_tiny_model
 from tests.processes import answers, free_port, running, tail, wait_for

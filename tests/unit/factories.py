@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample, Teacher
 from vllm_server.protocol import BridgeInfo, WorkerInfo
 
 VOCAB = 11
@@ -28,28 +30,31 @@ def sample(
     teacher: Sequence[dict[int, float]] | None = None,
 ) -> Sample:
     """A sample whose `logprobs`, `advantages` and `teacher` (logprobs by token) are given for the completion only."""
-    pad = [1.0] * len(prompt)
     return Sample(
         tokens_T=np.array([*prompt, *completion], np.int64),
-        trained_T=np.array([False] * len(prompt) + [True] * len(completion)),
+        positions=np.arange(len(prompt), len(prompt) + len(completion)),
         reward=reward,
-        advantages_T=None if advantages is None else np.array([*pad, *advantages], np.float32),
-        rollout_logprobs_T=None if logprobs is None else np.array([*pad, *logprobs], np.float32),
-        policy_version=version,
+        advantages=None if advantages is None else np.array(advantages, np.float32),
+        rollout_logprobs=None if logprobs is None else np.array(logprobs, np.float32),
+        version=version,
         temperature=temperature,
         supervised=supervised,
-        teacher=None if teacher is None else taught(len(prompt), teacher),
+        teacher=None if teacher is None else taught(teacher),
     )
 
 
-def taught(prompt: int, rows: Sequence[dict[int, float]]) -> Teacher:
-    """Return what a teacher gives after a prompt of this many tokens."""
-    width = max(map(len, rows))
-    ids_TK = np.zeros((prompt + len(rows), width), np.int64)
-    logprobs_TK = np.full((prompt + len(rows), width), -np.inf, np.float32)
-    for t, row in enumerate(rows, prompt):
-        ids_TK[t, : len(row)], logprobs_TK[t, : len(row)] = list(row), list(row.values())
-    return Teacher(ids_TK, logprobs_TK)
+def untrained(sample: Sample, **changes: Any) -> Sample:
+    """The same sample, of which no token is trained."""
+    return replace(sample.cut(len(sample.tokens_T), trained=False), **changes)
+
+
+def taught(rows: Sequence[dict[int, float]]) -> Teacher:
+    """Return what a teacher gives for a completion."""
+    ids_NK = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    logprobs_NK = np.full(ids_NK.shape, -np.inf, np.float32)
+    for n, row in enumerate(rows):
+        ids_NK[n, : len(row)], logprobs_NK[n, : len(row)] = list(row), list(row.values())
+    return Teacher(ids_NK, logprobs_NK)
 
 
 def batch(*groups: Sequence[Sample]) -> RolloutBatch:

@@ -226,7 +226,7 @@ def test_rollouts_of_a_seed() -> None:
     for group in one.groups:
         assert len({tuple(sample.tokens_T[:4]) for sample in group.samples}) == 1
         assert len(set(group.rewards)) == 8
-        assert all(not sample.trained_T[:4].any() and sample.trained_T[4:].all() for sample in group.samples)
+        assert all(sample.positions.tolist() == [*range(4, len(sample.tokens_T))] for sample in group.samples)
 
 
 @pytest.mark.usefixtures("warm_trainers")

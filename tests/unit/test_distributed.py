@@ -24,7 +24,6 @@ from transformers import Gemma3Config
 
 from grpo_trainer import follower
 from grpo_trainer.batch.batching import deal, ready
-from grpo_trainer.batch.microbatches import TrainingSequence
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -44,6 +43,7 @@ from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.parallel import shard_states
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
 from grpo_trainer.parallel.world import Command, End, Step, World, buckets, join
+from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model
@@ -55,11 +55,10 @@ from tests.unit.tiny_lora import tiny_lora
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
 
-def sequence(tokens: int) -> TrainingSequence:
+def sequence(tokens: int) -> Sample:
     import numpy as np
 
-    ids = np.zeros(tokens, np.int64)
-    return TrainingSequence(ids, np.array([1]), np.ones(1, np.float32), None, 1.0, 1.0)
+    return Sample(np.zeros(tokens, np.int64), np.array([1]))
 
 
 @given(st.lists(st.integers(2, 500), max_size=40), st.integers(1, 8))

@@ -36,7 +36,7 @@ from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import Max, reduce
-from grpo_trainer.rollouts.types import RolloutBatch, Sample
+from grpo_trainer.rollouts.groups import RolloutBatch, Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
@@ -298,7 +298,7 @@ def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> 
         "raw": [rollouts(same, 3, 0.4, raw=True)],
         "weights": [rollouts(other(), 3)],
         "one version": [rollouts(other(), 3), rollouts(same, 2)],
-        "nan": [[replace(s, rollout_logprobs_T=s.tokens_T * np.float32(np.nan)) for s in rollouts(same, 3)]],
+        "nan": [[replace(s, rollout_logprobs=s.positions * np.float32(np.nan)) for s in rollouts(same, 3)]],
     }[fault]
     cause = {
         "base": Cause.BASE_MODEL,
@@ -347,8 +347,8 @@ def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytes
 
 def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
     one = trainer()
-    nothing = [replace(s, rollout_logprobs_T=None) for s in rollouts(other(), 3)]
-    unknown = [replace(s, policy_version=None) for s in rollouts(other(), 3)]
+    nothing = [replace(s, rollout_logprobs=None) for s in rollouts(other(), 3)]
+    unknown = [replace(s, version=None) for s in rollouts(other(), 3)]
     assert "train/logprob_gap" not in one.step(of_version(3, nothing, unknown), 0).metrics
 
 

@@ -11,7 +11,7 @@ from environments.api import wire
 from environments.api.intake import read_one
 from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
-from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.groups import to_group
 
 
 def temperatures_at_the_trainer(*temperatures: float) -> list[float]:

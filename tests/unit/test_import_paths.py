@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from grpo_trainer import import_paths
-from grpo_trainer.batch.advantages import group_advantages
-from grpo_trainer.batch.batching import import_own_parts
+from grpo_trainer.batch.batching import group_advantages, import_own_parts
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.errors import ConfigError

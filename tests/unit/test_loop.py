@@ -40,7 +40,7 @@ from grpo_trainer.loop import run_steps
 from grpo_trainer.losses import BatchCounts
 from grpo_trainer.parallel import world as parallel_world
 from grpo_trainer.parallel.world import Command, World
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import VersionOffset, VersionOffsets

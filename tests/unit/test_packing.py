@@ -1,11 +1,14 @@
-"""Packed sequences: attention keeps them apart, and a step on them is the step on padded ones, whatever the model."""
+"""Packed rows, with and without shared prompts: a step on them is the step on padded ones, whatever the model."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.batch.batching import ready
+from grpo_trainer.batch.microbatches import Packed, layout
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine import attention
@@ -22,39 +26,59 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import compute_in
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.reference import FrozenWeights
+from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts, gradients
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_qwen
 
-BOUNDARIES = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+# ---------------------------------------------------------------- attention
+
+PLAIN = layout([3, 1, 5]), [[0, 1, 2], [3], [4, 5, 6, 7, 8]]
+SHARED = (
+    layout([4], [(3, [5, 4, 7]), (1, [4, 3])]),
+    # the places that each sequence has: a prompt of 3 tokens at 0, one of 1 at 3, then what follows them, then the rest
+    [[0, 1, 2, 4, 5], [0, 1, 2, 6], [0, 1, 2, 7, 8, 9, 10], [3, 11, 12, 13], [3, 14, 15], [16, 17, 18, 19]],
+)
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(row: Packed, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, ...]:
+    options = attention.arguments(row)
+    return (*inputs, options["cu_seq_lens_q"], options["max_length_q"], scale, *options["shared_prompts"])
+
+
+def alone(rows: list[list[int]], inputs: Sequence[Tensor]) -> Tensor:
     """Each sequence by torch's own attention."""
-    outs = []
-    for start, end in ((0, 3), (3, 4), (4, 9)):
-        own = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
-        outs.append(scaled_dot_product_attention(*own, is_causal=True, scale=0.3, enable_gqa=True))  # type: ignore[misc]
-    return torch.cat([out[0].transpose(0, 1) for out in outs])
+    whole = torch.zeros_like(inputs[0])
+    for places in rows:
+        one = (each[places].transpose(0, 1)[None] for each in inputs)
+        out = scaled_dot_product_attention(*one, is_causal=True, scale=0.3, enable_gqa=True)  # type: ignore[misc]
+        whole = whole.index_copy(0, torch.tensor(places), out[0].transpose(0, 1))
+    return whole
 
 
+@pytest.mark.parametrize(("row", "rows"), [PLAIN, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
-def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> None:
+def test_attention_is_that_of_each_sequence_alone(row: Packed, rows: list[list[int]], heads: int, groups: int) -> None:
     torch.manual_seed(0)
-    inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (heads, groups, groups)]
-    factor = torch.randn(9, heads, 8)
-    out, normalisers = attention.packed_attention(*inputs, BOUNDARIES, 5, 0.3, *attention.NONE_SHARED)  # type: ignore[misc]
-    torch.testing.assert_close(out, alone(*inputs), rtol=1e-6, atol=1e-6)
-    assert normalisers[0, 3].item() == pytest.approx((0.3 * inputs[0][3, 0] @ inputs[1][3, 0]).item(), abs=1e-5)
+    tokens = row.positions_1T.shape[1]
+    inputs = [torch.randn(tokens, count, 8, requires_grad=True) for count in (heads, groups, groups)]
+    factor = torch.randn(tokens, heads, 8)
+    torch.library.opcheck(attention.packed_attention, attend(row, inputs, 0.3))
+    out, normalisers = attention.packed_attention(*attend(row, inputs, 0.3))  # type: ignore[misc]
+    torch.testing.assert_close(out, alone(rows, inputs), rtol=1e-6, atol=1e-6)
+    if row is PLAIN[0]:  # of the sequence with one token: the logarithm of one weight
+        assert normalisers[0, 3].item() == pytest.approx((0.3 * inputs[0][3, 0] @ inputs[1][3, 0]).item(), abs=1e-5)
     got = torch.autograd.grad((out * factor).sum(), inputs)
-    wanted = torch.autograd.grad((alone(*inputs) * factor).sum(), inputs)
+    wanted = torch.autograd.grad((alone(rows, inputs) * factor).sum(), inputs)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-6)
 
 
-def test_torch_finds_nothing_wrong_with_the_operator() -> None:
-    inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (4, 2, 2)]
-    torch.library.opcheck(attention.packed_attention, (*inputs, BOUNDARIES, 5, 0.3, *attention.NONE_SHARED))
+def test_large_scores_on_one_side_do_not_overflow() -> None:
+    inputs = [100 * torch.randn(20, 1, 8) for _ in range(3)]
+    out, normalisers = attention.packed_attention(*attend(SHARED[0], inputs, 1.0))  # type: ignore[misc]
+    assert out.isfinite().all() and normalisers.isfinite().all()
 
 
 # ---------------------------------------------------------------- models
@@ -100,33 +124,79 @@ def settings(**changes: Any) -> TrainConfig:
     )
 
 
-def one_step(model: nn.Module, config: TrainConfig, reference: Any = None) -> tuple[dict[str, float], list[Tensor]]:
+FORMS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": "off"},
+    "packed": {"packing": "on", "share_prompts": "off"},
+    "shared": {"packing": "on", "share_prompts": "on"},
+}
+
+
+def groups(seed: int = 0) -> RolloutBatch:
+    """Four groups of four with a prompt for each, and two sequences with prompts of their own."""
+    random = np.random.default_rng(seed)
+
+    def made(prompt: list[int]) -> Any:
+        return sample(prompt, random.integers(0, VOCAB, random.integers(1, 9)).tolist(), float(random.random()))
+
+    prompts = [random.integers(0, VOCAB, length).tolist() for length in (9, 3, 1, 6)]
+    return batch(*([made(prompt) for _ in range(4)] for prompt in prompts), [made([5, 5]), made([6])])
+
+
+def one_step(
+    model: nn.Module, config: TrainConfig, reference: Any = None, rollouts: RolloutBatch | None = None
+) -> tuple[dict[str, float], list[Tensor]]:
     trainer = Trainer(model, config, reference=reference)
-    return reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)
+    return reduce(trainer.step(rollouts or full_rollouts(), 0).metrics), gradients(trainer)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("budget", [None, 32], ids=["one", "several"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_is_padded_is_one_at_a_time(kind: str, budget: int | None, checkpointing: bool) -> None:
+def test_padded_packed_and_shared_are_one_at_a_time(kind: str, budget: int | None, checkpointing: bool) -> None:
     base = tiny(kind)
-    wanted = one_step(copy.deepcopy(base), settings(packing="off").model_copy(update={"batch_size": 1}))
-    for packing in ("on", "off"):
-        config = settings(packing=packing, max_tokens_per_microbatch=budget, checkpointing=checkpointing)
-        assert_same(wanted, one_step(copy.deepcopy(base), config))
+    size_1 = settings(packing="off").model_copy(update={"batch_size": 1})
+    wanted = one_step(copy.deepcopy(base), size_1, rollouts=groups())
+    for form in FORMS.values():
+        config = settings(**form, max_tokens_per_microbatch=budget, checkpointing=checkpointing)
+        assert_same(wanted, one_step(copy.deepcopy(base), config, rollouts=groups()))
+
+
+def test_packed_rows_have_no_padding_and_a_shared_prompt_once() -> None:
+    made = {name: Trainer(tiny("qwen2"), settings(**form)).ready(groups()) for name, form in FORMS.items()}
+    tokens = {name: sum(one.tokens_BT.numel() for one in batch.microbatches) for name, batch in made.items()}
+    each = [len(one.tokens_T) for one in made["packed"].sequences]
+    repeated = 3 * sum(group.samples[0].prompt_len for group in groups().groups[:4])
+    assert tokens == {"padded": 18 * max(each), "packed": sum(each), "shared": sum(each) - repeated}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_every_loss_term_with_an_adapter(checkpointing: bool) -> None:
     """Policy, KL to the model without it, entropy, supervision, distillation."""
     results = []
-    for packing in ("off", "on"):
+    for form in FORMS.values():
         model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
         fill_b(model)
-        loss = {"loss": "gspo", **EVERYTHING}
-        results.append(one_step(model, settings(packing=packing, loss=loss, checkpointing=checkpointing)))
-    assert_same(*results)
+        config = settings(**form, loss={"loss": "gspo", **EVERYTHING}, checkpointing=checkpointing)
+        results.append(one_step(model, config))
+    for result in results[1:]:
+        assert_same(results[0], result)
     assert results[0][0]["alignment/kl_reference"] > 0
+
+
+def test_what_processes_learn_from_their_shares_adds_up() -> None:
+    base = tiny("qwen2")
+    config = settings(packing="on", max_tokens_per_microbatch=40)
+    whole = Trainer(copy.deepcopy(base), config)
+    whole.step(groups(), 0)
+    dealt = ready(groups(), config, packed=True, shared=True, processes=3)
+    parts = []
+    for microbatches in (dealt.microbatches, *dealt.others):
+        assert microbatches
+        one = Trainer(copy.deepcopy(base), config)
+        one.step(replace(dealt, microbatches=microbatches, others=()), 0)
+        parts.append(gradients(one))
+    for wanted, *shares in zip(gradients(whole), *parts, strict=True):
+        torch.testing.assert_close(sum(shares), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
@@ -138,14 +208,6 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
         results.append(one_step(model, settings(packing=packing, loss=EVERYTHING), reference))
     assert_same(*results)
     assert results[0][0]["alignment/kl_reference"] > 0.01
-
-
-def test_there_is_no_padding() -> None:
-    trainer = Trainer(tiny("qwen2"), settings(packing="on", share_prompts="off"))
-    made = trainer.ready(full_rollouts())
-    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.sequences)
-    padded = ready(full_rollouts(), trainer.config)
-    assert sum(m.tokens_BT.numel() for m in padded.microbatches) > sum(m.tokens_BT.numel() for m in made.microbatches)
 
 
 def test_the_rest_of_the_program_sees_the_model_as_it_was() -> None:
@@ -237,6 +299,25 @@ def test_a_model_whose_layers_mix_sequences_is_found_out() -> None:
         build_forward(model, settings(packing="on"))
     assert refused.value.summary == f"Qwen2ForCausalLM: {MIXES}"
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_shared_prompts_without_packing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--share-prompts") as error:
+        build_forward(tiny("qwen2"), settings(packing="off", share_prompts="on"))
+    assert "Qwen2ForCausalLM" not in str(error.value)  # any model would be refused
+    assert not build_forward(tiny("qwen2"), settings(packing="off")).shared
+    assert not build_forward(tiny("qwen2"), settings(packing="on", share_prompts="off")).shared
+    assert build_forward(tiny("qwen2"), settings(packing="on")).shared
+
+
+def test_a_model_whose_attention_ignores_shared_prompts_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an attention would that ignores its arguments."""
+    options = attention.arguments
+    deaf = {"shared_prompts": attention.NONE_SHARED}
+    monkeypatch.setattr(attention, "arguments", lambda packed: {**options(packed), **deaf})
+    assert not build_forward(tiny("qwen2"), settings(packing="on")).shared
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM"):
+        build_forward(tiny("qwen2"), settings(packing="on", share_prompts="on"))
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,9 +24,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from environments.api import intake, wire
 from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
-from grpo_trainer.rollouts import routed_experts as at_the_trainer
-from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import misfit
+from grpo_trainer.rollouts.groups import to_group
 from vllm_server import routed_experts
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
@@ -52,17 +52,19 @@ def test_what_is_sent_is_what_was_chosen(
     size = tokens * layers * top_k
     ids = np.array(data.draw(st.lists(st.integers(0, experts - 1), min_size=size, max_size=size)), np.int64)
     raw = ids.astype("<u1" if shape.id_bytes == 1 else "<u2").tobytes()
-    found = at_the_trainer.decode(pack(shape, raw))
-    assert found.shape == shape and found.ids_TLK.shape == (tokens, layers, top_k)
+    group = wire.pack(wire.ScoredData(tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.0]))
+    (sample,) = to_group(msgspec.structs.replace(group, routed_experts=[pack(shape, raw)])).samples
+    found = sample.experts
+    assert found is not None and found.shape == shape and found.ids_TLK.shape == (tokens, layers, top_k)
     assert found.ids_TLK.reshape(-1).tolist() == ids.tolist()
     assert len(raw) == tokens * shape.row_bytes
 
 
 @pytest.mark.parametrize("data", [b"abc", pack(SHAPE, b"ab"), pack(SHAPE, rows(7)), pack(RoutedShape(0, 1, 8), b"")])
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(at_the_trainer.ExpertsError) as caught:
-        at_the_trainer.decode(data)
-    assert caught.value.problems[0].field == "routed_experts"
+    group = wire.pack(wire.ScoredData(tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.0]))
+    (sample,) = to_group(msgspec.structs.replace(group, routed_experts=[data])).samples
+    assert sample.experts is None and sample.bent is not None and sample.bent.field == "routed_experts"
 
 
 def test_turns_of_a_conversation() -> None:

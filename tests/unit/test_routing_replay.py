@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from grpo_trainer.alignment.drift import DriftAlarm
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.batch.microbatches import MicroBatch, split
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.train import ComputeConfig, ModelConfig, TrainConfig
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.routing import CHANGED, ROUTERS
 from grpo_trainer.errors import ConfigError, DriftError
-from grpo_trainer.rollouts.routed_experts import RoutedExperts
+from grpo_trainer.rollouts.groups import RoutedExperts, Sample
 from grpo_trainer.trainer import Trainer
 from tests.golden.models import SIZES, random_model
 from tests.unit.factories import batch, sample
@@ -40,15 +40,14 @@ def forward_of(model: nn.Module, source: str, packing: str = "off", share: str =
     )
 
 
-def sequences(count: int = 3, length: int = 40) -> list[TrainingSequence]:
+def sequences(count: int = 3, length: int = 40) -> list[Sample]:
     """Completions of one prompt, of different lengths."""
     generator = np.random.default_rng(0)
     made = []
     for index in range(count):
         tokens = np.array([*PROMPT, *generator.integers(2, 90, length - 3 * index)])
         places = np.arange(len(PROMPT), len(tokens))
-        roll = np.zeros(len(places), np.float32)
-        made.append(TrainingSequence(tokens, places, np.ones(len(places), np.float32), roll, 1.0, 1.0, version=1))
+        made.append(Sample(tokens, places, rollout_logprobs=np.zeros(len(places), np.float32), version=1))
     return made
 
 
@@ -64,9 +63,7 @@ def choices(model: nn.Module, tokens: NDArray[np.int64]) -> NDArray[np.uint8]:
     return torch.stack(found, 1).numpy().astype(np.uint8)
 
 
-def with_experts(
-    model: nn.Module, chosen: Sequence[TrainingSequence], top_k: int, experts: int
-) -> list[TrainingSequence]:
+def with_experts(model: nn.Module, chosen: Sequence[Sample], top_k: int, experts: int) -> list[Sample]:
     rows = [choices(model, sequence.tokens_T) for sequence in chosen]
     shape = RoutedShape(rows[0].shape[1], top_k, experts)
     return [replace(one, experts=RoutedExperts(shape, own)) for one, own in zip(chosen, rows, strict=True)]
@@ -168,24 +165,24 @@ def forced(model: nn.Module, ids_TLK: NDArray[np.unsignedinteger], experts: int)
     return model
 
 
-Fault = Callable[[list[TrainingSequence]], list[TrainingSequence]]
+Fault = Callable[[list[Sample]], list[Sample]]
 
 
-def of_another_layer(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+def of_another_layer(chosen: list[Sample]) -> list[Sample]:
     return [rows_of(one, one.experts.ids_TLK[:, ::-1]) for one in chosen if one.experts]
 
 
-def of_another_request(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+def of_another_request(chosen: list[Sample]) -> list[Sample]:
     return [
         rows_of(one, other.experts.ids_TLK) for one, other in zip(chosen, chosen[::-1], strict=True) if other.experts
     ]
 
 
-def of_the_token_before(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+def of_the_token_before(chosen: list[Sample]) -> list[Sample]:
     return [rows_of(one, np.roll(one.experts.ids_TLK, 1, axis=0)) for one in chosen if one.experts]
 
 
-def rows_of(sequence: TrainingSequence, rows: NDArray[np.unsignedinteger]) -> TrainingSequence:
+def rows_of(sequence: Sample, rows: NDArray[np.unsignedinteger]) -> Sample:
     assert sequence.experts is not None
     return replace(sequence, experts=RoutedExperts(sequence.experts.shape, rows))
 
@@ -233,7 +230,7 @@ def test_trainer_stops_before_it_learns_with_experts_of_something_else(fault: Fa
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
-def metrics_of(forward: Forward, chosen: list[TrainingSequence]) -> dict:
+def metrics_of(forward: Forward, chosen: list[Sample]) -> dict:
     (microbatch,) = split(chosen, len(chosen))
     with torch.no_grad():
         forward.scores(microbatch)

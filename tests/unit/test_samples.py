@@ -18,7 +18,7 @@ from grpo_trainer.config.train import LogConfig, LossConfig, ModelConfig, TrainC
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file, read_rows
-from grpo_trainer.rollouts.types import Group, Sample
+from grpo_trainer.rollouts.groups import Group, Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel
@@ -32,10 +32,12 @@ def letters(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
-def sample(reward: float, tokens: list[int] | None = None, **fields: Any) -> Sample:
+def sample(reward: float, tokens: list[int] | None = None, *, logprob: float | None = None, **fields: Any) -> Sample:
+    """`logprob`: the server's, of every trained token; all but the first two are trained."""
     tokens_T = np.array(tokens or [0, 1, 2, 3])
-    trained_T = np.array([False, False, *[True] * (len(tokens_T) - 2)])
-    return Sample(tokens_T, trained_T, reward, policy_version=7, **fields)
+    fields = {"positions": np.arange(2, len(tokens_T)), "version": 7, **fields}
+    known = None if logprob is None else np.full(len(fields["positions"]), logprob, np.float32)
+    return Sample(tokens_T, reward=reward, rollout_logprobs=known, **fields)
 
 
 def write(path: Path, step: int, *groups: Group, count: int = 2, longest: int = 99) -> str:
@@ -44,15 +46,14 @@ def write(path: Path, step: int, *groups: Group, count: int = 2, longest: int = 
     samples = [sample for group in groups for sample in group.samples]
     logprobs = {}
     for number in log.choose(groups):
-        of = samples[number]
-        positions = np.flatnonzero(of.trained_T[:longest])
-        if of.rollout_logprobs_T is not None:
-            logprobs[number] = of.rollout_logprobs_T[positions] - np.float32(math.log(2.0))
+        known = samples[number].cut(longest).rollout_logprobs
+        if known is not None:
+            logprobs[number] = known - np.float32(math.log(2.0))
     return log.write(step, logprobs)
 
 
 def test_what_a_line_says(tmp_path: Path) -> None:
-    rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
+    rolled = sample(1.0, logprob=-0.5)
     line = write(tmp_path / "new" / "samples.jsonl", 3, Group((sample(0.0), rolled), 4))
     assert line == 'prompt "ab", answer "cd", reward 1'
     best, worst = read_file(tmp_path / "new" / "samples.jsonl", a_sample).rows
@@ -67,7 +68,7 @@ def test_what_a_line_says(tmp_path: Path) -> None:
 
 
 def test_samples_of_an_environment_without_versions_are_read(tmp_path: Path) -> None:
-    without = [replace(sample(reward), policy_version=None) for reward in (0.0, 1.0)]
+    without = [sample(reward, version=None) for reward in (0.0, 1.0)]
     write(tmp_path / "samples.jsonl", 1, Group(tuple(without), 4))
     read = read_file(tmp_path / "samples.jsonl", a_sample)
     assert [row["version"] for row in read.rows] == [None, None] and read.unreadable == 0
@@ -80,13 +81,13 @@ def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
     assert [(each.group, each.sample.reward) for each in found] == [(1, 0.9), (1, 0.1), (0, 1.0)]
     assert len(choose([same, spread], 1, LossConfig())) == 1
     assert choose([], 3, LossConfig()) == []
-    own = sample(0.5, advantages_T=np.array([9, 9, 2, 4], np.float32))
+    own = sample(0.5, advantages=np.array([2, 4], np.float32))
     assert choose([Group((own,))], 1, LossConfig())[0].advantage == 3.0  # over trained tokens
 
 
 def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
-    turns = sample(1.0, [0, 1, 2, 3, 4], rollout_logprobs_T=np.full(5, -1.0, np.float32))
-    turns.trained_T[3] = False  # a tool's answer between two of the model's tokens
+    # a tool's answer between two of the model's tokens
+    turns = sample(1.0, [0, 1, 2, 3, 4], positions=np.array([2, 4]), logprob=-1.0)
     write(tmp_path / "s", 1, Group((turns, sample(0.0))), count=1)
     (row,) = read_file(tmp_path / "s", a_sample).rows
     assert row["pieces"] == ["c", "d", "e"]
@@ -94,7 +95,7 @@ def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_off_for_training_has_no_ratio(tmp_path: Path) -> None:
-    rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
+    rolled = sample(1.0, logprob=-0.5)
     write(tmp_path / "s", 1, Group((rolled,)), count=1, longest=3)
     assert read_file(tmp_path / "s", a_sample).rows[0]["ratios"] == [0.5, None]
 
@@ -135,8 +136,8 @@ def test_samples_show_the_spaces_that_were_sampled(tmp_path: Path) -> None:
         0,
     )
     assert log is not None
-    group = Group((sample(1.0, [*tokenizer.encode("do n't ."), 5]),))
-    group.samples[0].trained_T[:-1] = False
+    words = tokenizer.encode("do n't .")
+    group = Group((sample(1.0, [*words, 5], positions=np.array([len(words)])),))
     log.choose([group])
     log.write(1, {})
     (row,) = read_file(tmp_path / "run" / "samples.jsonl", a_sample).rows
@@ -144,8 +145,7 @@ def test_samples_show_the_spaces_that_were_sampled(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_left_out_of_the_loss_is_still_shown(tmp_path: Path) -> None:
-    masked = sample(0.5, rollout_logprobs_T=np.array([1.0, 1.0, -0.5, -0.5], np.float32), truncated=True)
-    masked.trained_T[:] = False
+    masked = sample(0.5, positions=np.arange(0), start=2, truncated=True)
     write(tmp_path / "s", 1, Group((masked,)), count=1)
     (row,) = read_file(tmp_path / "s", a_sample).rows
     assert row["prompt"] == "ab" and row["pieces"] == ["c", "d"] and row["ratios"] == [None, None]
@@ -191,8 +191,8 @@ def test_the_steps_own_logprobs_are_of_the_samples_that_were_chosen() -> None:
     found = trainer.step(ready, 0).logprobs
     assert found.keys() == wanted.keys()
     for number, logprobs_TV in wanted.items():
-        at = np.flatnonzero(samples[number].trained_T)
-        own = [logprobs_TV[place - 1, samples[number].tokens_T[place]].item() for place in at]
+        one = samples[number]
+        own = [logprobs_TV[place - 1, one.tokens_T[place]].item() for place in one.positions]
         assert found[number].tolist() == pytest.approx(own, abs=1e-5)
 
 

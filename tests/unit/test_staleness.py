@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from grpo_trainer.rollouts.staleness import judge, same_judgement
 
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.groups import Group, RolloutBatch
 from grpo_trainer.rollouts.leases import Leases
-from grpo_trainer.rollouts.staleness import judge, same_judgement
-from grpo_trainer.rollouts.types import Group, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from tests.unit.factories import sample
 from vllm_server.protocol import PROOF_VERSION

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from grpo_trainer.batch.microbatches import TrainingSequence, split
+from grpo_trainer.batch.microbatches import split
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig, TrainConfig
@@ -34,6 +34,7 @@ from grpo_trainer.model.load import load_all_weights, load_model
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.policy import Adapter, AllWeights
+from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from grpo_trainer.shared.attach import build_skeleton
 from grpo_trainer.weights.buckets import Buckets
@@ -151,8 +152,7 @@ def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     def scores(*lengths: int) -> Tensor:
         made = []
         for length in lengths:
-            tokens, places = TOKENS[0, :length].numpy(), np.arange(1, length)
-            made.append(TrainingSequence(tokens, places, np.ones(length - 1, np.float32), None, 1.0, 1.0))
+            made.append(Sample(TOKENS[0, :length].numpy(), np.arange(1, length)))
         (microbatch,) = split(made, len(made))
         return forward.scores(microbatch).logprobs_N.detach()
 

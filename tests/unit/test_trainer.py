@@ -23,7 +23,7 @@ from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.reference import FrozenWeights
 from grpo_trainer.optim.landed import first_not_finite
-from grpo_trainer.rollouts.types import RolloutBatch, Sample
+from grpo_trainer.rollouts.groups import RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer, loss_scale
 from tests.unit.factories import VOCAB, TinyModel, batch, sample
 
@@ -256,7 +256,7 @@ def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> No
         with torch.no_grad():
             all_TV = torch.log_softmax(apart(torch.tensor(one.tokens_T)[None], False).logits[0], -1)  # type: ignore[attr-defined]
         before = all_TV[:-1].gather(-1, torch.tensor(one.tokens_T)[1:, None])[:, 0].numpy()
-        return replace(one, rollout_logprobs_T=np.concatenate([[1.0], before]).astype(np.float32))
+        return replace(one, rollout_logprobs=before[one.positions - 1])
 
     then = replace(data, groups=(replace(data.groups[0], samples=tuple(map(with_logprobs, data.groups[0].samples))),))
     once = Trainer(apart, config(loss=loss, optimizer={"lr": 1e-2}))

@@ -1,0 +1,302 @@
+"""Groups from the rollout API: decoded, and left out if they can't be trained on or are too old."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from environments.api import wire
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.errors import TrainingError
+from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.filter import GroupFilter, judge, misfit
+from grpo_trainer.rollouts.groups import Group, RolloutBatch, to_group
+from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import VOCAB, TinyModel, sample
+from vllm_server.protocol import PROOF_VERSION
+
+CONFIG = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
+
+# ---------------------------------------------------------------- decoding
+
+ROWS: dict[str, Any] = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+
+
+def decoded(**fields: Any) -> Group:
+    return to_group(wire.pack(wire.ScoredData(**{**ROWS, **fields})))
+
+
+def test_decoding_keeps_what_belongs_to_trained_tokens() -> None:
+    """A tool's answer between two turns is not trained, nor is a first token, which nothing predicts."""
+    rows = {"tokens": [[1, 2, 3, 4], [5, 6]], "masks": [[-100, 2, -100, 4], [5, 6]]}
+    values = [[1.0, -0.5, 1.0, -0.25], [-1.0, -2.0]]
+    tool, bare = decoded(**rows, inference_logprobs=values, advantages=values, policy_versions=[7, 8]).samples
+    assert [one.tokens_T.tolist() for one in (tool, bare)] == rows["tokens"]
+    assert [one.positions.tolist() for one in (tool, bare)] == [[1, 3], [1]]
+    for one, wanted in ((tool, [-0.5, -0.25]), (bare, [-2.0])):
+        assert one.rollout_logprobs is not None and one.rollout_logprobs.tolist() == wanted
+        assert one.advantages is not None and one.advantages.tolist() == wanted
+    assert [(one.version, one.start) for one in (tool, bare)] == [(7, 1), (8, 0)]
+    assert decoded(inference_logprobs=[[1.0, 1.0], [1.0, 1.0]]).samples[0].rollout_logprobs is None, "placeholders"
+    masked = decoded(masks=[[-100, -100], [-100, 3]], inference_logprobs=[[1.0, -0.5], [1.0, -0.5]]).samples[0]
+    assert not len(masked.positions) and masked.start == 1, "an answer that is left out of the loss begins there"
+
+
+def test_overrides_of_a_sequence_stand_over_the_groups() -> None:
+    assert [s.supervised for s in decoded(overrides=[{"sft": True}, {}]).samples] == [True, False]
+    mixed = decoded(group_overrides={"sft": True, "temperature": 0.5}, overrides=[{}, {"sft": False}]).samples
+    assert [(s.supervised, s.temperature) for s in mixed] == [(True, 0.5), (False, 0.5)]
+    marked, other = decoded(overrides=[{"unscored": True}, {"truncated": True}]).samples
+    assert (marked.unscored, marked.truncated, len(marked.positions)) == (True, False, 0)
+    assert (other.unscored, other.truncated, len(other.positions)) == (False, True, 1)
+    assert Group((marked, other)).rewards == [1.0]
+
+
+def test_a_sequence_that_the_environment_leaves_out_has_advantages_of_0() -> None:
+    first, second = decoded(overrides=[{"set_advantage_to_zero": True}, {}]).samples
+    assert first.advantages is not None and first.advantages.tolist() == [0.0]
+    assert second.advantages is None  # the group's own
+    given = decoded(overrides=[{}, {"set_advantage_to_zero": True}], advantages=[[2.0, 3.0], [4.0, 5.0]]).samples
+    assert [s.advantages.tolist() for s in given if s.advantages is not None] == [[3.0], [0.0]]
+
+
+def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:
+    asked = {"generation_params": {"temperature": 0.7}}
+    for fields, wanted in (
+        ({}, [1.0, 1.0]),
+        (asked, [0.7, 0.7]),
+        (asked | {"overrides": [{"temperature": 0.5}, {}]}, [0.5, 0.7]),
+    ):
+        assert [one.temperature for one in decoded(**fields).samples] == wanted
+
+
+def test_a_teachers_tokens_come_padded_to_the_most_that_it_gave() -> None:
+    lists: dict[str, Any] = {"distill_token_ids": [[[], [7, 8]], [[], [-1]]]}
+    taught, untaught = decoded(**lists, distill_logprobs=[[[], [-0.25, -1.5]], [[], [0.0]]]).samples
+    assert taught.teacher is not None and taught.teacher.ids_NK.tolist() == [[7, 8]]
+    assert taught.teacher.logprobs_NK.tolist() == [[-0.25, -1.5]] and taught.teacher.given_N.tolist() == [True]
+    assert untaught.teacher is None  # an id below 0 is filling
+
+
+# ---------------------------------------------------------------- what can't be trained on
+
+GOOD = Group((sample([1], [2], 0.0), sample([1], [3], 1.0)), environment=0)
+
+
+def bad(**changes: Any) -> Group:
+    return replace(GOOD, samples=(GOOD.samples[0], replace(GOOD.samples[1], **changes)))
+
+
+UNFIT = [
+    (bad(tokens_T=np.array([1, 2_000_000_000])), "tokens", "2000000000"),
+    (bad(tokens_T=np.array([1, VOCAB])), "tokens", str(VOCAB)),
+    (bad(tokens_T=np.array([-1, 3])), "tokens", "-1"),
+    (bad(teacher=sample([1], [2], 0.0, teacher=[{VOCAB: -0.5}]).teacher), "distill_token_ids", str(VOCAB)),
+    (bad(temperature=-1.0), "temperature", "-1"),
+    (bad(temperature=float("inf")), "temperature", "inf"),
+    (decoded(generation_params={"temperature": {"a": 1}}, overrides=[{"temperature": 1.0}, {}]), "temperature", "nan"),
+    (decoded(overrides=[{}, {"temperature": "hot"}]), "temperature", "nan"),
+    (bad(reward=1e300), "scores", "1e+300"),
+    (bad(advantages=np.array([np.inf], np.float32)), "advantages", "inf"),
+    (bad(rollout_logprobs=np.array([-np.inf], np.float32)), "inference_logprobs", "-inf"),
+]
+
+
+@pytest.mark.parametrize(("group", "field", "got"), UNFIT)
+def test_a_group_that_would_end_the_run_is_told_apart_by_field_and_value(group: Group, field: str, got: str) -> None:
+    problem = misfit(group, VOCAB)
+    assert problem is not None and (problem.field, problem.got) == (f"sequence 1: {field}", got)
+    assert misfit(GOOD, VOCAB) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"generation_params": {"top_p": 0.9}}, "sequence 0: top_p"),
+        ({"generation_params": {"repetition_penalty": 1.1}}, "sequence 0: repetition_penalty"),
+        ({"overrides": [{}, {"top_k": 2}]}, "sequence 1: top_k"),
+        ({"group_overrides": {"min_p": 0.1}}, "sequence 0: min_p"),
+        ({"group_overrides": {"min_p": 0.1, "sft": True}}, None),  # imitated: it may have been sampled in any way
+        ({"generation_params": {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.7}}, None),
+        # what is not trained does not matter
+        ({"inference_logprobs": [[float("nan"), -0.5]] * 2, "advantages": [[float("inf"), 1.0]] * 2}, None),
+    ],
+)
+def test_groups_sampled_so_that_the_trainer_cant_compute_it(fields: dict[str, Any], field: str | None) -> None:
+    problem = misfit(decoded(**fields), VOCAB)
+    assert (problem and problem.field) == field
+    assert problem is None or (problem.got and problem.wanted and problem.fix)
+
+
+def test_a_stored_group_with_sampling_masks_is_read_and_refused_for_how_it_was_sampled() -> None:
+    """Groups of version 0.1.0, from a queue: their masks are an unknown field."""
+    data = wire.ScoredData(**ROWS, generation_params={"top_p": 0.9})
+    packed = msgspec.to_builtins(wire.pack(data), builtin_types=[bytes])
+    stored = msgspec.msgpack.encode(packed | {"sampling_masks": [bytes([1, 1, 1, 2])] * 2})
+    problem = misfit(to_group(wire.decode(stored, wire.PackedGroup, wire.MSGPACK)), VOCAB)
+    assert problem is not None and problem.field == "sequence 0: top_p"
+
+
+def test_a_group_without_a_trained_token_is_left_out_wherever_the_others_are() -> None:
+    empty = Group((sample([1, 2], [], 0.0), sample([1, 2], [], 1.0)), environment=0)
+    half = Group((empty.samples[0], sample([1, 2], [3], 1.0)), environment=0)
+    beyond = Group((sample([1] * 12, [3], 0.0),), environment=0)
+    for unfit, longest in ((empty, None), (beyond, 10)):
+        problem = misfit(unfit, VOCAB, longest)
+        assert problem is not None and problem.field == "masks" and str(longest or 2) in problem.got
+    assert misfit(half, VOCAB) is None and misfit(beyond, VOCAB) is None
+    cut_off = replace(empty, samples=tuple(replace(each, truncated=True) for each in empty.samples))
+    assert misfit(cut_off, VOCAB) is None, "left out of the loss on purpose"
+
+
+# ---------------------------------------------------------------- what the feed does with them
+
+
+class Api:
+    """A rollout API with these batches."""
+
+    def __init__(self, batches: Iterator[tuple[Group, ...]]) -> None:
+        self.batches = batches
+        self.dropped: list[str] = []
+
+    def lease(self, check_stop: Any) -> RolloutBatch:
+        return RolloutBatch("b", next(self.batches))
+
+    def drop(self, leased: RolloutBatch, why: str) -> None:
+        self.dropped.append(why)
+
+    def environment_name(self, env_id: int | None) -> str:
+        return f"environment sums_{env_id}"
+
+
+def feed(api: Any) -> BatchFeed:
+    groups = GroupFilter(VOCAB, api.environment_name, CONFIG.model.seq_len)
+    return BatchFeed(api, RolloutConfig(prefetch=False), groups, lambda one: ready(one, CONFIG), lambda: None)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
+
+
+def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    poison = UNFIT[0][0]
+    api = Api(iter([(poison, GOOD), (poison, poison), (GOOD, GOOD)]))
+    with caplog.at_level(logging.WARNING), feed(api) as batches:
+        first, second = batches.next(0), batches.next(1)
+    assert first.rollouts.groups == (GOOD,)  # the log of samples sees no other either
+    assert [reduce(each.metrics)["rollout/refused_groups"] for each in (first, second)] == [1, 2]
+    assert reduce(second.metrics)["rollout/dropped_stale_groups"] == 0
+    (why,) = api.dropped
+    assert "environment sums_0: sequence 1: tokens: " in why
+    ((problem,),) = warned(caplog)
+    assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
+    assert Trainer(TinyModel(), CONFIG).step(first, 0).updated
+
+
+def test_each_environment_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of sequences that are cut, and of logprobs without a word on how they were sampled."""
+    long = Group((sample([1], [2] * 100_000, 0.0), sample([1], [3], 1.0)), environment=0)
+    silent = replace(GOOD, samples=(sample([1], [2], 0.0, logprobs=[-1.0]), GOOD.samples[1]), says_sampling=False)
+    told = replace(silent, says_sampling=True)
+    quiet = replace(GOOD, says_sampling=False)
+    rows = [(long, told, quiet), (long, silent), (silent, replace(silent, environment=7))]
+    with caplog.at_level(logging.WARNING), feed(Api(iter(rows))) as batches:
+        found = [batches.next(version) for version in range(3)]
+    assert [reduce(each.metrics)["batch/truncated"] for each in found] == [1, 1, 0]
+    names = ("environment sums_0", "environment sums_7")
+    assert warned(caplog) == [(names[0], 100_001, 10), (names[0],), (names[1],)]
+
+
+def test_an_environment_of_another_vocabulary_altogether_ends_the_run_by_name() -> None:
+    def forever() -> Iterator[tuple[Group, ...]]:
+        while True:
+            yield (UNFIT[1][0],)
+
+    api = Api(forever())
+    with pytest.raises(TrainingError) as ended:
+        feed(api).next(0)
+    assert ended.value.field.startswith("environment sums_0: ") and str(UNFIT_IN_A_ROW) in ended.value.summary
+    assert len(api.dropped) == UNFIT_IN_A_ROW  # none of them comes again after a restart
+
+
+def test_the_trainer_knows_its_vocabulary() -> None:
+    assert Trainer(TinyModel(), CONFIG).vocabulary is None  # neither a head nor a configuration: its logits will tell
+    configured: Any = TinyModel()
+    configured.config = LlamaConfig(vocab_size=7)
+    assert Trainer(configured, CONFIG).vocabulary == 7
+
+
+# ---------------------------------------------------------------- old groups
+
+
+def group(*versions: int | None) -> Group:
+    return Group(tuple(sample([1], [2 + i], float(i), version=version) for i, version in enumerate(versions)))
+
+
+GROUPS = [group(5, 5), group(3, 4), group(None, None), group(1, 5)]
+
+
+def test_a_group_is_as_old_as_its_oldest_sample_and_of_unknown_age_never_too_old() -> None:
+    judged = judge(GROUPS, 5, limit=2)
+    assert judged.groups == (GROUPS[0], GROUPS[1], GROUPS[2]) and judged.shares == (1.0, 1.0, 1.0, 0.0)
+    numbers = reduce(judged.metrics)
+    assert numbers["rollout/dropped_stale_groups"] == 1
+    assert numbers["rollout/staleness_max"] == 2  # 5 - 3
+    assert numbers["rollout/staleness_mean"] == pytest.approx(0.75)  # (0 + 0 + 2 + 1) / 4
+    assert judge(GROUPS, 50, limit=None).groups == tuple(GROUPS)
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_what_a_proofs_weights_have_sampled_is_not_trained_on(limit: int | None) -> None:
+    judged = judge([GROUPS[0], group(PROOF_VERSION, 5)], 5, limit, on_stale="downweight")
+    assert judged.groups == (GROUPS[0],)
+    assert reduce(judged.metrics)["rollout/dropped_stale_groups"] == 1
+
+
+def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
+    judged = judge(GROUPS, 6, limit=2, on_stale="downweight")
+    shares = [{one.share for one in each.samples} for each in judged.groups]
+    assert shares == [{1.0}, {0.5}, {1.0}, {0.25}]  # 6 - 3 is 1 above 2: 1 / 2; 6 - 1 is 3 above: 1 / 4
+    assert judged.shares == (1.0, 0.5, 1.0, 0.25)
+    numbers = reduce(judged.metrics)
+    assert numbers["rollout/downweighted_groups"] == 2 and numbers["rollout/dropped_stale_groups"] == 0
+
+
+def test_batches_that_come_again_are_as_old_as_they_would_have_been() -> None:
+    """Saved as version 90, the server saw 100: resumed as 101. Batches of the steps 91 to 100 come again, each with
+    samples of the version before it, or of four versions before."""
+    resumed = Progress(90, 90).going_on_as(101)
+    for step in range(10):
+        batch = [group(90 + step), group(86 + step)]
+        undisturbed = judge(batch, 90 + step, limit=4)
+        again = judge(batch, 101 + step, 4, numbering=resumed.numbering)
+        assert again.groups == undisturbed.groups == tuple(batch)
+        assert reduce(again.metrics) == reduce(undisturbed.metrics)
+    # what is sampled from then on: of version 102 at 107 it is 5 updates old; of version 89 at 105, 94 - 89 = 5
+    assert not judge([group(102), group(89)], 107, 4, numbering=resumed.numbering).groups
+    assert not judge([group(89)], 105, 4, numbering=resumed.numbering).groups
+    # a former process has published 100; the resumed one has not come to it again
+    assert reduce(judge([group(100)], 101, 4, numbering=resumed.numbering).metrics)["rollout/staleness_max"] == 0
+
+
+def test_jumps_add_up_and_a_new_run_has_none() -> None:
+    # 90 as 101 (11 skipped), trained to 110 (99 updates), gone on with as 120 (21 skipped)
+    numbering = Progress(99, 110, (), Progress(90, 90).going_on_as(101).numbering).going_on_as(120).numbering
+    assert [numbering.updates(version) for version in (90, 100, 101, 110, 119, 120, 125)] == [
+        *(90, 100, 90, 99, 108, 99, 104),
+    ]
+    # samples of version 49 in the queue are another run's: 51 - 49 = 2 versions old, as ever
+    assert Progress().going_on_as(51) == Progress(0, 51)
+    assert Progress(7, 7).going_on_as(7) == Progress(7, 7)
