@@ -27,7 +27,6 @@ from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.phases import report_at
 from grpo_trainer.rollouts.groups import RolloutBatch, to_group
-from grpo_trainer.rollouts.leases import Leases
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,9 @@ class RolloutClient:
         self._registration = registration
         self._registering = threading.Lock()
         self._check_stop = check_stop
-        self._leases = Leases(config.lease_seconds)
+        self._lock = threading.Lock()  # for the next two, which the keeper's thread uses, too
+        self._deadlines: dict[str, float] = {}  # of leased batches
+        self._trained: list[str] = []  # leased batches that wait for a checkpoint, in the order of training
         self._evaluated = 0
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -115,8 +116,10 @@ class RolloutClient:
         finally:
             OWN.update(lacks_batch=False)
         batch_id = batch.batch_id or ""
-        self._leases.hold(batch_id)
-        self._keep_leases()
+        self._hold(batch_id)
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="lease keeper", daemon=True)
+            self._keeper.start()
         return RolloutBatch(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
 
     def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
@@ -141,19 +144,21 @@ class RolloutClient:
 
     @property
     def unsettled(self) -> tuple[str, ...]:
-        """Trained batches that are not acknowledged."""
-        return self._leases.unsettled
+        """Trained batches that are not acknowledged, in the order of training."""
+        with self._lock:
+            return tuple(self._trained)
 
     def trained(self, batch: RolloutBatch) -> tuple[str, ...]:
         """Record that a batch was trained on, and return all such batches; they stay leased until `settle`."""
-        self._leases.trained(batch.batch_id)
-        return self._leases.unsettled
+        with self._lock:
+            self._trained.append(batch.batch_id)
+            return tuple(self._trained)
 
     def report(self, step: int) -> None:
         """Report to the API that the newest trained batch has led to `step`."""
         with self._registering:
             self._registration = msgspec.structs.replace(self._registration, starting_step=step)
-        batch_id = self._leases.unsettled[-1]
+        batch_id = self.unsettled[-1]
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
 
         def attempt() -> bool | _Wait:
@@ -161,10 +166,10 @@ class RolloutClient:
             if isinstance(answer, _Wait):
                 return answer
             if answer.is_success:
-                self._leases.hold(batch_id)
+                self._hold(batch_id)
             else:
                 self._note_lost(batch_id, answer)
-                self._leases.end(batch_id)
+                self._end(batch_id)
             return True
 
         self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
@@ -230,7 +235,7 @@ class RolloutClient:
             except httpx.HTTPError as error:
                 log.warning("batch %s is not acknowledged yet (%s); a resumed run acknowledges it", batch_id, error)
                 return
-            self._leases.end(batch_id)
+            self._end(batch_id)
 
     def drop(self, batch: RolloutBatch, why: str) -> None:
         """Acknowledge a batch that can't be trained on, and log why."""
@@ -239,7 +244,7 @@ class RolloutClient:
 
     def release(self, batch: RolloutBatch) -> None:
         """Release a leased batch untrained. Best effort: without a release, the lease expires."""
-        self._leases.end(batch.batch_id)
+        self._end(batch.batch_id)
         try:
             self._http.post(f"/batch/{batch.batch_id}/release", timeout=2.0)
         except httpx.HTTPError as error:
@@ -268,7 +273,7 @@ class RolloutClient:
             return True
 
         self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
-        self._leases.end(batch_id)
+        self._end(batch_id)
 
     def _note_lost(self, batch_id: str, answer: httpx.Response, *, resumed: bool = False) -> None:
         """Log that the API refuses a trained batch, whose groups may now be trained on again.
@@ -288,23 +293,37 @@ class RolloutClient:
         field = f"--rollout-url {self._config.url}"
         return TrainingError("another trainer has taken the run over", field=field, got=detail)
 
-    def _keep_leases(self) -> None:
-        """Start the thread that extends leases before they expire, unless it runs already."""
-        if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep, name="lease keeper", daemon=True)
-            self._keeper.start()
+    # Leases
+
+    def _hold(self, batch_id: str) -> None:
+        """Record that a batch was leased or extended just now."""
+        with self._lock:
+            self._deadlines[batch_id] = time.monotonic() + self._config.lease_seconds
+
+    def _end(self, batch_id: str) -> None:
+        """Record that a batch was acknowledged or released."""
+        with self._lock:
+            self._deadlines.pop(batch_id, None)
+            self._trained = [each for each in self._trained if each != batch_id]
+
+    def _expiring(self) -> list[str]:
+        """Return the batches whose lease has less than half of its time left."""
+        soon = time.monotonic() + self._config.lease_seconds / 2
+        with self._lock:
+            return [batch_id for batch_id, deadline in self._deadlines.items() if deadline < soon]
 
     def _keep(self) -> None:
+        """Extend leases before they expire; the keeper's thread."""
         seconds = self._config.lease_seconds
         while not self._closing.wait(seconds / 8):
-            for batch_id in self._leases.running_out:
+            for batch_id in self._expiring():
                 try:
                     answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}", timeout=2.0)
                 except httpx.HTTPError as error:  # the next round tries again; training raises lasting errors
                     log.debug("batch %s was not extended: %s", batch_id, error)
                     break  # hundreds of failing requests would delay `close` by minutes
                 if answer.status_code < 300:
-                    self._leases.hold(batch_id)
+                    self._hold(batch_id)
 
     def _send(
         self, method: str, path: str, body: bytes | None = None, *, frank: bool = False

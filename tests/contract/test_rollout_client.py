@@ -522,20 +522,3 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
     )
     rollouts.settle(client.unsettled)
     assert (status(api)["leases"], status(api)["queue_size"], client.unsettled) == ([], 0, ())
-
-
-def test_an_api_that_is_away_is_asked_once_a_round_to_extend_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many leases there are: each question may take seconds."""
-    client = RolloutClient(RolloutConfig(url="http://localhost:1", lease_seconds=0.01), registration(), do_nothing)
-    asked: list[str] = []
-
-    def away(path: str, **_: object) -> httpx.Response:
-        asked.append(path)
-        client.let_leases_run_out()
-        raise httpx.ReadTimeout("no answer")
-
-    monkeypatch.setattr(client._http, "post", away)
-    for number in range(3):
-        client._leases.hold(f"b{number}")
-    client._keep()
-    assert len(asked) == 1

@@ -42,7 +42,7 @@ SHARED = (
 )
 
 
-def attend(row: Packed, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, ...]:
+def attend(row: Packed, inputs: Sequence[Tensor], scale: float) -> tuple[Any, ...]:
     options = attention.arguments(row)
     return (*inputs, options["cu_seq_lens_q"], options["max_length_q"], scale, *options["shared_prompts"])
 

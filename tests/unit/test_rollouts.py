@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts import client as client_module
+from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter, judge, misfit
 from grpo_trainer.rollouts.groups import Group, RolloutBatch, to_group
 from grpo_trainer.saving.manifest import Progress
@@ -300,3 +304,54 @@ def test_jumps_add_up_and_a_new_run_has_none() -> None:
     # samples of version 49 in the queue are another run's: 51 - 49 = 2 versions old, as ever
     assert Progress().going_on_as(51) == Progress(0, 51)
     assert Progress(7, 7).going_on_as(7) == Progress(7, 7)
+
+
+# ---------------------------------------------------------------- leases
+
+
+def client_of(answer: Callable[[httpx.Request], httpx.Response], lease_seconds: float = 8.0) -> RolloutClient:
+    told = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": 0}
+    registration = wire.Register(**told, batch_size=4, max_token_len=9, starting_step=0, num_steps=9)  # type: ignore[arg-type]
+    client = RolloutClient(RolloutConfig(lease_seconds=lease_seconds), registration, lambda: None)
+    client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://api")
+    return client
+
+
+def test_leases_are_extended_once_less_than_half_of_their_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of 8 seconds, checked every second. An API that is away is asked once a round: each request may hang."""
+    now, extended = 0, []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        extended.append((now, request.url.path.removeprefix("/batch/")))
+        if now == 5:
+            raise httpx.ConnectError("away")
+        return httpx.Response(200)
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        now += int(seconds)
+        if now == 3:
+            client._hold("c")
+        if now == 11:
+            client.release(RolloutBatch("c", ()))
+        return now == 16
+
+    client = client_of(answer)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(client, "_closing", SimpleNamespace(wait=wait))
+    client._hold("a")
+    client._hold("b")
+    client._keep()
+    # a and b until 8, then until 14, then until 19; c until 11, then until 16
+    assert extended == [
+        *((5, "a/extend"), (6, "a/extend"), (6, "b/extend"), (8, "c/extend")),
+        *((11, "c/release"), (11, "a/extend"), (11, "b/extend")),
+    ]
+
+
+def test_trained_batches_wait_in_their_order_until_they_end() -> None:
+    client = client_of(lambda request: httpx.Response(200))
+    b, a = RolloutBatch("b", ()), RolloutBatch("a", ())
+    assert client.trained(b) == ("b",) and client.trained(a) == ("b", "a") == client.unsettled
+    client.release(b)
+    assert client.unsettled == ("a",)
