@@ -9,7 +9,7 @@ The trainer counts its own parameters by `update_bytes`, `head_bytes` and `gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +43,10 @@ NEARLY_FULL = 0.93
 NF4_BYTES = 0.52
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
 """Bytes of optimizer states for each trained number: two in fp32, or in 8 bits with an fp32 scale for each 256."""
-SHARES = (0.1, 0.9)
-"""Of a GPU, what `--server.gpu-memory-utilization` is tried with, in steps of 0.05."""
+SHARES = tuple(round(0.1 + 0.05 * n, 2) for n in range(17))
+"""Of a GPU, what `--server.gpu-memory-utilization` is tried with."""
+USEFUL = 0.01
+"""A hint must save this part of a device's memory to be proposed together with others."""
 NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine with more memory"
 
 
@@ -288,7 +290,12 @@ class MemoryPlan:
     @property
     def is_tight(self) -> bool:
         """Whether a wrong estimate of the activations could be too much, even with all layers recomputed."""
-        return self._least(self.tightest) > NEARLY_FULL * self.devices.total
+        return self.least > NEARLY_FULL * self.devices.total
+
+    @property
+    def least(self) -> int:
+        """Bytes on the tightest device if all layers are recomputed."""
+        return self._least(self.tightest)
 
     @property
     def tightest(self) -> int:
@@ -433,39 +440,54 @@ class Setup:
 
 # what would make it fit -------------------------------------------------------------------------------------
 
-Hint = Callable[[Setup], tuple[Setup, dict[str, str]] | None]
-"""Another setup, and the flags that make it; None: it does not apply."""
-
 
 def advice(setup: Setup) -> str:
     """Return what makes a run fit, at most three ways: hints that do alone, and before them the first ones together."""
-    ways: list[dict[str, str]] = []
-    tried: list[Hint] = []
-    for hint in HINTS:
-        alone = hint(setup)
-        if alone is not None and alone[0].plan().fits:
-            ways.append(alone[1])
-            continue
-        tried.append(hint)
-        if ways or _together(setup, tried) is None:
-            continue
-        for other in tried[:-1]:  # not all of them may be needed
-            fewer = [each for each in tried if each is not other]
-            tried = tried if _together(setup, fewer) is None else fewer
-        ways.append(_together(setup, tried) or {})
-    words = [" with ".join(f"{flag} {value}".strip() for flag, value in way.items()) for way in ways]
-    return "; or ".join(words[:3]) or NOTHING_HELPS
-
-
-def _together(setup: Setup, hints: Sequence[Hint]) -> dict[str, str] | None:
-    """Return the flags of several hints, and of another share of the GPU if they need one; None: it does not fit."""
-    said: dict[str, str] = {}
-    for hint in (*hints, _server_share):
-        if setup.plan().fits:
+    ways = [flags for flags, changed in hints(setup) if changed.plan().fits]
+    together, now = list[str](), setup
+    while not now.plan().fits:
+        least = now.plan().least - USEFUL * now.devices.total
+        useful = (hint for hint in hints(now) if hint[1].plan().fits or hint[1].plan().least < least)
+        flags, now = next(useful, ("", now))
+        if not flags or flags.split()[0] in {way.split()[0] for way in ways}:
+            together = []
             break
-        if (changed := hint(setup)) is not None:
-            setup, said = changed[0], {**said, **changed[1]}
-    return said if setup.plan().fits else None
+        if "--device" in flags:  # an earlier hint may have said another one
+            together = [hint for hint in together if "--device" not in hint]
+        together.append(flags)
+    ways = [" with ".join(together), *ways] if together else ways
+    return "; or ".join(ways[:3]) or NOTHING_HELPS
+
+
+def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Yield flags, and the setup with them, that may make a run fit.
+
+    What costs least is first: what is learnt stays the same, then speed is lost, then another kind of training begins.
+    """
+    config, last, longest = setup.config, setup.devices.count - 1, setup.config.model.seq_len
+    on_servers, alone = config.shares_weights, setup.trainers == 1
+    if last and alone and not on_servers and config.model.device != f"cuda:{last}":
+        yield f"--device cuda:{last}", _with(setup, "model", device=f"cuda:{last}")
+    if setup.on_gpu and (other := other_share(setup)) is not None:
+        yield f"--server.gpu-memory-utilization {other.server.gpu_share:g}", other
+    if config.largest_pass > longest:
+        smaller = _with(setup, "compute", max_tokens_per_microbatch=longest)
+        yield f"--max-tokens-per-microbatch {longest}", smaller
+    if not config.model.gradient_checkpointing and not setup.chooses:
+        yield "--gradient-checkpointing", _with(setup, "model", gradient_checkpointing=True)
+    if config.optimizer.optimizer != "adamw_8bit":
+        yield "--optimizer adamw_8bit", _with(setup, "optimizer", optimizer="adamw_8bit")
+    can_share = alone and not config.model.load_in_4bit  # an adapter on the server's weights, on the server's GPU
+    if isinstance(config.bridge, LoraOnly) if on_servers else isinstance(config.bridge, LoraOptions) and not can_share:
+        return
+    adapter = config.bridge if isinstance(config.bridge, LoraOnly) else LoraOnly()
+    flags = "" if adapter is config.bridge else "--weight-bridge-mode lora_only "
+    setup = replace(
+        setup, config=config.model_copy(update={"bridge": adapter.model_copy(update={"share_base": can_share})})
+    )
+    if can_share and config.model.device.startswith("cuda:"):
+        flags, setup = f"{flags}--device auto ", _with(setup, "model", device="auto")
+    yield flags + ("--share-base" if can_share else ""), setup
 
 
 def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
@@ -474,78 +496,12 @@ def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
     Args:
         smaller: larger shares are not tried.
     """
-    low, high = SHARES
-    shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
-    if smaller:
-        shares = [share for share in shares if share < now.server.gpu_share]
-    for share in sorted(shares, key=lambda share: abs(share - now.server.gpu_share)):
-        tried = replace(now, server=replace(now.server, gpu_share=share))
-        if tried.plan().fits:
-            return tried
-    return None
-
-
-def _server_share(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    if not now.on_gpu or (changed := other_share(now)) is None:
-        return None
-    return changed, {"--server.gpu-memory-utilization": f"{changed.server.gpu_share:g}"}
-
-
-def _own_gpu(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    last = now.devices.count - 1
-    if not last or now.trainers > 1 or now.config.shares_weights:
-        return None
-    return _with(now, "model", device=f"cuda:{last}"), {"--device": f"cuda:{last}"}
-
-
-def _smaller_passes(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    longest = now.config.model.seq_len
-    if now.config.largest_pass <= longest:
-        return None
-    return _with(now, "compute", max_tokens_per_microbatch=longest), {"--max-tokens-per-microbatch": str(longest)}
-
-
-def _recompute_all(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    if now.config.model.gradient_checkpointing or now.chooses:
-        return None
-    return _with(now, "model", gradient_checkpointing=True), {"--gradient-checkpointing": ""}
-
-
-def _states_in_8_bits(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    if now.config.optimizer.optimizer == "adamw_8bit":
-        return None
-    return _with(now, "optimizer", optimizer="adamw_8bit"), {"--optimizer": "adamw_8bit"}
-
-
-def _adapter_on_the_servers_weights(now: Setup) -> tuple[Setup, dict[str, str]] | None:
-    """An adapter, for which the trainer needs no weights: it uses the server's. One trainer on the server's GPU can."""
-    config = now.config
-    if config.shares_weights and isinstance(config.bridge, LoraOnly):
-        return None
-    can_share = now.trainers == 1 and not config.model.load_in_4bit
-    if not can_share and isinstance(config.bridge, LoraOptions):
-        return None
-    bridge = config.bridge if isinstance(config.bridge, LoraOnly) else LoraOnly()
-    said = {} if isinstance(config.bridge, LoraOnly) else {"--weight-bridge-mode": "lora_only"}
-    now = replace(now, config=config.model_copy(update={"bridge": bridge.model_copy(update={"share_base": can_share})}))
-    if can_share:
-        said["--share-base"] = ""
-    if can_share and config.model.device.startswith("cuda:"):
-        now, said = _with(now, "model", device="auto"), {**said, "--device": "auto"}
-    return now, said
+    present = now.server.gpu_share
+    shares = [share for share in SHARES if share < present or not smaller]
+    tried = (replace(now.server, gpu_share=share) for share in sorted(shares, key=lambda share: abs(share - present)))
+    return next((setup for setup in (replace(now, server=server) for server in tried) if setup.plan().fits), None)
 
 
 def _with(setup: Setup, section: str, **values: Any) -> Setup:
     changed = getattr(setup.config, section).model_copy(update=values)
     return replace(setup, config=setup.config.model_copy(update={section: changed}))
-
-
-HINTS: tuple[Hint, ...] = (
-    _own_gpu,
-    _server_share,
-    _smaller_passes,
-    _recompute_all,
-    _states_in_8_bits,
-    _adapter_on_the_servers_weights,
-)
-"""First what costs least: what is learnt stays the same, then speed is lost, then another kind of training."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_trainer import dry_run
 from grpo_trainer.cli import app
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run
@@ -144,3 +144,33 @@ def test_what_would_stop_the_run_stops_the_dry_one(model: Path, monkeypatch: pyt
     with pytest.raises(ConfigError) as wrong:
         CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)
     assert wrong.value.field == "--json"
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "gpus"),
+    [
+        ("two_gpus", ["--device: got cuda:1"], {"server": (0,), "trainer": (1,)}),
+        ("four_gpus", [], {"server": (), "trainer-3": ()}),  # which a CPU can do, too
+        ("several_machines", ["--cluster: ", "2 machines with 8 GPUs"], {"server-5": (7,), "trainer-10": (2,)}),
+    ],
+)
+def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, missing: list[str], gpus: dict[str, tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+    asked = []
+
+    def no_cluster(address: str, wanted: int, *, waits: bool) -> None:
+        asked.append(waits)
+        raise ConfigError("no Ray cluster answers", field="--cluster", got=address)
+
+    monkeypatch.setattr("grpo_trainer.launch.ray_cluster.RayCluster", no_cluster)
+    run = {"model_name": str(model), "run_dir": str(model / "run"), "server.port": 0, "api.port": 0}
+    found, notes = dry_run.look_ahead(build_run(read_toml(CONFIGS / f"{name}.toml"), run))
+    assert {row.name: row.gpus for row in found if row.name in gpus} == gpus
+    assert all(part in " ".join(notes) for part in missing) and bool(notes) == bool(missing)
+    assert asked == [False] * (name == "several_machines"), "it does not wait"
+    assert json.loads(dry_run.as_json(found, notes))["missing"] == notes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from grpo_trainer.memory import (
     layer_bytes_per_token,
 )
 from grpo_trainer.model.lora_linear import use_few_kernels
-from grpo_trainer.model.shape import ModelShape
+from grpo_trainer.model.shape import ModelShape, shape_of
 from vllm_server.protocol import CPU_CACHE_BYTES
 
 H200 = Devices("cuda", 141_000_000_000)
@@ -75,6 +77,21 @@ def test_a_mixture_of_experts_holds_all_of_them_and_passes_some() -> None:
     with pytest.raises(ModelError) as error:
         ModelShape.from_config({"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2})
     assert error.value.field == "config.json" and "vocab_size" in error.value.got
+
+
+def test_sizes_that_a_config_omits_are_those_of_transformers_class(tmp_path: Path) -> None:
+    """Gemma 3 is published with a part of its text model's sizes; Llama's own default is a vocabulary of 32,000."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    given = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    found = shape_of(str(tmp_path))
+    assert found == replace(SMALL, hidden=2560, intermediate=10_240, layers=34, heads=8, kv_heads=4, head_dim=256,
+                            vocab=262_208, tied=True, positions=131_072)  # fmt: skip
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert (found := shape_of(str(tmp_path))) is not None and (found.vocab, found.kv_heads) == (32_000, 2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of-nobody", **sizes}))
+    assert shape_of(str(tmp_path)) is None
 
 
 def test_all_weights_in_mode_none() -> None:
@@ -300,8 +317,10 @@ def test_only_what_helps_is_advised(tried: Setup, ways: list[str]) -> None:
 
 def test_several_options_are_advised_together_where_they_cost_less_than_one_alone() -> None:
     together, alone = advice(planned(trainer(seq_len=4096))).split("; or ")
-    assert together == "--optimizer adamw_8bit with --server.gpu-memory-utilization 0.2"
-    assert alone == "--weight-bridge-mode lora_only with --share-base"
+    passes, *others = together.split(" with ")
+    assert passes == "--max-tokens-per-microbatch 4096"
+    assert others == ["--optimizer adamw_8bit", "--server.gpu-memory-utilization 0.2"]
+    assert alone == "--weight-bridge-mode lora_only --share-base"
 
 
 @pytest.mark.parametrize(
