@@ -150,8 +150,8 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
 # planted faults: 1 to 12, and more ---------------------------------------------------------------------------
 
 
-SHARED = {"weight_bridge_mode": "shared_vllm"}
-GROWING = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+SHARED: dict[str, Any] = {"weight_bridge_mode": "shared_vllm"}
+GROWING: dict[str, Any] = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 
 
 @pytest.mark.parametrize(
