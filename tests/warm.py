@@ -46,7 +46,7 @@ TRAINERS = (
 """What a trainer and an environment import."""
 RUNS = (
     # The server's half of vLLM and the engine's; and what else `grpo run` starts.
-    *("vllm_server.app", "vllm_server.compat", "vllm_server.model_check", "vllm_server.sharing"),
+    *("vllm_server.serve", "vllm_server.worker.extension"),
     *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
     *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
     "vllm.model_executor.layers.quantization.online.base",  # imported when a model is loaded, whatever its quantization
@@ -247,9 +247,9 @@ def _status(error: SystemExit) -> int:
 
 def _serve(descriptor: int, modules: Sequence[str]) -> None:
     """The zygote: import, then fork whatever is asked for, until nobody is there to ask."""
-    from vllm_server import arguments
+    from vllm_server import flags
 
-    arguments.set_environment()
+    flags.set_environment()
     for name in modules:
         importlib.import_module(name)
     preload = sys.modules.get("vllm_server.worker.preload")
@@ -277,11 +277,11 @@ def _make_ready() -> None:
     from tqdm import tqdm
     from vllm.v1.sample.sampler import Sampler
 
-    from vllm_server import compat
+    from vllm_server import seams
 
     tqdm.monitor_interval = 0  # a progress bar of the compiler would start a thread
-    compat.assert_seams()  # for its imports
-    if compat.device_type() != "cpu" or torch.get_num_threads() > 1:
+    seams.probe()  # for its imports
+    if seams.device_type() != "cpu" or torch.get_num_threads() > 1:
         return  # torch.compile would initialise CUDA, or start threads: a fork would have neither
     with torch.inference_mode():  # as in an engine, which compiles this at its first request for logprobs
         for vocabulary in (97, 101):  # two sizes, so that a third is not compiled again

@@ -3,9 +3,17 @@
 import sys
 import traceback
 
-from vllm_server import arguments, forking
+from vllm_server import flags, forking, seams
+from vllm_server.checks import (
+    check_key,
+    check_model,
+    check_model_path,
+    check_port_free,
+    check_vllm,
+    keys_of,
+    prepare_writable,
+)
 from vllm_server.errors import FatalError, gist
-from vllm_server.start_checks import check_key, check_model_path, check_port_free, check_vllm, keys_of
 
 
 def main(argv: list[str]) -> int:
@@ -14,15 +22,15 @@ def main(argv: list[str]) -> int:
     Return the exit status: 0 after a signal, 2 for a wrong command, 1 for any other failure.
     """
     if {"-h", "--help"}.intersection(argv):
-        print(arguments.own_help(), end="")
+        flags.own_parser().print_help()
         return 0
     try:
-        if arguments.HELP_ALL in argv:
+        if flags.HELP_ALL in argv:
             check_vllm()
-            arguments.set_environment()
-            arguments.parse(["--help"])  # prints and exits
+            flags.set_environment()
+            flags.parse(["--help"])  # prints and exits
         # Cheap checks run first: importing vLLM takes seconds, and loading the model takes longer.
-        early = arguments.early_arguments(argv)
+        early = flags.early(argv)
         if early.uds is None:
             if early.config is None:  # a config file may set any of these; `_serve` checks again
                 check_key(early.host, keys_of(early.api_key))
@@ -30,7 +38,7 @@ def main(argv: list[str]) -> int:
         if early.model is not None:
             check_model_path(early.model)
         check_vllm()
-        arguments.set_environment()
+        flags.set_environment()
         forking.start()  # imports the engine's half while this process imports its own
         return _serve(argv)
     except FatalError as error:
@@ -47,15 +55,15 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from vllm_server import app, compat, model_check, sharing
-
-    args = arguments.parse(argv)
+    args = flags.parse(argv)
     if args.uds is None:
         check_key(args.host, keys_of(args.api_key))
-    compat.assert_seams()
-    sharing.prepare(args)
-    model_check.check_model(args.model, trust_remote_code=args.trust_remote_code)
-    app.serve(args)
+    seams.probe(writable=args.shared_weights or args.receive_weights)
+    prepare_writable(args)
+    check_model(args.model, trust_remote_code=args.trust_remote_code)
+    from vllm_server.serve import serve  # imports vLLM
+
+    serve(args)
     return 0
 
 

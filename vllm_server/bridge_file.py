@@ -1,21 +1,31 @@
-"""Choose the place of `vllm_bridge_config.json`, write it atomically with access for its owner only, and remove it."""
+"""`vllm_bridge_config.json`, which tells trainers where shared weights are: its place, its content, its end."""
 
 import contextlib
+import logging
 import os
 import shlex
 import stat
 import tempfile
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 
+from grpo_common.http import address
+from vllm_server import seams
 from vllm_server.errors import FatalError
-from vllm_server.protocol import machine_id
-from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile
+from vllm_server.protocol import WorkerInfo, machine_id
+from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
+
+if TYPE_CHECKING:  # they import torch
+    from vllm_server.engine import SharedEngine
+    from vllm_server.worker.shared_weights import Exported
+
+logger = logging.getLogger("vllm.grpo.bridge_file")
 
 FOLDER = "atropos_bridge"  # in the system temporary folder
 
@@ -142,3 +152,70 @@ def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
         return psutil.Process(config.server_pid).create_time() <= path.stat().st_mtime
     except (psutil.Error, OSError):
         return False
+
+
+_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers that listen on all addresses
+
+
+async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
+    """Share the weights and write the bridge file.
+
+    Args:
+        workers: by rank.
+
+    Raises:
+        FatalError: the weights cannot be shared, or the file cannot be written.
+    """
+    first, *others = await engine.export()
+    handles = first.handles
+    file = BridgeFile.choose(args.bridge_config_path, os.environ)
+    file.write(
+        BridgeConfigFile(
+            model=str(engine.engine.vllm_config.model_config.model),
+            tp_degree=len(workers),
+            dp_shard_degree=1,
+            param_names=list(handles),
+            param_mappings=_mappings(first),
+            ipc_handles=handles,
+            shared_weights_enabled=True,
+            single_copy_enabled=True,
+            num_params=len(handles),
+            schema_version=SCHEMA_VERSION,
+            kind="cuda_ipc" if seams.device_type() == "cuda" else "file",
+            server_url=server_url(args),
+            server_pid=os.getpid(),
+            boot_id=boot_id,
+            machine=machine_id(),
+            gpu_uuid=workers[0].gpu_uuid,
+            vllm_version=seams.vllm_version(),
+            torch_version=first.torch_version,
+            further_ranks=[
+                RankWeights(
+                    rank=each.rank,
+                    param_mappings=_mappings(each),
+                    ipc_handles=each.handles,
+                    gpu_uuid=workers[each.rank].gpu_uuid,
+                )
+                for each in others
+            ],
+        )
+    )
+    logger.info("Exported %d IPC handles for single-copy mode: %s", len(handles), file.path)
+    return file
+
+
+def _mappings(exported: "Exported") -> dict[str, ParamMapping]:
+    return {
+        name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
+        for name, handle in exported.handles.items()
+    }
+
+
+def server_url(args: Namespace) -> str:
+    """Return the URL by which a trainer on this machine reaches the server."""
+    if args.uds:
+        return f"unix:{args.uds}"
+    host = args.host or ""
+    host = _REACHED_BY.get(host, host)
+    scheme = "https" if args.ssl_keyfile else "http"
+    return f"{scheme}://{address(host, args.port)}"

@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler an
 
 
 class FencedEngine(Protocol):
-    """The engine's methods that the fence uses; `sharing.SharedEngine` implements them."""
+    """The engine's methods that the fence uses; `engine.SharedEngine` implements them."""
 
     async def hold(self, *, abort: bool) -> None:
         """Stop scheduling, and wait for the current forward pass. With `abort`, end in-flight requests early."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,7 @@ _FOR_SPAWNED = (METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY")
 """Variables that require a spawned engine: another start method, or libraries from vLLM's own LD_LIBRARY_PATH."""
 
 _CORES_VARIABLE, _ANY_CORES = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-"""vLLM's variable that gives each worker on a CPU its cores, for OpenMP to read when it is loaded; its value for none.
-NUMA nodes (`--numa-bind`) are given to spawned processes only, too."""
+"""vLLM's variable that gives each worker on a CPU its cores, which OpenMP reads when it is loaded; and "none"."""
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALISED = 3
@@ -110,16 +110,25 @@ def context() -> ForkServerContext | None:
     return forked
 
 
-def for_workers() -> BaseContext | None:
-    """Return the context that forks an engine's workers; None if a fork is not safe, or the engine was not forked.
+def fork_engines() -> None:
+    """Have vLLM's server fork its engines, if a fork is safe."""
+    for name in ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator"):
+        module = importlib.import_module(name)
 
-    Call this in the engine's process.
+        def get_mp_context(vllms: Callable[[], Any] = module.get_mp_context) -> Any:
+            return context() or vllms()
+
+        vars(module)["get_mp_context"] = get_mp_context
+
+
+def allow_forked_workers() -> None:
+    """Have vLLM fork workers from this engine's process, which has made their imports.
+
+    vLLM itself spawns them if CUDA is initialised, with `--numa-bind`, in Ray's actors and under WSL. An engine that
+    was spawned has made too few imports.
     """
-    if not _forked or cuda_is_initialised() or "--numa-bind" in sys.argv:
-        return None
-    if os.environ.get(_CORES_VARIABLE, _ANY_CORES) != _ANY_CORES:
-        return None
-    return multiprocessing.get_context("fork")
+    if _forked and os.environ.get(_CORES_VARIABLE, _ANY_CORES) == _ANY_CORES:
+        os.environ[METHOD_VARIABLE] = "fork"
 
 
 def _ask(forked: _Context, preload: str) -> str:

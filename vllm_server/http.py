@@ -1,18 +1,20 @@
-"""What all routes share: request bodies, answers and refusals."""
+"""What all routes share: how a handler is registered, request bodies, answers and refusals."""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from vllm_server.compat import engine_dead_error
 from vllm_server.errors import ServeError, engine_is_dead
+from vllm_server.seams import engine_dead_error
+from vllm_server.server import PolicyServer
 
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Any]]
 
 NDJSON = "application/x-ndjson"
 
@@ -49,22 +51,41 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         ) from error
 
 
-def passing_on(kind: type[T], method: Callable[[Request], Callable[[T], Awaitable[object]]]) -> Handler:
-    """Return a handler that passes the body, a `kind`, on to a method of the server, and answers what that returns."""
-
-    async def handle(request: Request) -> Response:
-        return json_response(await method(request)(await read_body(request, kind)))
-
-    return handle
+ROUTES: list[Route] = []
+"""This server's routes, in the order in which `route` was called."""
 
 
-def guarded(handler: Handler) -> Handler:
-    """Return `handler` with its refusals answered here: vLLM's app does not accept further exception handlers."""
+def route(method: str, path: str) -> Callable[[Handler], Handler]:
+    """Make a function the handler of a route.
+
+    The annotations of its parameters say what it gets: the `PolicyServer`, the `Request`, or the request's JSON body as
+    any other type. Its result is the answer: a Response, nothing (an empty 200), or what is encoded as JSON. It refuses
+    a request by raising a ServeError.
+    """
+
+    def register(handler: Handler) -> Handler:
+        ROUTES.append(Route(path, endpoint(handler), methods=[method], name=handler.__name__))
+        return handler
+
+    return register
+
+
+def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler, see `route`, as Starlette takes it."""
+    kinds = [kind for name, kind in get_type_hints(handler).items() if name != "return"]
+
+    async def argument(request: Request, kind: Any) -> Any:
+        if kind is PolicyServer:
+            return request.app.state.policy_server
+        return request if kind is Request else await read_body(request, kind)
 
     @wraps(handler)
     async def handle(request: Request) -> Response:
         try:
-            return await handler(request)
+            result = await handler(*[await argument(request, kind) for kind in kinds])
+            if isinstance(result, Response):
+                return result
+            return Response() if result is None else json_response(result)
         except ServeError as error:
             return error_response(error)
         except engine_dead_error():

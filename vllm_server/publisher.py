@@ -177,6 +177,10 @@ class Channels:
     engine: ChannelEngine
     _open: dict[str, ChannelRequest] = field(default_factory=dict)
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
     async def open(self, request: ChannelRequest, max_rank: int) -> str:
         """Open the channel in the engine; return its name.
 
@@ -267,7 +271,7 @@ class Installed:
 
 
 class AdapterEngine(ChannelEngine, Protocol):
-    """The engine's methods that publishing uses; `compat.Adapters` implements them."""
+    """The engine's methods that publishing uses; `engine.Adapters` implements them."""
 
     def next_id(self) -> int: ...
     async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed: ...
@@ -326,6 +330,11 @@ class Publisher:
                 wanted="adapters in a known state",
                 fix="publish a version again",
             )
+
+    @property
+    def has_channel(self) -> bool:
+        """Return whether a trainer has opened a channel."""
+        return self._channels.is_open
 
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version. After this returns, every new request (or only those that name it) gets it.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from grpo_common.suggest import did_you_mean
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.errors import ServeError
 
 # Fields of SamplingParams that the server sets itself, or that would change the answer's structure.
@@ -20,7 +20,7 @@ _ROUTING_KEYS = ("prompt", "stream", "model", "policy_version")
 @cache
 def known_keys() -> frozenset[str]:
     """Return the sampling keys of the installed vLLM."""
-    fields = compat.sampling_params_class().__struct_fields__
+    fields = seams.require("vllm.sampling_params", "SamplingParams").__struct_fields__
     return frozenset(name for name in fields if not name.startswith("_")) - _NOT_FOR_REQUESTS
 
 
@@ -58,8 +58,8 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
                 fix=did_you_mean(key, known, f"known are {', '.join(sorted(known_keys()))}"),
             )
     try:
-        params = msgspec.convert(sampling, compat.sampling_params_class(), str_keys=True)
-    except compat.request_errors() as error:  # msgspec's are ValueErrors and contain `$.key`; vLLM's name the key
+        params = msgspec.convert(sampling, seams.require("vllm.sampling_params", "SamplingParams"), str_keys=True)
+    except seams.request_errors() as error:  # msgspec's are ValueErrors and contain `$.key`; vLLM's name the key
         place = re.search(r"`\$\.(\w+)", str(error))
         field = place.group(1) if place else next((k for k in sampling if k in str(error)), "sampling")
         raise ServeError(
@@ -73,7 +73,8 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
             wanted="a request without stream",
             fix="omit stream or prompt_logprobs",
         )
-    params.output_kind = compat.output_kind(stream=stream)
+    kinds = seams.require("vllm.sampling_params", "RequestOutputKind")
+    params.output_kind = kinds.DELTA if stream else kinds.FINAL_ONLY
     # Flat logprobs are one list for all positions instead of many small objects: faster, and less work for the garbage
     # collector. Not for prompts: the flat form loses the first position's None.
     params.flat_logprobs = params.prompt_logprobs is None

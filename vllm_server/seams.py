@@ -1,42 +1,187 @@
-"""Find what this server uses of vLLM's internals, and name what the installed vLLM does not have."""
+"""What this server uses of vLLM's internals, in one table; `probe` checks it at start and names what has moved.
+
+The places are those of vLLM 0.32. What this server *replaces* in vLLM is in `patches`.
+"""
+
+from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import Any
+import inspect
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
 
 from vllm_server.errors import IncompatibleError
 from vllm_server.protocol import VLLM_RUN
 
+CLI = "vllm.entrypoints.launchers.cli_args"
+_ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+_APP_STATE = "vllm.entrypoints.launchers.api_server.app_state"
+_APP = "vllm.entrypoints.launchers.app"
+_LAUNCHER = "vllm.entrypoints.launchers.launcher"
+_CORE_CLIENT = "vllm.v1.engine.core_client"
 
-def seam(module: str, *names: str) -> ModuleType:
-    """Return one of vLLM's modules; it must have all `names`.
+NAMES: dict[str, tuple[str, ...]] = {
+    _LAUNCHER: ("NoSignalServer", "watchdog_loop"),
+    CLI: ("make_arg_parser", "validate_parsed_serve_args"),
+    "vllm.entrypoints.launchers.utils.server_utils": ("get_uvicorn_log_config",),
+    "vllm.entrypoints.launchers.utils.ssl": ("SSLCertRefresher",),
+    "vllm.entrypoints.serve.utils.api_utils": ("cli_env_setup",),
+    "vllm.utils.argparse_utils": ("FlexibleArgumentParser",),
+    "vllm.utils.system_utils": ("decorate_logs",),
+    "vllm.v1.engine.core": ("EngineCoreProc.run_engine_core",),
+    "vllm.v1.engine.utils": ("get_mp_context",),
+    "vllm.v1.engine.coordinator": ("get_mp_context",),
+    "vllm.v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
+    "vllm.exceptions": ("VLLMClientError",),
+    "vllm.sampling_params": ("SamplingParams", "RequestOutputKind"),
+    "vllm.lora.request": ("LoRARequest",),
+    "vllm.renderers.base": ("BaseRenderer.render_cmpl_async",),
+}
+"""By module: functions, classes and methods."""
+
+
+class Engine(Protocol):
+    """The part of vLLM's AsyncLLM that this server uses."""
+
+    vllm_config: Any
+    renderer: Any
+    engine_core: Any
+    output_processor: Any
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        prompt_text: str | None = None,
+    ) -> AsyncGenerator[Any, None]: ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def is_paused(self) -> bool: ...
+    async def check_health(self) -> None: ...
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake_up(self) -> Any: ...
+    async def is_sleeping(self) -> bool: ...
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]: ...
+    def get_tokenizer(self) -> Any: ...
+
+
+PARAMETERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    (_LAUNCHER, ""): {"setup_server": ("args", "reuse_port")},
+    (_ENTRY, ""): {"build_async_engine_client": ("args",)},
+    (_APP, ""): {"build_app": ("args", "supported_tasks", "model_config")},
+    (_APP_STATE, ""): {"init_app_state": ("engine_client", "state", "args", "supported_tasks")},
+    ("vllm.v1.engine.async_llm", "AsyncLLM"): {
+        name: tuple(inspect.signature(function).parameters)[1:]
+        for name, function in vars(Engine).items()
+        if not name.startswith("_")
+    },
+    (_CORE_CLIENT, "AsyncMPClient"): {"_call_utility_async": ("method", "engine")},
+}
+"""By class, or module: functions with the parameters that this server passes."""
+
+SHARED_PARAMETERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    (_CORE_CLIENT, "AsyncMPClient"): {
+        "pause_scheduler_async": ("mode", "clear_cache"),
+        "resume_scheduler_async": (),
+        "reset_prefix_cache_async": ("reset_running_requests",),
+        "reset_encoder_cache_async": (),
+        "add_request_async": ("request",),
+    },
+    ("vllm.v1.engine.output_processor", "OutputProcessor"): {"abort_requests": ("request_ids", "internal")},
+}
+"""The same for a server whose weights a trainer writes."""
+
+
+def probe(*, writable: bool = False) -> None:
+    """Check every place that this server uses.
+
+    Args:
+        writable: a trainer writes the server's weights.
 
     Raises:
-        FatalError: the module does not exist, or a name is missing; the message names it.
+        IncompatibleError: names everything that this vLLM does not have.
+    """
+    missing = [name for module, names in NAMES.items() for name in names if not has(module, name)]
+    tables = [PARAMETERS, SHARED_PARAMETERS] if writable else [PARAMETERS]
+    missing += [
+        f"{owner or module}.{name}({', '.join(lacking or ())})"
+        for table in tables
+        for (module, owner), functions in table.items()
+        for name, parameters in functions.items()
+        if (lacking := _lacking(module, f"{owner}.{name}".lstrip("."), parameters)) is None or lacking
+    ]
+    if writable and not _salts_cache_keys():
+        missing.append("EngineCoreRequest.cache_salt that becomes part of cache keys")
+    if missing:
+        raise moved(", no ".join(missing))
+
+
+def has(module: str, name: str) -> bool:
+    """Return whether a module of vLLM has `name`, which may have dots."""
+    try:
+        require(module, *name.split("."))
+    except IncompatibleError:
+        return False
+    return True
+
+
+def _lacking(module: str, name: str, parameters: tuple[str, ...]) -> list[str] | None:
+    """Return the parameters that a function lacks; None: there is no such function."""
+    if not has(module, name):
+        return None
+    known = inspect.signature(require(module, *name.split("."))).parameters
+    return [each for each in parameters if each not in known]
+
+
+def _salts_cache_keys() -> bool:
+    """Return whether a request's salt can be set, and is part of the key of its first block in the prefix cache."""
+    try:
+        request = require("vllm.v1.engine", "EngineCoreRequest")
+        if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
+            return False
+        stand_in = SimpleNamespace(cache_salt="salt", mm_features=[], lora_request=None, prompt_embeds=None)
+        keys, _ = require("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys")(stand_in, 0, 1, 0)
+    except (IncompatibleError, AttributeError, TypeError, ValueError):
+        return False
+    return "salt" in str(keys)
+
+
+def require(module: str, *names: str) -> Any:
+    """Return one of vLLM's modules, or what is called `names` in it: a class, and a method of that class.
+
+    Raises:
+        IncompatibleError: it does not exist; the message names it.
     """
     try:
-        found = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not module.startswith(error.name or "\0"):
             raise  # the module exists, but one of its imports does not
         raise moved(module) from error
+    for number, name in enumerate(names):
+        if not hasattr(value, name):
+            raise moved(f"{module}.{'.'.join(names[: number + 1])}")
+        value = getattr(value, name)
+    return value
+
+
+def seam(module: str, *names: str) -> Any:
+    """Return one of vLLM's modules, which must have all `names`; see `require`."""
     for name in names:
-        if not hasattr(found, name):
-            raise moved(f"{module}.{name}")
-    return found
+        require(module, name)
+    return require(module)
 
 
 def found(module: str, name: str, *members: str) -> Any:
-    """Return a class or function of one of vLLM's modules; a class must have all `members`.
-
-    Raises:
-        FatalError: it does not exist, or lacks a member; the message names that.
-    """
-    value = getattr(seam(module, name), name)
+    """Return a class or function of one of vLLM's modules; a class must have all `members`; see `require`."""
     for member in members:
-        if not hasattr(value, member):
-            raise moved(f"{name}.{member}")
-    return value
+        require(module, name, member)
+    return require(module, name)
 
 
 def moved(symbol: str) -> IncompatibleError:
@@ -49,3 +194,27 @@ def moved(symbol: str) -> IncompatibleError:
 def vllm_version() -> str:
     """Return vLLM's version from its module: the CPU build's distribution has another name in its metadata."""
     return importlib.import_module("vllm.version").__version__
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What several modules use.
+
+
+def device_type() -> Literal["cpu", "cuda"]:
+    """Return the platform that this vLLM serves on."""
+    return "cpu" if require("vllm.platforms", "current_platform").is_cpu() else "cuda"
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return what vLLM raises for a bad request."""
+    return (ValueError, TypeError, require("vllm.exceptions", "VLLMClientError"))
+
+
+def engine_dead_error() -> type[Exception]:
+    """Return the error that the engine raises when its process has ended, or its outputs can no longer be read."""
+    return require("vllm.v1.engine.exceptions", "EngineDeadError")
+
+
+def engine_generate_error() -> type[Exception]:
+    """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
+    return require("vllm.v1.engine.exceptions", "EngineGenerateError")

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-
-from vllm_server import compat, routed_experts, seams, sharing
-from vllm_server.bridge_file import BridgeFile
+from vllm_server import routed_experts, seams
+from vllm_server.bridge_file import BridgeFile, export
+from vllm_server.engine import Adapters, SharedEngine, describe_workers, rendered
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
-from vllm_server.sharing import SharedEngine
+from vllm_server.seams import Engine
 from vllm_server.weights import WeightChannels
 
 logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format
@@ -32,8 +30,8 @@ logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler a
 class PolicyServer:
     """The server object in `app.state.policy_server`; `boot_id` is new for each process."""
 
-    engine: compat.Engine
-    adapters: compat.Adapters
+    engine: Engine
+    adapters: Adapters
     publisher: Publisher
     fence: Fence
     weights: WeightChannels
@@ -44,8 +42,11 @@ class PolicyServer:
     started: float
 
     @classmethod
-    async def start(cls, app: Starlette, engine: compat.Engine, args: Namespace) -> "PolicyServer":
-        """Create the server, after vLLM has filled `app.state` and before the first request.
+    async def start(cls, engine: Engine, models: Any, args: Namespace) -> "PolicyServer":
+        """Create the server, after vLLM has filled its application's state and before the first request.
+
+        Args:
+            models: vLLM's OpenAIServingModels.
 
         Raises:
             FatalError: the weights cannot be shared.
@@ -60,14 +61,14 @@ class PolicyServer:
             capacity=lora.max_cpu_loras if lora else args.lora_keep_versions + 1,
             base_version=args.policy_version,
         )
-        adapters = compat.Adapters(engine, app.state.openai_serving_models)
+        adapters = Adapters(engine, models)
         publisher = Publisher(
             registry=registry,
             engine=adapters,
             roots=tuple(Path(root).resolve() for root in args.lora_root),
             max_rank=lora.max_lora_rank if lora else None,
         )
-        workers = await compat.describe_workers(engine)
+        workers = await describe_workers(engine)
         boot_id = str(uuid4())
         shared = SharedEngine(engine)
         writable = args.shared_weights or args.receive_weights
@@ -77,25 +78,24 @@ class PolicyServer:
             routed_experts.collect()
         if writable:
             shared.salt_caches(fence.passage, lambda: fence.salt)
-        file = await sharing.export(shared, args, boot_id, workers) if args.shared_weights else None
+        file = await export(shared, args, boot_id, workers) if args.shared_weights else None
         weights = WeightChannels(engine, fence, accepts=args.receive_weights)
-        server = cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())
-        app.state.policy_server = server
-        return server
+        return cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())
 
     def close(self) -> None:
         """Remove the bridge file."""
         if self.bridge_file is not None:
             self.bridge_file.remove(self.boot_id)
 
-    @classmethod
-    def of(cls, request: Request) -> "PolicyServer":
-        """Return the server that handles a request."""
-        return request.app.state.policy_server
-
     @property
     def registry(self) -> PolicyRegistry:
         return self.publisher.registry
+
+    @property
+    def has_trainer(self) -> bool:
+        """Return whether a trainer updates this server: by writing its weights, or by adapters."""
+        writable = self.args.shared_weights or self.args.receive_weights
+        return writable or self.publisher.has_channel or self.registry.load_count > 0
 
     @asynccontextmanager
     async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:
@@ -117,7 +117,7 @@ class PolicyServer:
         """Raise a ServeError, 503, if the engine has ended or its outputs can no longer be read."""
         try:
             await self.engine.check_health()
-        except compat.engine_dead_error() as error:
+        except seams.engine_dead_error() as error:
             raise engine_is_dead() from error
 
     async def generate(
@@ -127,7 +127,7 @@ class PolicyServer:
         lora = None
         if version is not self.registry.base:
             lora = self.adapters.request(version.name, version.adapter_id, version.path)
-        ready = await compat.rendered(self.engine, prompt)
+        ready = await rendered(self.engine, prompt)
         text = prompt if isinstance(prompt, str) else None
         async with aclosing(
             self.engine.generate(ready, params, request_id, lora_request=lora, prompt_text=text)
@@ -190,7 +190,7 @@ class PolicyServer:
             last_update_time=max(self.publisher.last_update_time, self.fence.last_update_time),
             model_name=str(model.model),
             served_model_name=self.registry.base.name,
-            device=compat.device_type(),
+            device=seams.device_type(),
             dtype=str(model.dtype).removeprefix("torch."),
             boot_id=self.boot_id,
             pid=os.getpid(),

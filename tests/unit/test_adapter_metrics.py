@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Gauge
 
-from vllm_server.compat import Adapters
+from vllm_server.engine import Adapters
 
 
 def test_the_metric_does_not_keep_the_names_of_versions_that_are_gone() -> None:

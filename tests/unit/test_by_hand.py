@@ -13,7 +13,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.by_hand import commands_to_start
 from tests.processes import free_port
-from vllm_server.arguments import early_arguments
+from vllm_server.flags import early
 
 
 def trainer(**flags: Any) -> TrainConfig:
@@ -36,7 +36,7 @@ def test_the_server_has_the_trainers_model_port_length_and_adapters() -> None:
     assert command[:2] == ["grpo", "serve"]
     assert (given["--model"], given["--port"], given["--max-model-len"]) == ("my models/m", "9007", "64")
     assert (given["--max-lora-rank"], given["--lora-root"]) == ("8", "/logs/adapters")
-    assert early_arguments(command[2:]).port == 9007
+    assert early(command[2:]).port == 9007
 
 
 def test_a_server_of_shared_weights_is_started_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_common.gate import Application, Gate, Refusal, Scope, is_loopback
+from vllm_server.checks import check_key, keys_of
 from vllm_server.errors import FatalError
-from vllm_server.start_checks import check_key, keys_of
 
 
 def ask(scope: dict[str, Any], headers: dict[str, str], **settings: Any) -> object:

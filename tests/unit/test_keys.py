@@ -18,8 +18,8 @@ from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.process import Process
 from grpo_trainer.run import contents, with_key, write_configs
+from vllm_server.checks import check_key, keys_of
 from vllm_server.errors import FatalError
-from vllm_server.start_checks import check_key, keys_of
 
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124}
 NODES = [Node("a", "10.0.0.1", 2, is_head=True), Node("b", "10.0.0.2", 2)]

@@ -103,7 +103,7 @@ def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str
 def test_a_vllm_without_what_is_used(monkeypatch: pytest.MonkeyPatch, module: str, symbol: str) -> None:
     monkeypatch.setattr(seams, "vllm_version", lambda: "0.40.0")
     with pytest.raises(IncompatibleError) as error:
-        seams.seam(module, "gone")
+        seams.require(module, "gone")
     assert str(error.value) == f"vLLM 0.40.0: has no {symbol}; wanted vLLM 0.32; install it"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_common.models import CONFIG_FILE, missing_path, nearest_folder
+from vllm_server.checks import check_model_path
 from vllm_server.errors import FatalError
-from vllm_server.start_checks import check_model_path
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_server.compat import Adapters, describe_workers
+from vllm_server.engine import Adapters, describe_workers
 from vllm_server.publisher import Delivery
 
 INSTALLED = {"slot": 0, "replayed": False, "unserved": (), "seconds": 0.1}
@@ -26,7 +26,7 @@ def engine(*replicas: list[dict[str, Any]]) -> Any:
         return replicas[engine]
 
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=len(replicas))),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=len(replicas), use_ray=False)),
         engine_core=SimpleNamespace(_call_utility_async=one, core_engines=range(len(replicas))),
         collective_rpc=first,
     )

@@ -16,7 +16,7 @@ from tests.unit.test_policy_publisher import RANK, load, make_publisher, save_ad
 from vllm_server.adapters import check_config
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
-from vllm_server.http import guarded, json_response, parse_body
+from vllm_server.http import endpoint, json_response, parse_body
 from vllm_server.policy import PolicyRegistry
 from vllm_server.protocol import HIGHEST_VERSION, LoraLoadRequest, UpdateEndRequest
 from vllm_server.publisher import Publisher
@@ -229,17 +229,17 @@ def test_bodies_that_are_no_json(body: bytes) -> None:
 
 
 def test_what_reads_a_body_too_deeply_is_a_refusal() -> None:
-    async def handler(_: Request) -> Any:
+    async def handler() -> Any:
         raise RecursionError
 
-    answer = asyncio.run(guarded(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
+    answer = asyncio.run(endpoint(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
     assert answer.status_code == 422
     assert json.loads(bytes(answer.body))["error"]["param"] == "body"
 
 
 def test_a_body_that_breaks_off_is_no_error_of_the_server() -> None:
-    async def handler(_: Request) -> Any:
+    async def handler() -> Any:
         raise ClientDisconnect
 
-    answer = asyncio.run(guarded(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
+    answer = asyncio.run(endpoint(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
     assert answer.status_code == 499

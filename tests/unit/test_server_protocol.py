@@ -97,7 +97,7 @@ def test_protocol_is_a_light_edge() -> None:
 def test_without_vllm_the_command_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vllm_server.start_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("vllm_server.checks.find_spec", lambda name: None)
     assert main(["--port", "0"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("vllm_server: ") and "'grpo-trainer[gpu]'" in said
@@ -110,8 +110,8 @@ def test_without_vllm_the_command_says_how_to_install_it(
 def test_older_versions_of_vllm_are_refused_and_newer_ones_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str, refused: bool, warned: bool
 ) -> None:
-    monkeypatch.setattr("vllm_server.start_checks.metadata.version", lambda name: installed)
-    monkeypatch.setattr("vllm_server.arguments.set_environment", lambda: None)
+    monkeypatch.setattr("vllm_server.checks.metadata.version", lambda name: installed)
+    monkeypatch.setattr("vllm_server.flags.set_environment", lambda: None)
     monkeypatch.setattr("vllm_server.forking.start", lambda: None)
     monkeypatch.setattr("vllm_server.__main__._serve", lambda argv: 0)
     assert main(["--port", "0"]) == refused

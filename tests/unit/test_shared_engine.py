@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllm_server.engine import SharedEngine
 from vllm_server.errors import ServeError
-from vllm_server.sharing import SharedEngine
 
 
 @dataclass

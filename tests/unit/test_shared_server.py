@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from vllm_server.bridge_file import FOLDER, BridgeFile
+from vllm_server.checks import check_receivable, check_shareable
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, FileHandle, Handle, ParamMapping
-from vllm_server.sharing import check_receivable, check_shareable
 from vllm_server.worker.shared_weights import plain_parameters, share
 
 # the file --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_server import compat, seams
+from vllm_server import seams
 from vllm_server.lora_kernels import kernels
 
 MOST_SLICES = 3
@@ -173,7 +173,7 @@ def install() -> None:
     shrink = seams.found(f"{module}.lora_shrink_op", "_lora_shrink")
     expand = seams.found(f"{module}.lora_expand_op", "_lora_expand")
     _library = torch.library.Library("vllm", "IMPL")
-    key = compat.dispatch_key()
+    key = seams.require("vllm.platforms", "current_platform").dispatch_key
     _library.impl("lora_shrink", _shrink_in_place_of(shrink), key, allow_override=True)
     _library.impl("lora_expand", _expand_in_place_of(expand), key, allow_override=True)
 

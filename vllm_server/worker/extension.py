@@ -7,36 +7,27 @@ plain values. A refusal is returned as `{"refused": reason}`: an exception would
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from vllm.platforms import current_platform
 
-from vllm_server.lora_kernels import install
-from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
+from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel, WeightsOpenRequest
+from vllm_server.protocol.bridge_config import Handle
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker import (
-    routed_experts,
-    sampled_logprobs,
-    sampling_parameters,
-    seeds,
-)
+from vllm_server.worker import routed_experts
+from vllm_server.worker.lifeline import GUARDED_VARIABLE
 from vllm_server.worker.packed import NotFiniteError
-from vllm_server.worker.shared_weights import dtype_name, plain_parameters
+from vllm_server.worker.shared_weights import Exported, checksum, dtype_name, plain_parameters, share
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.transports import CudaIpcReceiver, FileReader, NcclReceiver, gpu_uuid
-
-if current_platform.is_cuda():
-    install.prepare_worker()
-    sampling_parameters.copy_when_changed()
-    sampled_logprobs.prepare_worker()
-elif current_platform.is_cpu():
-    seeds.prepare_worker()
-routed_experts.prepare_worker()
+from vllm_server.worker.weights import WeightChannel
 
 
 @dataclass
@@ -60,9 +51,9 @@ class PolicyWorker:
     device: torch.device
 
     def grpo_describe(self) -> dict[str, Any]:
-        """Return this worker's `WorkerInfo`."""
+        """Return this worker's `WorkerInfo`, and whether its engine ends with the server."""
         runner = getattr(self, "model_runner", None)
-        found: dict[str, Any] = {"rank": self._grpo_rank()}
+        found: dict[str, Any] = {"rank": self._grpo_rank(), "guarded": GUARDED_VARIABLE in os.environ}
         if (shape := routed_experts.shape_of(runner)) is not None:
             found["routed_experts"] = msgspec.to_builtins(shape)
         if self.device.type != "cuda":
@@ -139,3 +130,90 @@ class PolicyWorker:
                 AdapterSlots(manager, self.device), FileReader(self.device)
             )
         return state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A server whose weights change while it runs: a trainer shares its memory, or sends it all weights.
+
+
+REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError)
+"""What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
+
+
+def _refusing(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have a method return why the trainer's request can't be carried out, instead of raising it."""
+
+    @wraps(method)
+    def call(*args: Any) -> dict[str, Any]:
+        try:
+            return method(*args)
+        except REFUSALS as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
+
+    return call
+
+
+class SharingWorker(PolicyWorker):
+    """Mixed into the worker of such a server."""
+
+    def grpo_export_weights(self) -> dict[str, Any]:
+        """Share all parameters, once. Return `Exported` as JSON, or the refusal."""
+        handles: dict[str, Handle] | None = self.__dict__.get("_grpo_shared")
+        try:
+            with torch.no_grad():
+                handles = handles or share(plain_parameters(self.get_model()), self.device)  # type: ignore[attr-defined]
+        except (ValueError, RuntimeError) as error:
+            return {"refused": str(error)}
+        self.__dict__["_grpo_shared"] = handles
+        device, version = str(self.device), str(torch.__version__)
+        exported = Exported(rank=self.rank, handles=handles, device=device, torch_version=version)
+        return {"exported": msgspec.json.encode(exported)}
+
+    def grpo_synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def grpo_checksums(self) -> dict[str, int]:
+        """Return the `checksum` of each parameter, by vLLM's name."""
+        found = plain_parameters(self.get_model())  # type: ignore[attr-defined]
+        return {name: checksum(parameter) for name, parameter in found.items()}
+
+    @_refusing
+    def grpo_weights_open(self, name: str, request: str) -> dict[str, Any]:
+        """Open the channel for weights (a `WeightsOpenRequest` as JSON); return the bytes set aside for staging."""
+        asked = msgspec.json.decode(request, type=WeightsOpenRequest)
+        model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
+        shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
+        channel = WeightChannel(asked, model, self.device, self.rank, shards)
+        self.__dict__["_grpo_weights"] = name, channel
+        return {"staging_bytes": channel.staging_bytes}
+
+    @_refusing
+    def grpo_weights_stage(self, name: str, version: int) -> dict[str, Any]:
+        """Begin to receive a version in a thread."""
+        self._grpo_channel(name).begin_staging(version)
+        return {}
+
+    @_refusing
+    def grpo_weights_staged(self, name: str) -> dict[str, Any]:
+        """Return whether the version has arrived."""
+        return {"staged": self._grpo_channel(name).has_staged()}
+
+    @_refusing
+    def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
+        """Write a version into the parameters; return `Written` as a dict."""
+        return asdict(self._grpo_channel(name).apply(version))
+
+    def grpo_weights_close(self, name: str) -> None:
+        """Free the channel's memory. A channel that is not open needs no closing."""
+        known, channel = self.__dict__.get("_grpo_weights", ("", None))
+        if channel is not None and known == name:
+            del self.__dict__["_grpo_weights"]
+            channel.close()
+
+    def _grpo_channel(self, name: str) -> WeightChannel:
+        known, channel = self.__dict__.get("_grpo_weights", ("", None))
+        if channel is None or known != name:
+            raise ValueError(f"channel {name} is not open")
+        return channel

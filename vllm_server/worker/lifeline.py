@@ -12,42 +12,38 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_server import forking, seams
+from vllm_server import forking
 
 GRACE_S = 5.0
+GUARDED_VARIABLE = "GRPO_ENGINE_GUARDED"
+"""Set in processes of an engine that ends with its server; `engine.describe_workers` checks it."""
 
 replaced: Callable[..., None] | None = None
 """The function that `run_engine_core` replaces, in the server's process; an engine's process finds vLLM's own."""
 
 
-def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's engine with the checks of this server; replaces `EngineCoreProc.run_engine_core` as process target."""
+def guard_engines() -> None:
+    """Have vLLM's server start its engines by `run_engine_core`."""
+    global replaced
     from vllm.v1.engine.core import EngineCoreProc
 
-    from vllm_server.worker import kv_blocks, output_blocks, stops
+    replaced = EngineCoreProc.run_engine_core
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # pyright: ignore[reportAttributeAccessIssue]
 
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Run vLLM's engine with the checks of this server; replaces `EngineCoreProc.run_engine_core` as process target."""
+    os.environ[GUARDED_VARIABLE] = "1"
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
-    stops.look_up_in_sets()
-    kv_blocks.skip_needless_bookkeeping()
-    output_blocks.send_in_blocks()
-    _fork_workers()
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from vllm_server.patches import patch_vllm
+
+    patch_vllm("engine")
+    forking.allow_forked_workers()
     run = replaced or EngineCoreProc.run_engine_core
     run(*args, **kwargs)
-
-
-def _fork_workers() -> None:
-    """Have vLLM fork workers from this process, which has made their imports, where this is safe; vLLM spawns them.
-
-    Raises:
-        FatalError: this vLLM starts workers elsewhere.
-    """
-    executor = seams.seam("vllm.v1.executor.multiproc_executor", "get_mp_context")
-    vllms = executor.get_mp_context
-
-    def context() -> Any:
-        return forking.for_workers() or vllms()
-
-    vars(executor)["get_mp_context"] = context
 
 
 def _end_with_parent() -> None:

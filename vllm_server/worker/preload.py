@@ -4,9 +4,6 @@ The import of this module does it, and only the forkserver imports it. A fork is
 library forks its engines by default, from a process that has imported the same. CUDA is first initialised in a worker's
 `init_device`; until then vLLM has torch ask NVML (`PYTORCH_NVML_BASED_CUDA_CHECK`). The only threads observed are those
 of OpenBLAS, which starts them again in a forked process. `forking.spoiled` checks what can be checked.
-
-`worker.extension` and `worker.sharing` are not imported here: their import changes vLLM according to the server's
-options.
 """
 
 from __future__ import annotations
@@ -35,11 +32,11 @@ _WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_work
 
 
 def _load() -> None:
-    from vllm_server import compat  # imports for seconds, so only after `end_with_parent` and the signal handler
+    from vllm_server import seams  # imports for seconds, so only after `end_with_parent` and the signal handler
 
-    for name in (*_MODULES, _WORKERS[compat.device_type()]):
+    for name in (*_MODULES, _WORKERS[seams.device_type()]):
         importlib.import_module(name)
-    if compat.device_type() == "cpu":
+    if seams.device_type() == "cpu":
         # vLLM sets TORCHINDUCTOR_CPP_DYNAMIC_THREADS in the engine, but torch reads it when it is imported, as here.
         importlib.import_module("torch._inductor.config").cpp.dynamic_threads = True
     # Set here: in an engine it has no effect, since its environment is no longer where the kernel put it.

@@ -13,13 +13,21 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from grpo_common.disconnects import unless_disconnected
-from vllm_server.compat import engine_dead_error, engine_generate_error, request_errors
 from vllm_server.errors import ServeError
-from vllm_server.http import NDJSON, json_response, read_body
+from vllm_server.http import NDJSON, route
 from vllm_server.policy import Lease, Version
-from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
+from vllm_server.protocol import (
+    GENERATE_ROUTE,
+    HEALTH_GENERATE_ROUTE,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    TokenLogprobs,
+    TokenPrompt,
+)
 from vllm_server.routed_experts import experts_of
 from vllm_server.sampling import build_sampling_params, check_integers
+from vllm_server.seams import engine_dead_error, engine_generate_error, request_errors
 from vllm_server.server import PolicyServer
 
 # JSON has no −∞. A token outside top_p or top_k gets this value instead, as in vLLM's own /v1 answers.
@@ -31,14 +39,13 @@ _UNCHECKED = (AttributeError, KeyError, OverflowError)
 """What vLLM raises when it reads parts of a request that it does not check, for example `extra_args`."""
 
 
-async def generate(request: Request) -> Response:
+@route("POST", GENERATE_ROUTE)
+async def generate(server: PolicyServer, request: Request, body: dict[str, Any]) -> Response | GenerateResponse:
     """Answer a `GenerateRequest` by a `GenerateResponse`, or by one `GenerateChunk` a line if it sets `stream`.
 
     Raises:
         ServeError: 404 no such version, 422 an illegal key or value, 503 the server cannot generate.
     """
-    server = PolicyServer.of(request)
-    body = await read_body(request, dict[str, Any])
     check_integers(body)
     try:
         asked = GenerateRequest.from_body(body)
@@ -59,12 +66,12 @@ async def generate(request: Request) -> Response:
                 return _HeldStream(_lines(final, outputs, lease), held.pop_all())
     if final is None:
         return Response(status_code=499)  # the client has disconnected
-    return json_response(_response(server, final, params, lease))
+    return _response(server, final, params, lease)
 
 
-async def health_generate(request: Request) -> Response:
+@route("GET", HEALTH_GENERATE_ROUTE)
+async def health_generate(server: PolicyServer, request: Request) -> None:
     """Answer 200 after the newest version has generated one token; 503 if it cannot, or not in time."""
-    server = PolicyServer.of(request)
     asked = GenerateRequest(prompt=TokenPrompt([0]), sampling={"max_tokens": 1, "temperature": 0.0})
     params = build_sampling_params(asked.sampling, stream=False)
     try:
@@ -73,7 +80,6 @@ async def health_generate(request: Request) -> Response:
     except TimeoutError:
         wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
         raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume generation, or wait") from None
-    return Response(status_code=200)
 
 
 async def _outputs(

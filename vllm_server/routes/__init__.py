@@ -1,1 +1,0 @@
-"""The routes that this server adds to vLLM's own."""
