@@ -96,6 +96,12 @@ def start(preload: str = PRELOAD) -> None:
     forkserver.ensure_running()
 
 
+def leave() -> None:
+    """Leave the start of engines to vLLM, which spawns them."""
+    global _preloaded
+    _preloaded = None
+
+
 def context() -> ForkServerContext | None:
     """Return the context that forks an engine's process; wait for the imports.
 

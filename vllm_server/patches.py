@@ -21,6 +21,7 @@ class Patch:
         replaces: the places in vLLM.
         process: the kind of process in which it is made. A worker may be in the engine's process.
         by: "module:function" of this project that makes it; it raises an IncompatibleError if vLLM lacks the place.
+            "module" alone: it is made there for one engine object.
         why: the reason.
         until: what makes it unnecessary.
         test: the test that fails when the place moves.
@@ -38,6 +39,9 @@ class Patch:
     writable: bool = False
 
 
+_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts"
+
 PATCHES = (
     Patch(
         replaces=("vllm.v1.engine.core.EngineCoreProc.run_engine_core",),
@@ -54,6 +58,15 @@ PATCHES = (
         why="the engine is forked from a process that imports while the server imports: ready 6 s sooner on 2 cores",
         until="a vLLM whose `serve` takes a running fork server",
         test="tests/integration/test_server_life.py",
+    ),
+    Patch(
+        replaces=("vllm.v1.engine.core_client.AsyncMPClient.add_request_async",),
+        process="server",
+        by="vllm_server.engine",
+        why="completions from any route wait for an update of the weights, and find no cache of older weights",
+        until="a vLLM whose cache keys have the version of the weights, and whose requests wait for an update",
+        test="tests/unit/test_shared_engine.py",
+        writable=True,
     ),
     Patch(
         replaces=(
@@ -91,7 +104,7 @@ PATCHES = (
         test="tests/unit/test_output_blocks.py",
     ),
     Patch(
-        replaces=("vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata", "vLLM's LoRA operators"),
+        replaces=("vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata", "torch.ops.vllm.lora_shrink"),
         process="worker",
         by="vllm_server.lora_kernels.install:prepare_worker",
         why="tokens are grouped by adapter without waiting for the GPU, and kernels take tokens of several versions",
@@ -109,7 +122,7 @@ PATCHES = (
         device="cuda",
     ),
     Patch(
-        replaces=("vLLM's logprobs of sampled tokens",),
+        replaces=("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores",),
         process="worker",
         by="vllm_server.worker.sampled_logprobs:prepare_worker",
         why="logprobs are computed of the sampled tokens only: speed",
@@ -118,7 +131,7 @@ PATCHES = (
         device="cuda",
     ),
     Patch(
-        replaces=("GPUModelRunner.initialize_kv_cache", "GPUModelRunner.execute_model", "GPUModelRunner._sample"),
+        replaces=(f"{_RUNNER}.initialize_kv_cache", f"{_RUNNER}.execute_model", f"{_RUNNER}._sample"),
         process="worker",
         by="vllm_server.worker.routed_experts:prepare_worker",
         why="`--return-routed-experts` records experts on CPUs and in the older model runner",
@@ -126,7 +139,7 @@ PATCHES = (
         test="tests/unit/test_routed_experts.py",
     ),
     Patch(
-        replaces=("GPUModelRunner._sample", "GPUModelRunner._bookkeeping_sync"),
+        replaces=(f"{_RUNNER}._sample", f"{_RUNNER}._bookkeeping_sync"),
         process="worker",
         by="vllm_server.worker.seeds:prepare_worker",
         why="a seeded request whose sample vLLM discards ends the engine on a CPU, whose generators have no offset",
@@ -138,7 +151,8 @@ PATCHES = (
         replaces=(
             "vllm._custom_ops._supports_onednn",
             "vllm.model_executor.layers.utils.check_cpu_sgl_kernel",
-            "CPUUnquantizedExperts.process_weights_after_loading, apply",
+            f"{_EXPERTS}.process_weights_after_loading",
+            f"{_EXPERTS}.apply",
         ),
         process="worker",
         by="vllm_server.worker.shared_weights:keep_weights_plain",
@@ -163,9 +177,9 @@ def patch_vllm(process: Process, *, writable: bool = False) -> None:
     device = importlib.import_module("vllm_server.seams").device_type()
     for patch in PATCHES:
         wanted = patch.process == process and patch.device in (None, device) and (writable or not patch.writable)
-        if wanted and patch.by not in _applied:
+        module, _, function = patch.by.partition(":")
+        if wanted and function and patch.by not in _applied:
             _applied.add(patch.by)
-            module, _, function = patch.by.partition(":")
             getattr(importlib.import_module(module), function)()
 
 

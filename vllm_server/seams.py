@@ -106,7 +106,7 @@ def probe(*, writable: bool = False) -> None:
     Raises:
         IncompatibleError: names everything that this vLLM does not have.
     """
-    missing = [name for module, names in NAMES.items() for name in names if not has(module, name)]
+    missing = [f"{module}.{name}" for module, names in NAMES.items() for name in names if not has(module, name)]
     tables = [PARAMETERS, SHARED_PARAMETERS] if writable else [PARAMETERS]
     missing += [
         f"{owner or module}.{name}({', '.join(lacking or ())})"

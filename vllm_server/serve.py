@@ -24,7 +24,7 @@ from vllm.utils.system_utils import decorate_logs
 
 from grpo_common.gate import Gate, Refusal
 from grpo_common.http import address, connection_limit
-from vllm_server import generate, routes
+from vllm_server import forking, generate, routes
 from vllm_server.before_vllm import BeforeVllm
 from vllm_server.checks import keys_of
 from vllm_server.errors import EngineEndedError, ServeError
@@ -46,6 +46,8 @@ def serve(args: Namespace) -> None:
         EngineEndedError: the engine has ended by itself.
     """
     decorate_logs("APIServer", skip_if_decorated=True)
+    if args.numa_bind:  # works on a new program, not on a fork
+        forking.leave()
     patch_vllm("server")
     cli_env_setup()
     uvloop.run(_serve(args))

@@ -30,19 +30,13 @@ class Reader:
         self.seen = os.environ.get("LATER")
 
 def worker_methods():
-    "With nothing against a fork, then for each reason."
-    def method():
-        context = forking.for_workers()
-        return context and context.get_start_method()
-    found = [method()]
-    sys.argv.append("--numa-bind")
-    found.append(method())
-    sys.argv.remove("--numa-bind")
+    "Without and with cores for each worker."
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
-    found.append(method())
+    forking.allow_forked_workers()
+    found = [os.environ.get(forking.METHOD_VARIABLE)]
     del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
-    forking.cuda_is_initialised = lambda: True
-    return [*found, method()]
+    forking.allow_forked_workers()
+    return [*found, os.environ.get(forking.METHOD_VARIABLE)]
 
 def tell(answers, reader):
     answers.send({
@@ -102,13 +96,15 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
     assert eval(said) == {  # printed by the script above
         "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
-        "hears Ctrl-C": True, "workers": ["fork", None, None, None],
+        "hears Ctrl-C": True, "workers": [None, "fork"],
     }  # fmt: skip
     assert (exit_code, done.returncode) == ("0", 0)
 
 
-def test_an_engine_that_was_not_forked_leaves_its_workers_to_vllm() -> None:
-    assert forking.for_workers() is None
+def test_an_engine_that_was_not_forked_leaves_its_workers_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(forking.METHOD_VARIABLE, "spawn")
+    forking.allow_forked_workers()
+    assert os.environ[forking.METHOD_VARIABLE] == "spawn"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from grpo_common.models import CONFIG_FILE, missing_path, nearest_folder
+from vllm_server import checks, seams
 from vllm_server.checks import check_model_path
 from vllm_server.errors import FatalError
 
@@ -46,3 +50,28 @@ def test_names_of_the_hub_and_folders_are_left_alone(name: str) -> None:
 def test_the_path_ends_where_nothing_is_alike(here: Path) -> None:
     assert nearest_folder(Path("runs/demo-modle/checkpoints")) == Path("runs/demo-model")
     assert nearest_folder(here / "nothing" / "demo-model") == here
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"hidden_size": 64, "num_attention_heads": 2}, False),
+        ({"hidden_size": 64, "num_attention_heads": 2, "head_dim": 16}, True),
+        ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, True),
+        ({"head_dim": 32, "text_config": {"head_dim": 16}}, True),
+        ({"text_config": {"head_dim": 32}}, False),
+        ({}, False),
+    ],
+)
+def test_head_size_of_each_part_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], refused: bool
+) -> None:
+    """vLLM's CPU kernels have some sizes only; a conditional model has its text part's in `text_config`."""
+    backend = SimpleNamespace(get_supported_head_sizes=lambda: [32, 64])
+    monkeypatch.setattr(seams, "device_type", lambda: "cpu")
+    monkeypatch.setattr(seams, "require", lambda module, name: backend)
+    with pytest.raises(FatalError, match="size 16,") if refused else nullcontext():
+        checks._check_head_size("m", config)
+    monkeypatch.setattr(seams, "device_type", lambda: "cuda")
+    checks._check_head_size("m", config)
