@@ -139,7 +139,7 @@ def _engine(folder: Path, on_gpu: bool) -> Any:
         enable_prefix_caching=True,
         enable_lora=folder.name not in WITHOUT_LORA,
         max_lora_rank=8,
-        worker_extension_cls="vllm_server.worker.sharing.SharingWorker",
+        worker_extension_cls="vllm_server.patches.SharingWorker",
         **(sizes if on_gpu else cpu),
     )
     try:
