@@ -45,24 +45,18 @@ def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
     _check_inside(path, roots)
     if not is_there:
         raise ServeError(
-            404,
-            "adapter_path",
-            got=path,
-            wanted="a folder that this server can read",
+            404, "adapter_path", got=path, wanted="a folder that this server can read",
             fix="save the adapter first, by save_pretrained(), on a disk that the server sees",
-        )
+        )  # fmt: skip
     return path
 
 
 def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
     if not any(path.is_relative_to(root) for root in roots):
         raise ServeError(
-            403,
-            "adapter_path",
-            got=path,
-            wanted=f"a place under {' or '.join(map(str, roots))}",
+            403, "adapter_path", got=path, wanted=f"a place under {' or '.join(map(str, roots))}",
             fix=f"save it there, or start the server with --lora-root {path.parent}",
-        )
+        )  # fmt: skip
 
 
 def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple[dict[str, Any], Path]:
@@ -197,12 +191,10 @@ def check_header(header: Header, rank: int) -> None:
     lonely = [head for head, parts in modules.items() if parts != {"A", "B"}]
     if lonely or not modules:
         raise ServeError(
-            422,
-            WEIGHTS_FILE,
+            422, WEIGHTS_FILE,
             got=f"no A and B together for {lonely[0]}" if lonely else f"{len(header.spans)} tensors, none of LoRA",
-            wanted="a pair lora_A, lora_B for each target module",
-            fix="save the adapter by save_pretrained()",
-        )
+            wanted="a pair lora_A, lora_B for each target module", fix="save the adapter by save_pretrained()",
+        )  # fmt: skip
 
 
 def _read_header(stream: BinaryIO) -> Header:
@@ -219,9 +211,6 @@ def _read_header(stream: BinaryIO) -> Header:
 
 def _missing(folder: Path, name: str) -> ServeError:
     return ServeError(
-        404,
-        "adapter_path",
-        got=f"{folder} without {name}",
-        wanted=f"{_CONFIG} and {WEIGHTS_FILE}",
+        404, "adapter_path", got=f"{folder} without {name}", wanted=f"{_CONFIG} and {WEIGHTS_FILE}",
         fix="save the adapter by save_pretrained(folder, safe_serialization=True)",
-    )
+    )  # fmt: skip

@@ -57,12 +57,10 @@ def check_key(host: str | None, keys: Sequence[str]) -> None:
     """Raise a FatalError if other machines can reach the server and it has no key."""
     if not keys and not is_loopback(host):
         raise FatalError(
-            "anyone who reaches it could publish adapters and generate",
-            field=f"--host {host}",
-            got="no key",
+            "anyone who reaches it could publish adapters and generate", field=f"--host {host}", got="no key",
             wanted="a key for a server that other machines can reach",
             fix="set VLLM_API_KEY, give --api-key KEY, or listen on --host 127.0.0.1",
-        )
+        )  # fmt: skip
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -72,17 +70,13 @@ def check_port_free(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise FatalError(
-                field=f"--port {port}",
-                got=f"a port that {port_holder(port)} holds",
-                wanted="a free one",
+                field=f"--port {port}", got=f"a port that {port_holder(port)} holds", wanted="a free one",
                 fix="end that process or choose another port",
-            ) from error
+            ) from error  # fmt: skip
         raise FatalError(
-            field=f"--host {host} --port {port}",
-            got=error.strerror,
-            wanted="an address of this machine",
+            field=f"--host {host} --port {port}", got=error.strerror, wanted="an address of this machine",
             fix="correct it",
-        ) from error
+        ) from error  # fmt: skip
 
 
 def check_model_path(model: str) -> None:
@@ -91,11 +85,9 @@ def check_model_path(model: str) -> None:
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
             raise FatalError(
-                field=f"--model {model}",
-                got=f"a folder without {CONFIG_FILE}",
-                wanted="a saved model's folder",
+                field=f"--model {model}", got=f"a folder without {CONFIG_FILE}", wanted="a saved model's folder",
                 fix="save it by save_pretrained()",
-            )
+            )  # fmt: skip
     elif (problem := missing_path(model)) is not None:
         raise FatalError.of([replace(problem, field=f"--model {model}", got=problem.summary, summary="")])
 
@@ -234,10 +226,9 @@ def _refusals(
             yield replace(refusal, got=f"{size}, and a {refusal.field} of {refusal.got}")
     if args.port == 0 and not args.uds:
         yield Problem(
-            got="--port 0",
-            wanted="a port's number, since the bridge file tells the trainer where the server is",
+            got="--port 0", wanted="a port's number, since the bridge file tells the trainer where the server is",
             fix="choose a port",
-        )
+        )  # fmt: skip
     yield from _plain_weights(args, config, device)
     yield from _latent_attention(config, "vLLM computes with copies of its weights, which a write in place leaves old")
     if device != "cuda":
@@ -245,16 +236,14 @@ def _refusals(
     for name in _ALLOCATOR_SETTINGS:
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             yield Problem(
-                got=f"{name}={environment[name]}",
-                wanted="no expandable_segments, since their memory cannot be shared",
+                got=f"{name}={environment[name]}", wanted="no expandable_segments, since their memory cannot be shared",
                 fix=f"unset {name}",
-            )
+            )  # fmt: skip
     if "microsoft" in kernel.lower():
         yield Problem(
-            got=f"WSL ({kernel})",
-            wanted="Linux itself, since WSL has no CUDA IPC",
+            got=f"WSL ({kernel})", wanted="Linux itself, since WSL has no CUDA IPC",
             fix="use lora_only or a Linux machine",
-        )
+        )  # fmt: skip
 
 
 def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> Iterator[Problem]:
@@ -262,17 +251,15 @@ def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> I
     if args.load_format in _REPACKING_FORMATS:
         yield Problem(
             got=f"--load-format {args.load_format}",
-            wanted="plain weights, since packed ones cannot be trained in place",
-            fix="use safetensors",
-        )
+            wanted="plain weights, since packed ones cannot be trained in place", fix="use safetensors",
+        )  # fmt: skip
     for text in config_parts(config):
         yield from _model_refusals(text)
     if device == "cuda" and args.moe_backend not in ("auto", "triton"):
         yield Problem(
-            got=f"--moe-backend {args.moe_backend}",
-            wanted="triton, since the others reorder experts' weights",
+            got=f"--moe-backend {args.moe_backend}", wanted="triton, since the others reorder experts' weights",
             fix="leave it out",
-        )
+        )  # fmt: skip
 
 
 def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -163,11 +163,9 @@ def parse(argv: list[str]) -> Namespace:
     _plan_lora(args, plain)
     if args.worker_extension_cls:
         raise FatalError(
-            field="--worker-extension-cls",
-            got=args.worker_extension_cls,
-            wanted="none, since the server sets its own extension",
-            fix="leave it out",
-        )
+            field="--worker-extension-cls", got=args.worker_extension_cls,
+            wanted="none, since the server sets its own extension", fix="leave it out",
+        )  # fmt: skip
     args.worker_extension_cls = (
         SHARING_WORKER_EXTENSION if args.shared_weights or args.receive_weights else WORKER_EXTENSION
     )
@@ -261,18 +259,16 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
         args.max_loras = args.max_loras or args.lora_keep_versions + SPARE_ADAPTERS
         if args.max_loras <= args.lora_keep_versions:
             raise FatalError(
-                field="--max-loras",
-                got=args.max_loras,
+                field="--max-loras", got=args.max_loras,
                 wanted=f"{args.lora_keep_versions + 1} or more: --lora-keep-versions, and one that is being loaded",
                 fix="raise it, or lower --lora-keep-versions",
-            )
+            )  # fmt: skip
         if args.max_cpu_loras not in (None, args.max_loras):
             raise FatalError(
-                field="--max-cpu-loras",
-                got=args.max_cpu_loras,
+                field="--max-cpu-loras", got=args.max_cpu_loras,
                 wanted=f"{args.max_loras} as --max-loras, or none: adapters are kept in their slots only",
                 fix="leave it out",
-            )
+            )  # fmt: skip
         args.max_cpu_loras = args.max_loras
     for name, value in plain.items():
         if getattr(args, name) is None:

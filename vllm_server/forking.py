@@ -1,4 +1,4 @@
-"""Fork engines from a process that has made their imports, and workers from the engine, instead of importing in each.
+"""The engine's process: forked from one that has made its imports, and ended when the server ends.
 
 vLLM's own server spawns the engine's process. That process then imports for 6 s (a fast machine) to 16 s what the
 server has just imported. Here a process of multiprocessing's "forkserver" makes these imports while the server makes
@@ -21,6 +21,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -211,3 +212,52 @@ def cuda_is_initialised() -> bool:
         return False  # the driver is not loaded
     count = ctypes.c_int()
     return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALISED
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the engine's process does besides vLLM: above all, it ends when the server's process has ended, for any reason.
+#
+# vLLM's engine process waits for requests on a socket and does not notice that the server was killed: it would keep
+# running, with the model in memory. vLLM's worker processes notice the end of the engine themselves.
+
+
+GRACE_S = 5.0
+GUARDED_VARIABLE = "GRPO_ENGINE_GUARDED"
+"""Set in processes of an engine that ends with its server; `engine.describe_workers` checks it."""
+
+_replaced: Callable[..., None] | None = None
+"""The function that `run_engine_core` replaces, in the server's process; an engine's process finds vLLM's own."""
+
+
+def guard_engines() -> None:
+    """Have vLLM's server start its engines by `run_engine_core`."""
+    global _replaced
+    from vllm.v1.engine.core import EngineCoreProc
+
+    _replaced = EngineCoreProc.run_engine_core
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Run vLLM's engine with the checks of this server; replaces `EngineCoreProc.run_engine_core` as process target."""
+    os.environ[GUARDED_VARIABLE] = "1"
+    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from vllm_server.patches import patch_vllm
+
+    patch_vllm("engine")
+    allow_forked_workers()
+    run = _replaced or EngineCoreProc.run_engine_core
+    run(*args, **kwargs)
+
+
+def _end_with_parent() -> None:
+    """Wait for the parent's end. Then send SIGTERM to this process, and SIGKILL after a grace period."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a process that multiprocessing started"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)

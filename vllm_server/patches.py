@@ -46,7 +46,7 @@ PATCHES = (
     Patch(
         replaces=("vllm.v1.engine.core.EngineCoreProc.run_engine_core",),
         process="server",
-        by="vllm_server.worker.lifeline:guard_engines",
+        by="vllm_server.forking:guard_engines",
         why="an engine ends with its server, also when the server is killed: vLLM's keeps running",
         until="a vLLM whose engine watches its parent",
         test="tests/integration/test_server_life.py",
@@ -65,7 +65,7 @@ PATCHES = (
         by="vllm_server.engine",
         why="completions from any route wait for an update of the weights, and find no cache of older weights",
         until="a vLLM whose cache keys have the version of the weights, and whose requests wait for an update",
-        test="tests/unit/test_shared_engine.py",
+        test="tests/unit/test_engine.py",
         writable=True,
     ),
     Patch(

@@ -53,12 +53,9 @@ def check_version(version: int) -> None:
 def _check_name(name: str) -> None:
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise ServeError(
-            422,
-            "adapter_name",
-            got=f"{name[:40]!r} ({len(name)} characters)",
-            wanted=f"up to {LONGEST_NAME} characters that can be printed",
-            fix="choose another name",
-        )
+            422, "adapter_name", got=f"{name[:40]!r} ({len(name)} characters)",
+            wanted=f"up to {LONGEST_NAME} characters that can be printed", fix="choose another name",
+        )  # fmt: skip
 
 
 class PolicyRegistry:
@@ -128,12 +125,10 @@ class PolicyRegistry:
         name = name or version_name(self.lora_name, version)
         if name in self._used_names:
             raise ServeError(
-                409,
-                "adapter_name",
-                got=name,
+                409, "adapter_name", got=name,
                 wanted="a name that this server has never used, since it is the key of caches",
                 fix=f"publish version {self._highest + 1}",
-            )
+            )  # fmt: skip
         return name, version
 
     def reserve(
@@ -149,12 +144,9 @@ class PolicyRegistry:
         holder = next((v for v in self._live.values() if v.path == path), None)
         if holder is not None:
             raise ServeError(
-                409,
-                "adapter_path",
-                got=f"{path}, from which {holder.name} is still served",
-                wanted="another folder for each version",
-                fix="save this version to a new folder",
-            )
+                409, "adapter_path", got=f"{path}, from which {holder.name} is still served",
+                wanted="another folder for each version", fix="save this version to a new folder",
+            )  # fmt: skip
         return Version(name, version, adapter_id, path, loaded_at=now, by_name_only=by_name_only)
 
     def activate(self, version: Version) -> None:
@@ -204,12 +196,9 @@ class PolicyRegistry:
         by_number = None if policy_version is None else self._find_number(policy_version)
         if by_name and by_number and by_name is not by_number:
             raise ServeError(
-                422,
-                "policy_version",
-                got=f"{policy_version} with model {model}",
-                wanted=f"{by_name.version}",
+                422, "policy_version", got=f"{policy_version} with model {model}", wanted=f"{by_name.version}",
                 fix="leave one of them out",
-            )
+            )  # fmt: skip
         return by_name or by_number or self.newest
 
     def knows(self, model: str | None) -> bool:
@@ -274,9 +263,6 @@ class PolicyRegistry:
     def _not_served(self, field: str, got: object) -> ServeError:
         names = [self.base.name, *(v.name for v in self._live.values() if not v.retired)]
         return ServeError(
-            404,
-            field,
-            got=got,
-            wanted=f"one of {', '.join(names)}",
+            404, field, got=got, wanted=f"one of {', '.join(names)}",
             fix="leave it out for the newest version, or raise --lora-keep-versions to keep more",
-        )
+        )  # fmt: skip

@@ -197,12 +197,9 @@ class Channels:
         check_header(header, request.adapter_config["r"])
         if request.nbytes != header.nbytes:
             raise ServeError(
-                422,
-                "nbytes",
-                got=request.nbytes,
-                wanted=f"{header.nbytes}, as the header says",
+                422, "nbytes", got=request.nbytes, wanted=f"{header.nbytes}, as the header says",
                 fix="say how many bytes of data one publish has",
-            )
+            )  # fmt: skip
         for name in list(self._open):
             await self.close(name)
         name = uuid4().hex[:8]
@@ -224,12 +221,9 @@ class Channels:
         request = self._open.get(name)
         if request is None:
             raise ServeError(
-                404,
-                "channel",
-                got=name,
-                wanted="an open channel of POST /lora/channel",
+                404, "channel", got=name, wanted="an open channel of POST /lora/channel",
                 fix="open it again: the server was restarted, or another trainer has opened one",
-            )
+            )  # fmt: skip
         kind: Transport = request.__struct_config__.tag  # type: ignore[assignment]  # "cuda_ipc" or "nccl"
         return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", request.adapter_config, channel=name)
 
@@ -247,12 +241,9 @@ def delivered_by(request: LoraLoadRequest, body: str | None) -> str:
     ]
     if len(said) != 1:
         raise ServeError(
-            422,
-            "adapter_path",
-            got=" and ".join(said) or "no adapter",
-            wanted="one of adapter_path, channel, or a body of safetensors",
-            fix="say where the adapter is",
-        )
+            422, "adapter_path", got=" and ".join(said) or "no adapter",
+            wanted="one of adapter_path, channel, or a body of safetensors", fix="say where the adapter is",
+        )  # fmt: skip
     return said[0]
 
 
@@ -324,11 +315,7 @@ class Publisher:
         """Raise a ServeError, 503, after a publish failed half-way and until another succeeds."""
         if self.fault is not None:
             raise ServeError(
-                503,
-                "policy",
-                got=self.fault,
-                wanted="adapters in a known state",
-                fix="publish a version again",
+                503, "policy", got=self.fault, wanted="adapters in a known state", fix="publish a version again"
             )
 
     @property
@@ -426,11 +413,7 @@ class Publisher:
     def _require_lora(self) -> int:
         if self.max_rank is None:
             raise ServeError(
-                422,
-                "adapter_path",
-                got="an adapter",
-                wanted="a server with LoRA",
-                fix="start it with --enable-lora",
+                422, "adapter_path", got="an adapter", wanted="a server with LoRA", fix="start it with --enable-lora"
             )
         return self.max_rank
 
@@ -465,12 +448,9 @@ class Publisher:
             if isinstance(error, ServeError):
                 raise
             raise ServeError(
-                422,
-                delivery.said_by,
-                got=f"{version.path}: {error}",
-                wanted="an adapter that the engine can load",
+                422, delivery.said_by, got=f"{version.path}: {error}", wanted="an adapter that the engine can load",
                 fix="train it on this model, and only modules that vLLM serves for it (all linear layers are)",
-            ) from error
+            ) from error  # fmt: skip
 
     async def _make_room(self) -> None:
         """Wait until the engine can hold one more adapter without evicting one that has in-flight requests."""
@@ -482,12 +462,10 @@ class Publisher:
                     await self._request_ended.wait()
             except TimeoutError:
                 raise ServeError(
-                    503,
-                    "adapter_path",
-                    got=f"{self.registry.capacity} versions with requests in flight",
+                    503, "adapter_path", got=f"{self.registry.capacity} versions with requests in flight",
                     wanted="a free place for one more adapter",
                     fix="publish less often, shorten max_tokens, or raise --max-loras",
-                ) from None
+                ) from None  # fmt: skip
         await self._sweep()
         if self._sweeps:  # the registry has dropped these versions, but the engine may still hold them
             await asyncio.gather(*self._sweeps)

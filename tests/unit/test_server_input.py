@@ -16,11 +16,11 @@ from tests.unit.test_policy_publisher import RANK, load, make_publisher, save_ad
 from vllm_server.adapters import check_config
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
+from vllm_server.generate import check_integers
 from vllm_server.http import endpoint, json_response, parse_body
 from vllm_server.policy import PolicyRegistry
 from vllm_server.protocol import HIGHEST_VERSION, LoraLoadRequest, UpdateEndRequest
 from vllm_server.publisher import Publisher
-from vllm_server.sampling import check_integers
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import torch
 
+from vllm_server.forking import GUARDED_VARIABLE
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel, WeightsOpenRequest
 from vllm_server.protocol.bridge_config import Handle
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker import routed_experts
-from vllm_server.worker.lifeline import GUARDED_VARIABLE
 from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.shared_weights import Exported, checksum, dtype_name, plain_parameters, share
 from vllm_server.worker.slots import AdapterSlots

@@ -1,16 +1,92 @@
-"""How generation is held before the weights may be written, with an engine that answers when the test says so."""
+"""vLLM's engine as the server uses it: replicas, adapters' names, holding generation before weights are written."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, Gauge
 
-from vllm_server.engine import SharedEngine
-from vllm_server.errors import ServeError
+from vllm_server.engine import Adapters, SharedEngine, describe_workers
+from vllm_server.errors import IncompatibleError, ServeError
+from vllm_server.publisher import Delivery
+
+INSTALLED = {"slot": 0, "replayed": False, "unserved": (), "seconds": 0.1}
+DELIVERY = Delivery("memory", "memory://1", {"r": 8}, file="file")
+
+
+def engine(*replicas: list[dict[str, Any]]) -> Any:
+    """An engine whose replicas answer so; as vLLM's, its own call returns the answers of the first."""
+
+    async def first(method: str, *, args: Any = (), kwargs: Any = None) -> list[dict[str, Any]]:
+        return replicas[0]
+
+    async def one(kind: str, method: str, *given: Any, engine: int) -> list[dict[str, Any]]:
+        return replicas[engine]
+
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=len(replicas), use_ray=False)),
+        engine_core=SimpleNamespace(_call_utility_async=one, core_engines=range(len(replicas))),
+        collective_rpc=first,
+    )
+
+
+def adapters(*replicas: list[dict[str, Any]]) -> Adapters:
+    numbers = count(1)
+    models = SimpleNamespace(lora_requests={}, lora_id_counter=SimpleNamespace(inc=lambda _: next(numbers)))
+    return Adapters(engine(*replicas), models)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_an_adapter_that_one_replica_refuses_is_refused(refusing: int) -> None:
+    replicas = [[INSTALLED], [INSTALLED]]
+    replicas[refusing] = [{"refused": "closed"}]
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(adapters(*replicas).add("policy-v1", 1, DELIVERY))
+
+
+def test_the_workers_of_all_replicas_are_described() -> None:
+    def worker(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "gpu_uuid": "", "visible_gpus": []}
+
+    found = asyncio.run(describe_workers(engine([worker(1)], [worker(0)])))
+    assert [each.rank for each in found] == [0, 1]
+
+
+@pytest.mark.parametrize("ray", [False, True])
+def test_an_engine_that_would_outlive_its_server_is_refused(ray: bool) -> None:
+    """This vLLM starts engines by another function than the one that is replaced; with Ray nothing is."""
+    served = engine([{"rank": 0, "gpu_uuid": "", "visible_gpus": [], "guarded": False}])
+    served.vllm_config.parallel_config.use_ray = ray
+    if ray:
+        assert len(asyncio.run(describe_workers(served))) == 1
+    else:
+        with pytest.raises(IncompatibleError):
+            asyncio.run(describe_workers(served))
+
+
+def test_the_metric_does_not_keep_the_names_of_versions_that_are_gone() -> None:
+    removed: list[int] = []
+
+    async def remove_lora(adapter_id: int) -> None:
+        removed.append(adapter_id)
+
+    engine: Any = SimpleNamespace(remove_lora=remove_lora)
+    models = SimpleNamespace(lora_requests={"policy-v1": 0}, lora_id_counter=None)
+    gauge = Gauge("vllm:lora_requests_info", "As vLLM's.", ["running_lora_adapters"])
+    try:
+        gauge.labels("policy-v1").set(1)
+        asyncio.run(Adapters(engine, models).remove("policy-v1", 1))
+        assert removed == [1] and not [sample for metric in gauge.collect() for sample in metric.samples]
+    finally:
+        REGISTRY.unregister(gauge)
+
+
+# holding generation -------------------------------------------------------------------------------------------
 
 
 @dataclass
