@@ -25,9 +25,8 @@ from environments.api.history import Overview
 from environments.api.http import BodyReader, respond, respond_bytes, stream
 from environments.api.metrics import Metrics
 from environments.api.queue import RolloutQueue
-from environments.api.records import ApiError, NotRegistered, QueueFull, Run, UnknownEnvironment
+from environments.api.records import ApiError, NotRegistered, QueueFull, Run, StoreError, UnknownEnvironment
 from environments.api.service import Served, Service
-from environments.api.store import StoreError
 from environments.api.waiting import while_there
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser

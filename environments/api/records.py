@@ -1,15 +1,18 @@
 """What the rollout queue remembers and refuses, and the journal it is written down in."""
 
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Literal
+from typing import TypeVar
 
 from msgspec import Struct
 
 from environments.api import wire
 from grpo_common.errors import Problem, UserError
 
-Place = Literal["buffer", "queue", "leased"]
+R = TypeVar("R")
+
+
+class StoreError(UserError):
+    """The store cannot be opened, read or written."""
 
 
 class NotRegistered(UserError):
@@ -65,22 +68,47 @@ class Group(Struct, frozen=True):
     newest_version: int | None = None
 
 
-class Environment(Struct, frozen=True):
-    """A registered environment; `connected` until it says goodbye."""
+class Environment(Struct):
+    """A registered environment.
+
+    Attributes:
+        connected: until it says goodbye.
+        alive: it is connected and was heard of lately: its reservation holds, and it may buffer groups.
+        heard, posted: when it was last heard of and last posted a group.
+        received: groups from it since the API's start.
+        follows: it waits for news.
+        restored: an earlier API process wrote it down, and it was not heard of since.
+    """
 
     id: int
     name: str
     request: wire.RegisterEnv
     connected: bool = True
+    alive: bool = False
+    heard: float = 0.0
+    posted: float = 0.0
+    received: int = 0
+    follows: bool = False
+    restored: bool = False
+
+    @property
+    def reserves(self) -> bool:
+        """It asked for a minimum allocation: its groups have separate lanes."""
+        return self.request.min_batch_allocation is not None
 
 
 class Run(Struct, frozen=True):
-    """The trainer's registration and how far it is; `started` from its first GET /batch on."""
+    """The trainer's registration and how far it is.
+
+    `started` from its first GET /batch on; `next_group` is the lowest group id that was never given when the last batch
+    was acknowledged, as its groups are not written down any more.
+    """
 
     trainer: wire.Register
     uuid: int
     current_step: int
     started: bool = False
+    next_group: int = 0
 
     @property
     def over(self) -> bool:
@@ -114,43 +142,25 @@ class Closed(Struct, frozen=True):
     groups: tuple[int, ...] = ()
 
 
-class Snapshot(Struct, frozen=True):
-    """Everything that a journal wrote down, as `RolloutQueue.restore` wants it."""
-
-    run: Run | None
-    environments: list[Environment]
-    groups: list[tuple[Group, Place]]
-    leases: list[Lease]
-    closed: dict[str, Closed]
-    next_group: int
-
-
 class Journal:
-    """Where changes are written down: nowhere here, for a queue in memory only.
+    """Records by kind and key, as they were last put: nowhere here, for a queue in memory only.
 
     All changes of one call of the queue belong in one transaction.
     """
 
-    def put_run(self, run: Run) -> None:
-        """The run is now this."""
+    def all(self, kind: str, record: type[R]) -> dict[int | str | bytes, R]:
+        """Return the records of a kind, those that were put last at the end."""
+        return {}
 
-    def put_environment(self, environment: Environment) -> None:
-        """An environment is new or has changed."""
+    def put(self, kind: str, key: int | str | bytes, record: object) -> None:
+        """A record is new or has changed."""
 
-    def put_group(self, group: Group, place: Place) -> None:
-        """A group has arrived."""
-
-    def move(self, groups: Iterable[int], place: Place) -> None:
-        """Groups are now in this place."""
-
-    def drop(self, groups: Iterable[int]) -> None:
-        """Groups are done with."""
-
-    def put_lease(self, lease: Lease) -> None:
-        """A lease is new or has been extended."""
-
-    def close_lease(self, batch_id: str, closed: Closed) -> None:
-        """A lease has ended."""
+    def delete(self, kind: str, key: int | str | bytes) -> None:
+        """A record is not needed any more."""
 
     def reset(self) -> None:
-        """Everything is gone."""
+        """Delete everything."""
+
+    def damaged(self, reason: object) -> StoreError:
+        """Return the error that what is written down cannot be read."""
+        return StoreError(got=reason)

@@ -3,9 +3,8 @@
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from statistics import fmean
 
@@ -16,12 +15,11 @@ from environments.api import wire
 from environments.api.explain import Explainer
 from environments.api.groups import Posted
 from environments.api.history import History, Overview
-from environments.api.leases import REMEMBERED_LEASES
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
-from environments.api.records import Lease, QueueFull
+from environments.api.records import Journal, Lease, QueueFull, StoreError
 from environments.api.settings import Settings
-from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
+from environments.api.store import Store
 from environments.api.waiting import Waiters
 from grpo_common.errors import Problem
 
@@ -29,13 +27,13 @@ log = logging.getLogger("rollout-api")
 
 PLAIN_LEASE_S = 60.0
 """How long a batch may take to be read for a trainer that does not lease; it is acknowledged before it is sent."""
+REMEMBERED_POSTS_S = 600.0
+"""How long the key of a posted group is remembered."""
 UNANSWERED_S = 5.0
-"""Posts this close to the end of an earlier process may never have been answered."""
+"""Posts this close to the last one of an earlier process may never have been answered."""
 RETRY_WINDOW_S = 120.0
 """Time after a start in which clients repeat posts that the earlier process never answered."""
 KEPT_EVALUATIONS = 256
-TIDY_S = 30.0
-"""Time between two clearings of what the store need not remember any more."""
 
 
 class Served(Struct, frozen=True):
@@ -75,26 +73,17 @@ class Service:
         self.failed = asyncio.Event()
         self.failure: StoreError | None = None
         self.batch_waiters, self.news_waiters = Waiters(), Waiters()
-        self._process = secrets.token_hex(4)
-        self.started_at = timer()
-        self._posts: OrderedDict[bytes, float] = OrderedDict()
-        self._unanswered: set[bytes] = set()
         self._warned: set[str] = set()
         self._limit = settings.max_queued_mb << 20
-        if self.store is None:
-            self.queue = RolloutQueue(env_timeout=settings.env_timeout)
-        else:
-            snapshot = self.store.load()
-            self.queue = RolloutQueue.restore(snapshot, timer(), self.store, settings.env_timeout)
-            self.payloads.adopt(group.id for group, _ in snapshot.groups)
-            self._adopt_posts(self.store, clock())
-            log.info(
-                "store %s: %d groups, %d environments, step %s",
-                settings.store,
-                len(snapshot.groups),
-                len(snapshot.environments),
-                snapshot.run.current_step if snapshot.run else "none",
-            )
+        self.journal = self.store or Journal()
+        self.queue = queue = RolloutQueue(self.journal, settings.env_timeout, timer())
+        groups = [*queue.line.groups, *queue.leased, *(each.id for buffer in queue.buffers.values() for each in buffer)]
+        self.payloads.adopt(groups)
+        self._adopt_posts()
+        if self.store is not None:
+            step = queue.run.current_step if queue.run else "none"
+            counts = len(groups), len(queue.environments)
+            log.info("store %s: %d groups, %d environments, step %s", settings.store, *counts, step)
         self.explain = Explainer(self.queue)
 
     # The trainer
@@ -123,7 +112,7 @@ class Service:
         try:
             payloads = await self.payloads.get(grant.lease.groups)
         except StoreError as error:
-            if grant.lease.batch_id in self.queue.leases.held:  # else a reset took it while its groups were read
+            if grant.lease.batch_id in self.queue.leases:  # else a reset took it while its groups were read
                 self._fail(error)
             raise
         if lease is None:
@@ -186,15 +175,14 @@ class Service:
         Args:
             waits: the request said `wait`; its answer has `leased` and `seen` as well.
         """
-        self.queue.hear(env_id, self.timer())
-        if waits:
-            self.queue.followers.add(env_id)
+        environment = self.queue.hear(env_id, self.timer())
+        environment.follows |= waits
         return self.explain.status_env(env_id, self.seen if waits else None)
 
     @property
     def seen(self) -> str:
         """Another text whenever environments may have more room: by a step, a batch that left, a new neighbour."""
-        return f"{self._process}.{self.queue.news}"
+        return f"{self.queue.news & (1 << 64) - 1:x}"
 
     def end_waits(self) -> None:
         """Have requests that wait answered now, and none wait from now on."""
@@ -213,18 +201,8 @@ class Service:
         group, payload = posted.group, posted.payload
         if group.env_id is not None:
             self.queue.environment(group.env_id)
-        now = self.clock()
-        if key is not None:
-            if key in self._posts:
-                return wire.ScoredDataResponse(status="received")
-            self._posts[key] = now
-        if self.store is not None:
-            post = key or hashlib.blake2b(payload, digest_size=16).digest()
-            self.store.put_post(post, now)
-            if post in self._unanswered:
-                self._unanswered.discard(post)
-                self.store.drop_unanswered(post)
-                return wire.ScoredDataResponse(status="received")
+        if self._is_known(payload, key):
+            return wire.ScoredDataResponse(status="received")
         taken, buffered = self.queue.offer(
             group.env_id,
             len(group.lengths),
@@ -239,6 +217,24 @@ class Service:
         if buffered is None:
             return wire.ScoredDataResponse(status="received")
         return wire.ScoredDataResponse(status="buffered", buffer_size=buffered)
+
+    def _is_known(self, payload: bytes, key: bytes | None) -> bool:
+        """Note a post; whether it is a repeated one, by its key, or without one because its answer may be lost."""
+        now = self.clock()
+        if key is not None:
+            if key in self._posts:
+                return True
+            self._posts[key] = now
+            self.journal.put("post", key, now)
+        elif self.store is not None:
+            digest = hashlib.blake2b(payload, digest_size=16).digest()
+            self._unkeyed.pop(digest, None)
+            self._unkeyed[digest] = now
+            self.journal.put("unkeyed", digest, now)
+            if (until := self._unanswered.pop(digest, None)) is not None:
+                self.journal.delete("unanswered", digest)
+                return until > now
+        return False
 
     def take_evaluation(self, evaluation: wire.Evaluation) -> wire.EvaluationResponse:
         """Keep figures for the trainer to fetch; a restart forgets them (raises UnknownEnvironment)."""
@@ -319,29 +315,20 @@ class Service:
         self.history = History(self.timer())
         self.latest = None
         self.evaluations.clear()
-        self._posts.clear()
-        self._unanswered.clear()
+        for posts in (self._posts, self._unkeyed, self._unanswered):
+            posts.clear()
         await self.written()
 
     async def keep_time(self, every: float = 0.5) -> None:
         """Let leases and silent environments run out, and say in the log what can never be served."""
-        tidied = self.timer()
         while True:
             await asyncio.sleep(every)
-            now, date = self.timer(), self.clock()
-            self.queue.tick(now)
+            self.queue.tick(self.timer())
             for warning in (warnings := self._warnings()):
                 if warning not in self._warned:
                     log.warning("%s", warning)
             self._warned = set(warnings)
-            while self._posts and next(iter(self._posts.values())) < date - REMEMBERED_POSTS_S:
-                self._posts.popitem(last=False)
-            if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
-                self._unanswered.clear()
-            if self.store is not None and now > tidied + TIDY_S:
-                tidied = now
-                self.store.forget_posts(date - REMEMBERED_POSTS_S, date)
-                self.store.forget_leases(REMEMBERED_LEASES)
+            self._forget_posts()
             await self.written()
 
     def close(self) -> None:
@@ -353,16 +340,38 @@ class Service:
     def _acknowledge(self, batch_id: str, step: int | None) -> None:
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
 
-    def _adopt_posts(self, store: Store, now: float) -> None:
-        """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""
-        posts = store.posts()
-        last = max((at for _, at in posts), default=0.0)
-        self._posts.update(sorted(posts, key=lambda post: post[1]))
-        self._unanswered = set(store.unanswered(now))
-        for key, at in posts:
+    def _adopt_posts(self) -> None:
+        """Posts of the earlier process; the last ones may be repeated by clients that got no answer.
+
+        The unkeyed ones among them are *unanswered* for a while, also for a process that starts after another crash.
+        """
+        stored = {kind: self._stored_posts(kind) for kind in ("post", "unkeyed", "unanswered")}
+        self._posts, self._unkeyed, self._unanswered = stored["post"], {}, stored["unanswered"]
+        last = max([*stored["post"].values(), *stored["unkeyed"].values()], default=0.0)
+        until = self.clock() + RETRY_WINDOW_S
+        for key, at in stored["unkeyed"].items():
+            self.journal.delete("unkeyed", key)
             if at > last - UNANSWERED_S and key not in self._unanswered:
-                self._unanswered.add(key)
-                store.put_unanswered(key, now + RETRY_WINDOW_S)  # also for a process that starts after another crash
+                self._unanswered[key] = until
+                self.journal.put("unanswered", key, until)
+        self._forget_posts()
+
+    def _stored_posts(self, kind: str) -> dict[bytes, float]:
+        """The times of posts of a kind, by key, earliest first."""
+        stored = self.journal.all(kind, float).items()
+        return {key: at for key, at in sorted(stored, key=lambda post: post[1]) if isinstance(key, bytes)}
+
+    def _forget_posts(self) -> None:
+        """Forget the posts that nobody can repeat any more."""
+        date = self.clock()
+        for kind, posts, before in (
+            ("post", self._posts, date - REMEMBERED_POSTS_S),
+            ("unkeyed", self._unkeyed, date - 2 * UNANSWERED_S),
+            ("unanswered", self._unanswered, date),
+        ):
+            while posts and (first := next(iter(posts.items())))[1] <= before:
+                del posts[first[0]]
+                self.journal.delete(kind, first[0])
 
     async def written(self) -> None:
         """Return when everything taken so far is as safe as this service makes it; then those who wait look again."""
@@ -375,7 +384,7 @@ class Service:
             self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
             raise
         self.history.reached(self.step, self.timer())
-        self.batch_waiters.tell(self.queue.changes)
+        self.batch_waiters.tell(self.queue.version)
         self.news_waiters.tell(self.queue.news)
 
     def _fail(self, error: StoreError) -> None:

@@ -25,7 +25,7 @@ from grpo_common.http import MSGPACK_TYPES, is_msgpack
 
 FORMAT = 1
 """Number of the format of all messages; the answers to /register and /register-env have it if it is above 1."""
-STORE_FORMAT = 1
+STORE_FORMAT = 2
 """Number of the format of the queue on disk (`environments.api.store`), whose tables hold some of these messages."""
 JSON = "application/json"
 MSGPACK = "application/msgpack"

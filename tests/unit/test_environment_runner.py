@@ -525,8 +525,8 @@ def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: p
         await train(service, steps=1)
         await until(lambda: asked == [1])
         await train(service, steps=2)
-        heard = service.queue.last_heard[0]
-        await until(lambda: service.queue.last_heard[0] > heard)
+        heard = service.queue.environments[0].heard
+        await until(lambda: service.queue.environments[0].heard > heard)
         (environment,) = service.status().environments
         assert environment.connected and environment.follows
         may_end.set()

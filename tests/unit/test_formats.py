@@ -55,9 +55,12 @@ def numbered_2(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def numbered_2_in_sqlite(path: Path) -> None:
+NEWER_STORE = wire.STORE_FORMAT + 1
+
+
+def newer_sqlite(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute(f"PRAGMA user_version = {NEWER_STORE}")
 
 
 def write_numbered_2(path: Path) -> None:
@@ -80,7 +83,9 @@ def refused(folder: Path, field: str, kind: type[UserError] = FormatError) -> It
     with pytest.raises(kind) as error:
         yield
     assert error.value.field.endswith(field)
-    assert error.value.got == "format 2" and error.value.wanted.startswith("format 1,") and error.value.fix
+    newer = NEWER_STORE if field == "queue.sqlite" else 2
+    assert error.value.got == f"format {newer}" and error.value.wanted.startswith(f"format {newer - 1},")
+    assert error.value.fix
     assert contents() == before
 
 
@@ -96,7 +101,7 @@ def command(*words: object) -> None:
         ("samples.jsonl", numbered_2),
         ("start.json", numbered_2),
         ("checkpoints/step_3/state.json", numbered_2),
-        ("queue.sqlite", numbered_2_in_sqlite),
+        ("queue.sqlite", newer_sqlite),
         ("servers/members.json", write_numbered_2),
         ("servers/served.json", write_numbered_2),
     ],
@@ -111,7 +116,7 @@ def test_a_run_is_not_resumed_by_an_older_version(tmp_path: Path, name: str, edi
 def test_a_queue_is_not_emptied_where_a_new_run_begins(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    numbered_2_in_sqlite(folder / "queue.sqlite")
+    newer_sqlite(folder / "queue.sqlite")
     with refused(tmp_path, "queue.sqlite"):
         command("run", "--model-name", "m", "--run-dir", folder)
 
@@ -165,7 +170,7 @@ def test_a_trainer_started_by_hand_leaves_newer_checkpoints(tmp_path: Path, resu
 def test_a_newer_queue_is_not_opened(tmp_path: Path, journal: bool) -> None:
     killed = tmp_path / "killed"
     with closing(sqlite3.connect(copy_of(UNFINISHED, tmp_path) / "queue.sqlite", isolation_level=None)) as other:
-        other.execute("PRAGMA user_version = 2")
+        other.execute(f"PRAGMA user_version = {NEWER_STORE}")
         if not journal:
             other.close()
         shutil.copytree(tmp_path / "unfinished", killed)  # with a journal: as a killed process leaves it

@@ -177,7 +177,7 @@ def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
         for _ in range(3):
             batch = await service.next_batch(lease=60.0)
             assert batch is not None and batch.lease is not None
-            ids += service.queue.leases.held[batch.lease.batch_id].groups
+            ids += service.queue.leases[batch.lease.batch_id].groups
         assert counts(service) == (3, 0, 12) and await service.next_batch(lease=60.0) is None
         service.close()
         return ids

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from environments.api.line import Pool, Reservation, choose, feasible_minima
 from environments.api.queue import RolloutQueue
-from environments.api.records import Closed, Environment, Group, Journal, Lease, LeaseError, Place, Run, Snapshot
-from environments.api.selection import Pool, Reservation, choose, feasible_minima
+from environments.api.records import Group, Journal, LeaseError, R
 from tests.unit.test_queue import env, trainer
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -78,47 +79,18 @@ class Notebook(Journal):
     """What a queue writes down, in memory."""
 
     def __init__(self) -> None:
-        self.run: Run | None = None
-        self.environments: dict[int, Environment] = {}
-        self.groups: dict[int, tuple[Group, Place]] = {}
-        self.leases: dict[str, Lease] = {}
-        self.closed: dict[str, Closed] = {}
-        self.next_group = 0
+        self.records: dict[str, dict[Any, bytes]] = {}
 
-    def put_run(self, run: Run) -> None:
-        self.run = run
+    def all(self, kind: str, record: type[R]) -> dict[Any, R]:
+        return {key: msgspec.msgpack.decode(body, type=record) for key, body in self.records.get(kind, {}).items()}
 
-    def put_environment(self, environment: Environment) -> None:
-        self.environments[environment.id] = environment
+    def put(self, kind: str, key: object, record: object) -> None:
+        kept = self.records.setdefault(kind, {})
+        kept.pop(key, None)
+        kept[key] = msgspec.msgpack.encode(record)
 
-    def put_group(self, group: Group, place: Place) -> None:
-        self.groups[group.id] = (group, place)
-        self.next_group = group.id + 1
-
-    def move(self, groups: Iterable[int], place: Place) -> None:
-        for each in groups:
-            self.groups[each] = (self.groups[each][0], place)
-
-    def drop(self, groups: Iterable[int]) -> None:
-        for each in groups:
-            del self.groups[each]
-
-    def put_lease(self, lease: Lease) -> None:
-        self.leases[lease.batch_id] = lease
-
-    def close_lease(self, batch_id: str, closed: Closed) -> None:
-        self.leases.pop(batch_id, None)
-        self.closed[batch_id] = closed
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(
-            run=self.run,
-            environments=[*self.environments.values()],
-            groups=sorted(self.groups.values(), key=lambda kept: kept[0].id),
-            leases=[*self.leases.values()],
-            closed=dict(self.closed),
-            next_group=self.next_group,
-        )
+    def delete(self, kind: str, key: object) -> None:
+        del self.records[kind][key]
 
 
 class Life(RuleBasedStateMachine):
@@ -227,7 +199,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def the_server_is_killed_and_goes_on(self) -> None:
         self.now += 1000.0  # on another clock; leases have all their time again
-        self.queue = RolloutQueue.restore(self.notebook.snapshot(), self.now, self.notebook, env_timeout=60.0)
+        self.queue = RolloutQueue(self.notebook, env_timeout=60.0, now=self.now)
         self.deadlines = dict.fromkeys(self.held, self.now + LEASE_S)
         self.given_back = []
 
@@ -305,7 +277,8 @@ class Life(RuleBasedStateMachine):
         assert line.sequences == sum(group.size for group in line.groups.values())
         assert sorted(each for lane in line.lanes.values() for each in lane) == sorted(line.groups)
         assert all(lane == sorted(lane) for lane in line.lanes.values())
-        assert line.groups_by_size.total() == line.groups_by_env.total() == len(line.groups)
+        assert line.groups_by_size.total() == len(line.groups)
+        assert line.nbytes == sum(group.nbytes for group in line.groups.values())
 
     @invariant()
     def buffers_hold_nothing_that_is_complete(self) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -14,11 +19,10 @@ from environments.api import wire
 from environments.api.groups import Posted
 from environments.api.intake import read_one
 from environments.api.payloads import Payloads
-from environments.api.queue import RolloutQueue
-from environments.api.records import Lease
+from environments.api.records import Group, Lease, Run, StoreError
 from environments.api.service import Service
 from environments.api.settings import Settings
-from environments.api.store import Store, StoreError
+from environments.api.store import Store
 from tests.unit.test_queue import env, trainer
 
 
@@ -86,7 +90,7 @@ def test_an_environment_that_was_killed_with_the_api_keeps_its_name(tmp_path: Pa
         service = Service(Settings(store=tmp_path / "s"))
         service.status_env(1)  # a sign of life: this one was not killed
         assert await register(service, 2) == ["env_0", "env_2"]
-        assert service.queue.alive == {0, 1, 2}
+        assert [each.id for each in service.queue.alive] == [0, 1, 2]
         service.close()
 
     asyncio.run(before())
@@ -144,9 +148,109 @@ def test_groups_of_a_lease_that_has_ended_are_queued_again_after_a_restart(tmp_p
     asyncio.run(after())
 
 
-def test_a_lease_that_an_earlier_version_wrote_is_read():
-    earlier = msgspec.msgpack.encode({"batch_id": "b", "groups": [1, 2], "deadline": 1.7e9, "request": "r"})
-    assert msgspec.msgpack.decode(earlier, type=Lease) == Lease("b", (1, 2), 600.0, "r")
+FORMAT_1 = """
+CREATE TABLE run (id INTEGER PRIMARY KEY CHECK (id = 0), body BLOB NOT NULL);
+CREATE TABLE environments (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE groups (id INTEGER PRIMARY KEY AUTOINCREMENT, place TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE leases (batch_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE closed (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE, body BLOB NOT NULL);
+CREATE TABLE posts (key BLOB PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE unanswered (key BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
+"""
+
+
+def write_format_1(path: Path) -> None:
+    """A queue of format 1: groups 7 (queued), 8 (leased), 9 (buffered); the last post was that of 9, at time 100."""
+    pack = msgspec.msgpack.encode
+    run = Run(trainer(4), 3, 5, started=True)
+    environment = {"id": 0, "name": "env_0", "request": env(4), "connected": True}
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(FORMAT_1)
+        db.execute("INSERT INTO run VALUES (0, ?)", (pack(run),))
+        db.execute("INSERT INTO environments VALUES (0, ?)", (pack(environment),))
+        for each, place, size in ((7, "queue", 4), (8, "leased", 4), (9, "buffer", 3)):
+            payload = posted(each, env_id=0, size=size).payload
+            db.execute("INSERT INTO groups VALUES (?, ?, ?)", (each, place, pack(Group(each, 0, size, 9, 0.5))))
+            db.execute("INSERT INTO payloads VALUES (?, ?)", (each, payload))
+            key = hashlib.blake2b(payload, digest_size=16).digest()
+            db.execute("INSERT INTO posts VALUES (?, ?)", (key, 91.0 + each))
+        db.execute("INSERT INTO posts VALUES (?, ?)", (b"key of 7", 98.0))
+        db.execute("INSERT INTO groups VALUES (20, 'queue', ?)", (pack(Group(20, 0, 4, 9, 0.5)),))
+        db.execute("DELETE FROM groups WHERE id = 20")  # trained: its number is used
+        db.execute("INSERT INTO leases VALUES ('b', ?)", (pack({"batch_id": "b", "groups": [8], "deadline": 1.7e9}),))
+        db.execute("INSERT INTO closed VALUES (1, 'a', ?)", (pack({"how": "acknowledged", "groups": []}),))
+        db.execute("PRAGMA user_version = 1")
+        db.commit()
+
+
+def test_a_queue_of_format_1_is_taken_over_whole(tmp_path: Path):
+    async def life(kind: str) -> None:
+        service = Service(Settings(store=tmp_path / "s"), clock=lambda: 110.0)
+        queue = service.queue
+        assert ([*queue.line.groups], [*queue.leased], [*queue.buffers]) == ([7], [8], [0]), kind
+        assert (queue.run, queue.next_group) == (Run(trainer(4), 3, 5, started=True, next_group=21), 21)
+        assert queue.acknowledge("a") == () and queue.leases == {"b": Lease("b", (8,), 600.0)}
+        assert service.take(posted(9, env_id=0, size=3)).status == "received"  # repeated: its answer may be lost
+        assert service.take(posted(7, env_id=0), b"key of 7").status == "received"
+        assert service.status().queue_size == 1
+        batch = await service.next_batch(lease=60.0)
+        assert batch is not None and numbers(batch.payloads) == [7] and batch.lease is not None
+        await service.release(batch.lease.batch_id)
+        service.close()
+
+    write_format_1(tmp_path / "s")
+    asyncio.run(life("of format 1"))
+    with closing(sqlite3.connect(tmp_path / "s")) as db:
+        names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        assert names == {"items", "payloads", "sqlite_sequence"}
+
+
+def garble_a_record(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE items SET body = x'c1' WHERE kind = 'group'")
+        db.commit()
+
+
+def lose_a_leased_group(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("DELETE FROM items WHERE kind = 'group'")
+        db.commit()
+
+
+def overwrite_pages(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+
+
+def write_foreign_records_of_format_1(path: Path) -> None:
+    path.unlink()
+    write_format_1(path)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE run SET body = x'c1'")
+        db.commit()
+
+
+DAMAGES = [garble_a_record, lose_a_leased_group, overwrite_pages, write_foreign_records_of_format_1]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, damage: Callable[[Path], None]):
+    async def before() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(4))
+        service.take(posted(0))
+        assert await service.next_batch(lease=100.0)
+        service.close()
+
+    asyncio.run(before())
+    damage(tmp_path / "s")
+    damaged = (tmp_path / "s").read_bytes()
+    command = [sys.executable, "-m", "environments.api", "--port", "0", "--store", str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and f"error: --store {tmp_path / 's'}" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / "s").read_bytes() == damaged
 
 
 def test_ids_are_never_given_twice(tmp_path: Path):
@@ -268,11 +372,9 @@ def test_a_file_that_is_no_store_is_refused(tmp_path: Path):
 def test_a_commit_that_fails_is_told(tmp_path: Path):
     async def life() -> None:
         store = Store(tmp_path / "s")
-        queue = RolloutQueue(store)
-        queue.offer(None, 4, 10, 0.5)
+        store.put_payload(1, b"bytes")
         await store.commit()
-        queue.next_group -= 1
-        queue.offer(None, 4, 10, 0.5)  # the same id again: SQLite refuses it
+        store.put_payload(1, b"others")  # the same id again: SQLite refuses it
         with pytest.raises(StoreError) as error:
             await store.commit()
         assert "UNIQUE" in error.value.got
