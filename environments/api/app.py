@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar, get_type_hints
 
-from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -159,8 +158,8 @@ class Api:
     @endpoint("GET", "/status-env")
     async def status_env(self, request: Request, query: wire.StatusEnvQuery) -> wire.StatusEnv:
         """What an environment paces itself by; with `wait` once there is news. Also takes the id as a JSON body."""
-        env_id, seen, waits = query.env_id, query.seen, query.wait is not UNSET
-        if env_id is UNSET:
+        env_id, seen, waits = query.env_id, query.seen, query.wait is not None
+        if env_id is None:
             env_id = (await self.message(request, wire.EnvIdentifier)).env_id
         status = self.service.status_env(env_id, waits=waits)
         if waits and status.seen == seen:
@@ -227,7 +226,7 @@ class Api:
     @endpoint("POST", "/batch/{batch_id}/extend")
     async def extend(self, request: Request, query: wire.ExtendQuery) -> wire.LeaseResponse:
         """Hold the batch for longer."""
-        return await self.service.extend(request.path_params["batch_id"], query.lease, _given(query.step))
+        return await self.service.extend(request.path_params["batch_id"], query.lease, query.step)
 
     @endpoint("POST", "/batch/{batch_id}/release")
     async def release(self, request: Request) -> wire.LeaseResponse:
@@ -286,17 +285,16 @@ class Api:
     async def _next_batch(self, request: Request, query: wire.BatchQuery) -> Served | None:
         """The next batch, or None where none comes within `?wait=`."""
         service, queue = self.service, self.service.queue
-        lease, key, uuid = _given(query.lease), _given(query.request), _given(query.uuid)
         until = service.timer() + self._wait(query.wait)
         while True:
             run = queue.run
-            served = await service.next_batch(lease, key, uuid)
+            served = await service.next_batch(query.lease, query.request, query.uuid)
             left = until - service.timer()
             if served is not None or left <= 0 or service.batch_waiters.ended:
                 return served
             await while_there(request, service.batch_waiters.until(partial(_may_answer, queue, run), left))
 
-    def _wait(self, seconds: float | UnsetType) -> float:
+    def _wait(self, seconds: float | None) -> float:
         """How long a request may be held: an environment must be heard of several times within its time-out."""
         return min(seconds or 0.0, self.service.settings.env_timeout / 3)
 
@@ -379,10 +377,6 @@ def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:
 def _post_key(request: Request) -> bytes | None:
     key = request.headers.get("idempotency-key")
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"post").digest() if key else None
-
-
-def _given(value: T | UnsetType) -> T | None:
-    return None if value is UNSET else value
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
 from grpo_common.http import MSGPACK_TYPES, is_msgpack
@@ -384,25 +384,25 @@ class Evaluations(Struct, frozen=True, kw_only=True):
 class StatusEnvQuery(Struct, frozen=True, kw_only=True):
     """Query of GET /status-env."""
 
-    env_id: _Id | UnsetType = UNSET
-    wait: _Wait | UnsetType = UNSET
-    seen: str | UnsetType = UNSET
+    env_id: _Id | None = None
+    wait: _Wait | None = None
+    seen: str | None = None
 
 
 class BatchQuery(Struct, frozen=True, kw_only=True):
     """Query of GET /batch."""
 
-    lease: _Seconds | UnsetType = UNSET
-    request: str | UnsetType = UNSET
-    uuid: _Id | UnsetType = UNSET
-    wait: _Wait | UnsetType = UNSET
+    lease: _Seconds | None = None
+    request: str | None = None
+    uuid: _Id | None = None
+    wait: _Wait | None = None
 
 
 class ExtendQuery(Struct, frozen=True, kw_only=True):
     """Query of POST /batch/{batch_id}/extend."""
 
     lease: _Seconds
-    step: _Id | UnsetType = UNSET
+    step: _Id | None = None
 
 
 class EvaluationsQuery(Struct, frozen=True, kw_only=True):

@@ -185,7 +185,7 @@ def test_lease_acknowledge_extend_release(api: httpx.Client):
     assert third["batch"] == again["batch"]
     assert api.post(f"/batch/{again['batch_id']}/ack").status_code == 409
     assert api.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
-    assert api.post("/batch/nothing/ack").status_code == 404
+    assert {api.post(f"/batch/nothing/{what}").status_code for what in ("ack", "release", "extend?lease=9")} == {404}
 
 
 def test_a_lease_that_runs_out_comes_again(api: httpx.Client):
@@ -208,6 +208,9 @@ def test_a_second_register_takes_over(api: httpx.Client):
     held = api.get(f"/batch?lease=1000&uuid={old}").json()
     new = api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8}).json()["uuid"]
     assert new != old
+    assert (
+        api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8, "uuid": new}).json()["uuid"] == new
+    )
     assert api.get("/status").json()["current_step"] == 8
     assert api.get(f"/batch?lease=1000&uuid={old}").status_code == 409
     assert api.post(f"/batch/{held['batch_id']}/ack").status_code == 409

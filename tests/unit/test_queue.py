@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from environments.api import wire
 from environments.api.explain import Explainer
 from environments.api.queue import RolloutQueue
-from environments.api.records import Lease, LeaseError, NotRegistered, UnknownEnvironment
+from environments.api.records import Lease, LeaseError
 
 
 def trainer(batch_size: int, step: int = 0, uuid: int | None = None) -> wire.Register:
@@ -52,11 +52,6 @@ def offer(queue: RolloutQueue, size: int, env_id: int | None = None, now: float 
 def batch(queue: RolloutQueue, now: float = 0.0, lease: float = 60.0) -> list[int] | None:
     grant = queue.next_batch(now, lease)
     return None if grant is None else list(grant.lease.groups)
-
-
-def test_a_batch_before_any_trainer_is_refused():
-    with pytest.raises(NotRegistered):
-        RolloutQueue().next_batch(0.0, 60.0)
 
 
 def test_what_came_before_the_trainer_is_served():
@@ -154,28 +149,6 @@ def test_an_environment_that_was_killed_and_started_again_is_counted_once():
     assert queue.minima() == {0: 2, 1: 2} and not queue.buffers
 
 
-def test_acknowledging_counts_the_step_once():
-    queue = started(4)
-    offer(queue, 4)
-    grant = queue.next_batch(0.0, 10.0)
-    assert grant is not None
-    assert queue.run is not None
-    assert queue.run.current_step == 0
-    assert queue.acknowledge(grant.lease.batch_id) == grant.lease.groups
-    assert queue.acknowledge(grant.lease.batch_id) == ()  # the client asked again: its answer was lost
-    assert queue.run.current_step == 1
-
-
-def test_acknowledging_may_name_the_step():
-    queue = started(4)
-    offer(queue, 4)
-    grant = queue.next_batch(0.0, 10.0)
-    assert grant is not None
-    queue.acknowledge(grant.lease.batch_id, step=17)
-    assert queue.run is not None
-    assert queue.run.current_step == 17
-
-
 def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
     queue = started(4)
     offer(queue, 4)
@@ -184,28 +157,6 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
     queue.tick(11.0)
     assert queue.acknowledge(grant.lease.batch_id) == grant.lease.groups
     assert batch(queue) is None
-
-
-def test_an_unknown_batch_is_unknown():
-    queue = started(4)
-    for call in (queue.acknowledge, queue.release):
-        with pytest.raises(LeaseError) as refused:
-            call("nothing")
-        assert refused.value.status == 404
-
-
-def test_a_lost_answer_is_given_again():
-    queue = started(4)
-    ids = [offer(queue, 4), offer(queue, 4)]
-    first = queue.next_batch(0.0, 10.0, request="a")
-    again = queue.next_batch(5.0, 10.0, request="a")
-    other = queue.next_batch(5.0, 10.0, request="b")
-    assert first is not None
-    assert again is not None
-    assert other is not None
-    assert first.lease.batch_id == again.lease.batch_id
-    assert queue.deadlines[again.lease.batch_id] == 15.0
-    assert [group.id for group in other.groups] == [ids[1]]
 
 
 def queue_of(uuid: int, groups: int) -> RolloutQueue:
@@ -274,43 +225,6 @@ def test_a_takeover_is_told_from_a_lease_that_ran_out():
     assert lease(queue, 702.0, 8).groups == held.groups
 
 
-def test_a_trainer_that_comes_back_takes_over():
-    queue = started(4)
-    ids = [offer(queue, 4) for _ in range(3)]
-    old = queue.run
-    assert old is not None
-    grant = queue.next_batch(0.0, 1000.0)
-    assert grant is not None
-    run = queue.register(trainer(8, step=5))
-    assert run.uuid != old.uuid
-    assert run.current_step == 5
-    assert batch(queue) == ids[:2]  # the new batch size, the old trainer's groups first
-    with pytest.raises(LeaseError):
-        queue.next_batch(0.0, 10.0, uuid=old.uuid)
-    with pytest.raises(LeaseError):
-        queue.acknowledge(grant.lease.batch_id)
-
-
-def test_a_trainer_may_keep_its_uuid():
-    queue = started(4)
-    assert queue.run is not None
-    assert queue.register(trainer(4, uuid=queue.run.uuid)).uuid == queue.run.uuid
-
-
-def test_environments_wait_for_the_first_batch():
-    queue = RolloutQueue()
-    assert queue.register_environment(env(4), 0.0) is None
-    queue.register(trainer(8))
-    assert queue.register_environment(env(4), 0.0) is None
-    queue.next_batch(0.0, 1.0)
-    names = []
-    for _ in range(2):
-        environment = queue.register_environment(env(4), 0.0)
-        assert environment is not None
-        names.append((environment.id, environment.name))
-    assert names == [(0, "env_0"), (1, "env_1")]
-
-
 def test_an_environment_that_comes_back_keeps_its_id_and_name():
     queue = started(8)
     queue.register_environment(env(4), 0.0)
@@ -325,14 +239,6 @@ def test_an_environment_that_comes_back_keeps_its_id_and_name():
     queue.disconnect(1)
     with_a_reservation = queue.register_environment(env(4, share=0.5), 3.0)
     assert with_a_reservation is not None and with_a_reservation.id == 3  # 1 has no separate lanes
-
-
-def test_unknown_environments_are_refused():
-    queue = started(4)
-    with pytest.raises(UnknownEnvironment):
-        offer(queue, 4, env_id=3)
-    with pytest.raises(UnknownEnvironment):
-        queue.disconnect(0)
 
 
 def test_status_env_counts_as_the_original_does():

@@ -48,7 +48,7 @@ function plots(o) {
   const {points} = o, whole = points.length > 1 ? points.slice(0, -1) : points;  // the newest step goes on
   for (const [at, key] of ["high", "mean", "low"].entries())
     Object.assign(reward.lines[at], {xs: points.map(point => point.step), ys: points.map(point => point[key])});
-  Object.assign(speed.lines[0], {xs: whole.map(point => point.step), ys: whole.map(point => point.tokens / Math.max(point.seconds, 0.1))});
+  Object.assign(speed.lines[0], {xs: whole.map(point => point.step), ys: whole.map(point => point.tokens / Math.max(point.seconds, 0.001))});
   data.runs[0].steps = points.length ? [points[0].step, points[points.length - 1].step] : [];
   for (const figure of figures) figure.update();
 }
