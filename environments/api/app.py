@@ -394,10 +394,12 @@ async def _refused(request: Request, error: Exception) -> Response:
                 answer.headers["Retry-After"] = str(error.RETRY_AFTER_S)
             else:
                 api.service.refuse(f"{request.method} {request.url.path}", error.status, str(error))
-        case _:  # the store: the server is about to end, and says why
+        case StoreError():  # the server is about to end, and says why
             answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
+        case _:  # a fault of ours, which the log has
+            answer = respond(request, wire.ErrorResponse(detail="internal error; the rollout API's log has it"), 500)
     api.metrics.count(getattr(request.scope.get("route"), "path", "unknown"), answer.status_code)
     return answer
 
 
-_REFUSALS = (ClientDisconnect, HTTPException, ApiError, StoreError)
+_REFUSALS = (ClientDisconnect, HTTPException, ApiError, StoreError, Exception)

@@ -88,7 +88,7 @@ class History:
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
         self.refused = 0
         self._points: deque[Point] = deque([Point(0, 0.0)], maxlen=STEPS)
-        self._paced_from = 0.0  # when the trainer came; its first step has its start in it
+        self._paced_from: float | None = None  # when the trainer came; its first step has its start in it
 
     def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
         """Note a group that has come."""
@@ -107,15 +107,14 @@ class History:
         self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
 
     def reached(self, step: int, now: float) -> None:
-        """Note the trainer's step, which may be the one noted before."""
+        """Note the step of a trainer that has registered; it may be the one noted before."""
         last = self._point(now)
-        if step == last.step:
-            return
-        if step < last.step or self._paced_from == 0.0:  # a trainer has come, or one was resumed
+        if self._paced_from is None or step < last.step:  # a trainer has come, or one was resumed
             self._paced_from = now - self.start
-            while self._points and self._points[-1].step >= step:
-                self._points.pop()
-        self._points.append(Point(step, now - self.start))
+        while step < last.step and self._points and self._points[-1].step >= step:
+            self._points.pop()  # it comes again
+        if not self._points or self._points[-1].step != step:
+            self._points.append(Point(step, now - self.start))
 
     def points(self, now: float) -> list[Point]:
         """Return the steps in which groups came, oldest first."""
@@ -125,7 +124,8 @@ class History:
     @property
     def seconds_per_step(self) -> float | None:
         """Mean over the last `PACE_STEPS` steps; None before two are done, as the first one has the start in it."""
-        steps = [point for point in self._points if point.at > self._paced_from][-PACE_STEPS - 1 :]
+        begun = self._paced_from or 0.0
+        steps = [point for point in self._points if point.at > begun][-PACE_STEPS - 1 :]
         return (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step) if len(steps) > 1 else None
 
     def _point(self, now: float) -> Point:

@@ -53,8 +53,8 @@ class Payloads:
 
     def leave(self, ids: Iterable[int]) -> None:
         """Keep these groups in the store alone: a trainer has them, and they come again only if it is killed."""
-        for each in ids if self.durable else ():
-            self.in_memory -= len(self._bodies.get(each) or b"")
+        for each in self._bodies.keys() & set(ids) if self.durable else ():
+            self.in_memory -= len(self._bodies[each] or b"")
             self._bodies[each] = None
 
     def drop(self, ids: Iterable[int]) -> None:

@@ -383,7 +383,8 @@ class Service:
         except StoreError as error:
             self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
             raise
-        self.history.reached(self.step, self.timer())
+        if self.queue.run is not None:
+            self.history.reached(self.step, self.timer())
         self.batch_waiters.tell(self.queue.version)
         self.news_waiters.tell(self.queue.news)
 

@@ -46,6 +46,14 @@ def test_the_pace_is_that_of_the_last_steps():
     assert history.seconds_per_step == 150.0
 
 
+def test_the_pace_of_a_new_run_is_known_after_two_steps():
+    history = History(start=5.0)
+    for step, now in ((0, 6.0), (1, 20.0), (2, 23.0)):
+        assert history.seconds_per_step is None
+        history.reached(step, now)
+    assert history.seconds_per_step == 3.0  # step 1 has the start in it
+
+
 def test_only_the_newest_groups_are_kept_and_their_text_is_cut():
     history = History(start=0.0)
     for number in range(SAMPLES + 3):
