@@ -149,6 +149,14 @@ def test_an_environment_that_was_killed_and_started_again_is_counted_once():
     assert queue.minima() == {0: 2, 1: 2} and not queue.buffers
 
 
+def test_groups_of_a_lease_that_ran_out_come_before_younger_ones():
+    queue = started(4)
+    ids = [offer(queue, 4) for _ in range(3)]
+    assert batch(queue, lease=10.0) == ids[:1]
+    queue.tick(11.0)
+    assert [batch(queue, 11.0), batch(queue, 11.0)] == [ids[:1], ids[1:2]]
+
+
 def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
     queue = started(4)
     offer(queue, 4)
