@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 import uvloop
 from starlette.responses import Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -69,21 +69,32 @@ async def _serve(args: Namespace) -> None:
             try:
                 app.state.policy_server = server
                 app.router.routes[:0] = ROUTES  # before vLLM's, whose /health knows nothing of publishes
-                http = _HttpServer(_gated(BeforeVllm(app, server), args), args)
+                http = _HttpServer(application(app, server, args), args)
                 app.state.server = http  # vLLM's handlers of errors end it when the engine has ended
                 await _run_until_signal(http, engine, sock)
             finally:
                 server.close()
 
 
-def _gated(app: ASGIApp, args: Namespace) -> Gate:
+def application(vllms: ASGIApp, server: PolicyServer, args: Namespace) -> ASGIApp:
+    """Return vLLM's application with the gate, and what comes before vLLM's routes, around it."""
+
     def refuse(_: Scope, refusal: Refusal) -> Response:
         problem = refusal.problem
-        return error_response(
-            ServeError(refusal.status, problem.field, got=problem.got, wanted=problem.wanted, fix=problem.fix)
-        )
+        error = ServeError(refusal.status, problem.field, got=problem.got, wanted=problem.wanted, fix=problem.fix)
+        return error_response(error)
 
-    return Gate(app, host=args.host, keys=keys_of(args.api_key), origins=args.allowed_origins, answer=refuse)
+    gate = Gate(
+        BeforeVllm(vllms, server), host=args.host, keys=keys_of(args.api_key), origins=args.allowed_origins,
+        answer=refuse,
+    )  # fmt: skip
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if args.root_path:  # FastAPI sets it, too, but further inside
+            scope["root_path"] = args.root_path
+        await gate(scope, receive, send)
+
+    return call
 
 
 class _HttpServer(NoSignalServer):

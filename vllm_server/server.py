@@ -93,9 +93,9 @@ class PolicyServer:
 
     @property
     def has_trainer(self) -> bool:
-        """Return whether a trainer updates this server: by writing its weights, or by adapters."""
+        """Return whether a trainer updates this server: by writing its weights, or by adapters that are loaded."""
         writable = self.args.shared_weights or self.args.receive_weights
-        return writable or self.publisher.has_channel or self.registry.load_count > 0
+        return writable or self.publisher.has_channel or bool(self.registry.versions)
 
     @asynccontextmanager
     async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:

@@ -1,4 +1,4 @@
-"""How the server ends, and how many connections it takes, with stand-ins for its engine and its application."""
+"""What is around vLLM's application, how the server ends, and how many connections it takes, with stand-ins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +17,12 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.testclient import TestClient
 
 from grpo_common.http import connection_limit
 from vllm_server.errors import EngineEndedError
+from vllm_server.policy import Lease, Version
 
 ENVIRONMENTS = 200
 
@@ -47,6 +52,32 @@ def test_only_an_end_without_a_signal_is_a_failure(ending: str) -> None:
     else:
         asyncio.run(run())
     assert http.force_exit == (ending == "two signals")
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_gate_and_newest_version_are_around_vllms_application(root_path: str) -> None:
+    """Also below vLLM's --root-path, which a proxy may keep in the path."""
+    serve = pytest.importorskip("vllm_server.serve")
+
+    async def vllms(request: Request) -> JSONResponse:
+        return JSONResponse(await request.json() if request.method == "POST" else {})
+
+    @asynccontextmanager
+    async def serving(_: str | None) -> AsyncIterator[Lease]:
+        yield Lease(Version("policy-v1", 1, 1, "memory://1", 0.0), 1)
+
+    app = Starlette()
+    app.add_route("/{path:path}", vllms, methods=["GET", "POST"])
+    server: Any = SimpleNamespace(registry=SimpleNamespace(knows=lambda _: True), serving=serving, has_trainer=True)
+    args = Namespace(host="127.0.0.1", api_key=["k"], allowed_origins=[], root_path=root_path)
+    client = TestClient(serve.application(app, server, args))
+    key = {"authorization": "Bearer k"}
+    assert client.get(f"{root_path}/health").status_code == 200, "a probe needs no key"
+    assert client.get(f"{root_path}/v1/models").status_code == 401
+    assert client.post(f"{root_path}/pause", json={}).status_code == 401
+    assert client.post(f"{root_path}/pause", json={}, headers=key).status_code == 409
+    answer = client.post(f"{root_path}/v1/completions", json={"model": "base"}, headers=key)
+    assert answer.json() == {"model": "policy-v1"}
 
 
 def test_connections_of_many_environments_are_taken() -> None:
