@@ -60,7 +60,7 @@ def _serve(argv: list[str]) -> int:
         check_key(args.host, keys_of(args.api_key))
     seams.probe(writable=args.shared_weights or args.receive_weights)
     prepare_writable(args)
-    check_model(args.model, trust_remote_code=args.trust_remote_code)
+    check_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     from vllm_server.serve import serve  # imports vLLM
 
     serve(args)

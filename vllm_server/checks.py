@@ -100,7 +100,7 @@ def check_model_path(model: str) -> None:
 _WANTED = "a decoder-only causal language model that vLLM serves"
 
 
-def check_model(model: str, *, trust_remote_code: bool = False) -> None:
+def check_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> None:
     """Raise a FatalError if vLLM can't generate text with a model, given by its path or by its name on the hub."""
     check_model_path(model)
     try:
@@ -113,6 +113,7 @@ def check_model(model: str, *, trust_remote_code: bool = False) -> None:
     if not set(architectures) & _text_generators() or config.get("is_encoder_decoder"):
         _check_by_vllm(model, ", ".join(architectures), trust_remote_code)
     _check_head_size(model, config)
+    _check_dtype(model, config, dtype)
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -169,6 +170,15 @@ def _check_head_size(model: str, config: dict[str, Any]) -> None:
             wanted = f"one that the CPU kernels have ({', '.join(map(str, known))})"
             fix = "choose another model or serve it on a GPU"
             raise _refused(model, f"attention heads of size {size}", wanted, fix)
+
+
+def _check_dtype(model: str, config: dict[str, Any], dtype: str) -> None:
+    """Refuse float32, the default on a CPU, for weights whose kernels compute in 16 bits."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method in ("gptq", "awq") and dtype in ("float32", "float"):
+        got, fix = f"weights quantised by {method} with --dtype {dtype}", "--dtype bfloat16, also for the trainer"
+        raise _refused(model, got, "bfloat16 or float16 with them", fix)
 
 
 def _refused(model: str, got: str, wanted: str, fix: str) -> FatalError:

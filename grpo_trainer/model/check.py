@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from grpo_trainer.errors import ModelError
+from grpo_trainer.model.quantised import is_read, not_read
 from grpo_trainer.model.text_part import NAMED_OTHERWISE, PREFIX, is_causal, text_config_of
 
 
@@ -54,7 +55,11 @@ def not_trainable(config: Any) -> str | None:
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if getattr(config, "is_encoder_decoder", False):
         return f"{_called(architectures, kind)} is an encoder-decoder"
+    if problem := not_read(config):
+        return problem
     if (text := text_config_of(config)) is not None:
+        if is_read(config):
+            return f"{_called(architectures, kind)} is quantised and has a text part among others"
         if kind in NAMED_OTHERWISE:
             return f"the text part of {_called(architectures, kind)} is not at {PREFIX.removesuffix('.')}"
         if is_causal(text.model_type):
@@ -67,13 +72,6 @@ def not_trainable(config: Any) -> str | None:
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         return f"{_called(architectures, kind)} is an encoder"
     return None
-
-
-def quantised_by(config: Any) -> str | None:
-    """Return the method by which a model's files are quantised, or None."""
-    if (found := getattr(config, "quantization_config", None)) is None:
-        return None
-    return str(found.get("quant_method")) if isinstance(found, dict) else type(found).__name__
 
 
 def _called(architectures: list[str], kind: str) -> str:

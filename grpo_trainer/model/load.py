@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.model.check import check_model, quantised_by
+from grpo_trainer.model.check import check_model
+from grpo_trainer.model.quantised import quantised_by
 from grpo_trainer.model.text_part import load_causal_lm
 
 log = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from grpo_common.models import find_folder
 from grpo_trainer.errors import ModelError
+from grpo_trainer.model.quantised import is_read, mark, plain_weights, quantised_by
 
 PREFIX: Final = "model.language_model."
 """Before the names of the text part's layers in the whole model, instead of `model.`."""
@@ -70,14 +71,25 @@ def causal_lm_of(config: Any, **options: Any) -> PreTrainedModel:
 
 
 def load_causal_lm(name: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a model, or its text part, as `AutoModelForCausalLM.from_pretrained` does.
+    """Load a model, or its text part, as `AutoModelForCausalLM.from_pretrained` does; files of GPTQ or AWQ as plain
+    weights.
 
     Raises:
-        ModelError: the files lack weights of the text part.
+        ModelError: the files lack weights of the text part, or are quantised and can't be read.
     """
     config = AutoConfig.from_pretrained(name)
+    if is_read(config):
+        return _load_quantised(str(name), config, **options)
     if (text := text_config_of(config)) is None:
-        return AutoModelForCausalLM.from_pretrained(name, **options)
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, **options)
+        except ImportError as error:
+            if (method := quantised_by(config)) is None:
+                raise
+            raise ModelError(
+                str(error).partition("\n")[0], field=f"--model-name {name}", got=f"weights quantised by {method}",
+                wanted="GPTQ, AWQ, or weights in 16 or 32 bits", fix="name the model that they were made of",
+            ) from None  # fmt: skip
     with _without_report(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, config=text, key_mapping=dict(READ_AS), output_loading_info=True, **options
@@ -95,6 +107,22 @@ def load_causal_lm(name: str | Path, **options: Any) -> PreTrainedModel:
         if not isinstance(each, PrefixChange) and not renamings.intersection(each.source_patterns)
     ]
     return _as_part(model, config)
+
+
+def _load_quantised(name: str, config: Any, *, dtype: Any, **options: Any) -> PreTrainedModel:
+    """Load files of GPTQ or AWQ as plain weights in `dtype`, for which "auto" is the files' own."""
+    settings = config.quantization_config
+    del config.quantization_config
+    own = config.dtype or torch.float16 if dtype == "auto" else dtype
+    weights = plain_weights(weight_files(name), settings, own)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=own, **options)
+    model.name_or_path = model.config._name_or_path = name  # saved adapters name it as their base
+    mark(model, settings["quant_method"])
+    if model.can_generate():
+        with suppress(OSError):  # the files need not have one
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
 
 
 def _as_part(model: PreTrainedModel, config: Any) -> PreTrainedModel:

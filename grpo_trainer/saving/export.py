@@ -20,7 +20,8 @@ from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
-from grpo_trainer.model.check import quantised_by, read_config
+from grpo_trainer.model.check import read_config
+from grpo_trainer.model.quantised import is_read, quantised_by
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.lora import readable_settings, wrap_with
 from grpo_trainer.model.text_part import load_causal_lm
@@ -117,7 +118,7 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
         why = "no plain LoRA adapter"
         raise ConfigError.of([replace(each, field=f"--merge {path}: {each.field}", summary=why) for each in refused])
     name = _base_name(path, settings, base)
-    if (method := quantised_by(_base_config(name))) is not None:
+    if not is_read(found := _base_config(name)) and (method := quantised_by(found)) is not None:
         raise ConfigError(
             f"an adapter can't be merged into the weights of {name}",
             field="--merge",

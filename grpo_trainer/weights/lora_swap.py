@@ -19,6 +19,7 @@ from grpo_trainer.alignment.proof import Proof, Proved
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
+from grpo_trainer.model.quantised import other_files
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
 from grpo_trainer.weights.packed import PackedAdapter
@@ -89,6 +90,10 @@ class LoraSwap(WeightBridge):
         elif info.max_lora_rank < self._config.r:
             summary = "the inference server takes smaller adapters than --lora-r"
             problems.append(Problem(rank, str(info.max_lora_rank), wanted, fix, summary))
+        if differ := other_files(self._model, info.quantization):
+            summary = "the inference server has another base model"
+            fix = "use one --model on both sides; the trainer reads files of GPTQ and AWQ as plain weights"
+            problems.append(Problem("--model-name", *differ, fix, summary))
         if info.lora_name != self._config.name:
             summary = "the inference server has another name for its adapters"
             fix = "name them alike on both sides"

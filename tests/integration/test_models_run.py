@@ -6,13 +6,15 @@ The conditional models need torchvision beside vLLM's CPU build, which the locks
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 from environments.demo_model.model import build_tokenizer
 from tests.golden.models import CONDITIONAL, IN_16_BITS, adapted_modules, save_model
-from tests.processes import tail
+from tests.processes import ROOT, tail
+from tests.quantised_models import METHODS
 from tests.runs import finished, of_mode, rows, started
 
 pytestmark = pytest.mark.timeout(400)
@@ -48,3 +50,15 @@ def test_a_run_passes_its_proof_and_trains(tmp_path: Path, architecture: str, mo
     assert [row["step"] for row in trained] == [1, 2]
     limit = 0.1 if architecture in IN_16_BITS else 1e-3
     assert trained[0]["train/logprob_gap"] < limit  # samples of later steps may be of the version before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantised_base_is_served_as_it_is_and_trained(tmp_path: Path, method: str) -> None:
+    options = of_mode("lora_only", env="arithmetic", training_steps=2, entropy_coef=0.01, dtype="bfloat16")
+    with started(ROOT / "tests/data/quantised" / method, tmp_path / "run", tmp_path / "log", **options) as process:
+        assert finished(process, tmp_path / "log", 350) == 0, tail(tmp_path / "log")
+    trained = rows(tmp_path / "run")
+    assert [row["step"] for row in trained] == [1, 2]
+    assert trained[0]["train/logprob_gap"] < 0.05  # both sides compute the same function, in bfloat16
+    served = (tmp_path / "run/logs/server.log").read_text()
+    assert re.search(rf"\bquantization=(auto_)?{method}\b", served)

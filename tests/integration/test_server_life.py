@@ -186,8 +186,9 @@ def test_a_wrong_model_path_is_one_line(tmp_path: Path, name: str) -> None:
         ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "which vLLM serves for pooling only"),
         ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "got NobodyForCausalLM, which vLLM"),
         ({"architectures": []}, "got a config.json without `architectures`"),
+        ({"quantization_config": {"quant_method": "awq"}}, "got weights quantised by awq with --dtype float32"),
     ],
-    ids=["head size", "encoder", "unknown", "no architecture"],
+    ids=["head size", "encoder", "unknown", "no architecture", "quantised in float32"],
 )
 def test_a_model_that_vllm_does_not_serve_is_named_in_the_last_line(
     tmp_path: Path, changes: dict[str, object], reason: str
