@@ -29,7 +29,7 @@ READ: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     "awq": {"bits": (4,), "zero_point": (True,), "version": ("gemm",), "lm_head": (False,)},
 }
 """Methods whose files the trainer reads, and for their settings the values that it reads; a missing setting has the
-first. Each was compared with vLLM."""
+first. Each was compared with vLLM, but for 8 bits, which it serves on GPUs only: with gptqmodel."""
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts eight neighbouring outputs in 32 bits, counted from the lowest."""

@@ -115,7 +115,7 @@ def _load_quantised(name: str, config: Any, *, dtype: Any, **options: Any) -> Pr
     del config.quantization_config
     own = config.dtype or torch.float16 if dtype == "auto" else dtype
     weights = plain_weights(weight_files(name), settings, own)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=own, **options)
     model.name_or_path = model.config._name_or_path = name  # saved adapters name it as their base
     mark(model, settings["quant_method"])

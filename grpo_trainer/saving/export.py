@@ -21,9 +21,9 @@ from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.check import read_config
-from grpo_trainer.model.quantised import is_read, quantised_by
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.lora import readable_settings, wrap_with
+from grpo_trainer.model.quantised import is_read, quantised_by
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
