@@ -51,10 +51,14 @@ def not_read(config: Any) -> str | None:
     """Return why files of GPTQ or AWQ can't be read, or None; other methods are transformers' matter."""
     if (method := quantised_by(config)) not in READ:
         return None
+    settings: Mapping[str, Any] = {"bits": None, "group_size": None, **config.quantization_config}
     for name, values in READ[str(method)].items():
-        if (got := config.quantization_config.get(name, values[0])) not in values:
+        if (got := settings.get(name, values[0])) not in values:
             wanted = " or ".join(str(value) for value in values)
             return f"its files have {name} {got} ({method}), and only {wanted} is served and trained"
+    size = settings["group_size"]
+    if not isinstance(size, int) or (size != -1 and size < 1):
+        return f"its files have group_size {size} ({method}), which is no number of inputs"
     return None
 
 

@@ -116,7 +116,14 @@ def _load_quantised(name: str, config: Any, *, dtype: Any, **options: Any) -> Pr
     own = config.dtype or torch.float16 if dtype == "auto" else dtype
     weights = plain_weights(weight_files(name), settings, own)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=own, **options)
+    model, found = kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=own, output_loading_info=True, **options
+    )
+    if missing := sorted(found["missing_keys"]):  # also without any file in safetensors
+        raise ModelError(
+            "weights are not in the files", field=f"--model-name {name}", got=f"no {missing[0]} in *.safetensors",
+            wanted="all of them", fix="download or save the model again",
+        )  # fmt: skip
     model.name_or_path = model.config._name_or_path = name  # saved adapters name it as their base
     mark(model, settings["quant_method"])
     if model.can_generate():

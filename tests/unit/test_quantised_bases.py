@@ -126,6 +126,8 @@ def changed(tmp_path: Path, method: str, **settings: object) -> str:
         ("gptq", {"desc_act": True}),
         ("gptq", {"sym": False}),
         ("gptq", {"bits": 3}),
+        ("gptq", {"group_size": 0}),
+        ("awq", {"group_size": None}),
         ("gptq", {"checkpoint_format": "marlin"}),
         ("gptq", {"dynamic": {"-:.*mlp.*": {}}}),
         ("gptq", {"lm_head": True}),
@@ -141,6 +143,19 @@ def test_files_that_were_not_compared_with_vllm_are_refused(
     with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(name=name, device="cpu"))
     assert refused.value.field == "--model-name" and {*settings, f"({method}),"} <= set(refused.value.summary.split())
+
+
+@pytest.mark.parametrize("file_too", [False, True])
+def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool) -> None:
+    folder = shutil.copytree(MADE / "awq", tmp_path / "torn")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if not file_too:
+        kept = {name: each for name, each in tensors.items() if "layers.1.mlp.up_proj" not in name}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        load_model(ModelConfig(name=str(folder), device="cpu"))
+    assert refused.value.field == f"--model-name {folder}" and refused.value.got.startswith("no ")
 
 
 def test_a_method_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
