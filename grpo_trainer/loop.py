@@ -24,7 +24,7 @@ from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import rows_so_far
+from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.parallel.world import Restore, World
 from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
@@ -177,7 +177,7 @@ def run_steps(
 
 def _say_how_it_went(config: TrainConfig) -> None:
     path = config.log_dir / METRICS_FILE
-    log.info("%s", last_line(rows_so_far(path), last_sample(config.log_dir / SAMPLES_FILE)))
+    log.info("%s", last_line(read_rows(path), last_sample(config.log_dir / SAMPLES_FILE)))
     if config.logging.benchmark:
         print_time_split(path, Console(file=sys.stdout))
 

@@ -43,7 +43,7 @@ from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.machine import Machine, look
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import NewRows, last_rows, rows_so_far
+from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows
 from grpo_trainer.model.shape import ModelShape, shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
@@ -240,7 +240,7 @@ def supervise(
         raise
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
     view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {shlex.quote(str(config.run_dir))}` shows it")
-    view.say(last_line(rows_so_far(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
+    view.say(last_line(read_rows(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
 
 
 def _addresses(config: RunConfig, plan: RunPlan) -> str:
@@ -269,7 +269,7 @@ def refuse_newer(config: RunConfig) -> None:
     """
     folder = config.run_dir
     for rows in (folder / METRICS_FILE, folder / SAMPLES_FILE):
-        rows_so_far(rows)
+        read_rows(rows)
     for state in folder.glob(f"checkpoints/*/{STATE_FILE}"):
         with suppress(DamagedError):  # the trainer moves it aside
             read_state(state.parent)

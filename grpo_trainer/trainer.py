@@ -94,26 +94,6 @@ def shown_logprobs(passes: Sequence[Pass], shown: Sequence[int]) -> Logprobs:
     return found
 
 
-def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: BatchCounts) -> LossInputs:
-    """Return the loss's inputs from a forward pass; `microbatch` is the pass's, on the device of the scores."""
-    return LossInputs(
-        trainer_logprobs_N=scores.logprobs_N,
-        entropy_N=scores.entropy_N,
-        old_logprobs_N=one.old_logprobs_N,
-        rollout_logprobs_N=microbatch.rollout_logprobs_N,
-        has_rollout_N=microbatch.has_rollout_N,
-        ref_logprobs_N=one.ref_logprobs_N,
-        advantages_N=microbatch.advantages_N,
-        weights_N=microbatch.weights_N,
-        shares_N=microbatch.shares_N,
-        supervised_N=microbatch.supervised_N,
-        trainer_logprobs_NK=scores.others_NK,
-        teacher_logprobs_NK=microbatch.teacher_logprobs_NK,
-        segments=microbatch.segments,
-        counts=counts,
-    )
-
-
 def loss_scale(largest_weight: float) -> float:
     """Return a power of two that scales the largest token weight to about 1 for the backward pass.
 
@@ -350,7 +330,8 @@ class Trainer:
             with torch.no_grad(), self._reference.active():
                 one.ref_logprobs_N = self._scores(microbatch).logprobs_N
         scores = self._scores(microbatch)
-        output = batch_loss(loss_inputs(one, microbatch, scores, counts), self.config.loss)
+        inputs = LossInputs(microbatch, scores, counts, one.old_logprobs_N, one.ref_logprobs_N)
+        output = batch_loss(inputs, self.config.loss)
         (output.loss * (scale * self.holding.loss_factor)).backward()
         if one.old_logprobs_N is None:
             one.old_logprobs_N = scores.logprobs_N.detach()

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_trainer.losses.surrogates import Segments
+from grpo_trainer.losses import TrainedTokens
 from grpo_trainer.rollouts.groups import Sample
 
 Move = Callable[[Tensor], Tensor]
@@ -61,26 +61,17 @@ class Packed:
         return _moved(self, partial(_to, device=device))
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TrainedTokens):
     """Tensors of one forward and backward pass. B sequences, T tokens, N trained tokens, K tokens of a teacher."""
 
     tokens_BT: Tensor  # token ids, right-padded; packed: [1, T]
     packed: Packed | None  # where sequences lie in the only row; None: there is a row for each
     predictors_N: Tensor  # index in `tokens_BT.view(-1)` of the token before each trained one, which predicts it
     targets_N: Tensor  # ids of the trained tokens
-    rows_N: Tensor  # the sequence that a trained token belongs to
-    columns_N: Tensor  # its position there, >= 1
-    advantages_N: Tensor  # 1 if supervised
-    weights_N: Tensor  # weight of each trained token in the loss of the whole batch
-    shares_N: Tensor  # factor of the token's sequence in means without such weights; below 1 if it is stale
-    rollout_logprobs_N: Tensor  # logprob that the server sampled with; 0 where `has_rollout_N` is False
-    has_rollout_N: Tensor
+    columns_N: Tensor  # position of each trained token in its sequence, >= 1
     temperature_N: Tensor  # temperature of sampling
-    supervised_N: Tensor  # the token is imitated; the policy did not sample it
-    teacher_ids_NK: Tensor  # as in `rollouts.groups.Teacher`; K is 0 if no sequence has a teacher
-    teacher_logprobs_NK: Tensor
-    versions_B: Tensor  # version of the policy that sampled each sequence; -1: unknown
+    teacher_ids_NK: Tensor  # as in `rollouts.groups.Teacher`
     numbers_B: Tensor  # number of each sequence's sample in the whole batch; -1: of none
     experts_PLK: Tensor | None = None
     """int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1 where the
@@ -93,11 +84,6 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
         return self.moved(partial(_to, device=device))
-
-    @property
-    def segments(self) -> Segments:
-        """The sequences that the trained tokens belong to."""
-        return Segments(self.rows_N, len(self.versions_B))
 
 
 M = TypeVar("M", MicroBatch, Packed)

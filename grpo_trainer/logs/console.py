@@ -18,8 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from grpo_trainer.metrics.health import REWARD, WINDOW, Row, flagged
-from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
+from grpo_trainer.metrics.health import RECENT, REWARD, WINDOW, Row, duration, flagged, seconds_left
 from grpo_trainer.phases import STARTING, Wait, report_at
 
 BAR_WIDTH = 20

@@ -25,7 +25,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE, replace_file
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import WINDOW, Row, baseline, episodes, flags, signs
-from grpo_trainer.metrics.rows import keep_steps, rows_so_far
+from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def build_metric_log(config: TrainConfig, console: RunConsole, steps_done: int) 
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), console]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
-    earlier = rows_so_far(path)
+    earlier = read_rows(path)
     for row in earlier:
         console.remember(row)
     return MetricLog(sinks, earlier)

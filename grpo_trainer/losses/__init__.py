@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,24 +36,24 @@ from grpo_trainer.losses.surrogates import (
 )
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
 
+if TYPE_CHECKING:
+    from grpo_trainer.engine.logprobs import TokenScores
+
 LARGEST_LOG_RATIO = 20.0
 """Limit of a log ratio in `alignment/ess`: one weight of e^20 is as good as infinite there."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What makes a loss; a user's own is an object of this class.
-
-    Attributes:
-        ratio: returns the importance ratio of each token `[N]` from `lp_N`, `old_N` and the segments.
-        surrogate: returns the gain of each token from `ratio_N`, `lp_N`, `advantages_N` and the options.
-        mean: over a sequence's tokens and then over sequences, over all trained tokens of the batch (in all its
-            microbatches), or the sum divided by a constant.
-    """
+    """What makes a loss; a user's own is an object of this class."""
 
     ratio: Callable[[Tensor, Tensor, Segments], Tensor]
+    """Returns the importance ratio of each token `[N]` from `lp_N`, `old_N` and the segments."""
     surrogate: Callable[[Tensor, Tensor, Tensor, LossConfig], Surrogate]
+    """Returns the gain of each token from `ratio_N`, `lp_N`, `advantages_N` and the options."""
     mean: TokenMean
+    """Over a sequence's tokens and then over sequences, over all trained tokens of the batch (in all its microbatches),
+    or the sum divided by a constant."""
 
 
 RATIOS = {"token": surrogates.token_ratio, "sequence": surrogates.sequence_ratio}
@@ -76,37 +77,36 @@ class BatchCounts:
         return self.trained_tokens - self.supervised_tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedTokens:
+    """What a batch says of the N trained tokens of a microbatch: B sequences, K tokens of a teacher at each token."""
+
+    rows_N: Tensor  # the sequence that a token belongs to
+    advantages_N: Tensor  # 1 if supervised
+    weights_N: Tensor  # weight of each token in the loss of the whole batch
+    shares_N: Tensor  # factor of the token's sequence in means without such weights; below 1 if it is stale
+    rollout_logprobs_N: Tensor  # logprob that the server sampled with; 0 where `has_rollout_N` is False
+    has_rollout_N: Tensor
+    supervised_N: Tensor  # the token is imitated; the policy did not sample it
+    teacher_logprobs_NK: Tensor  # -inf where the teacher gave fewer than K tokens; K is 0 if no sequence has a teacher
+    versions_B: Tensor  # version of the policy that sampled each sequence; -1: unknown
+
+    @property
+    def segments(self) -> Segments:
+        """The sequences that the tokens belong to."""
+        return Segments(self.rows_N, len(self.versions_B))
+
+
 @dataclass(frozen=True)
 class LossInputs:
-    """The loss's inputs for one microbatch: N trained tokens, K tokens of a teacher at each.
+    """The loss's inputs for one microbatch."""
 
-    Attributes:
-        trainer_logprobs_N: logprobs under the current policy, with gradient.
-        entropy_N: entropy of the current policy at each position, with gradient if the loss has an entropy bonus.
-        old_logprobs_N: the trainer's logprobs before the first update on this batch; None: this is the first update,
-            and they equal `trainer_logprobs_N`.
-        rollout_logprobs_N, has_rollout_N: the logprobs that the server sampled with, and where they are known.
-        ref_logprobs_N: the reference's logprobs; None: there is no reference.
-        advantages_N, weights_N, shares_N, supervised_N, teacher_logprobs_NK: as in `microbatches.MicroBatch`.
-        trainer_logprobs_NK: logprobs of the teacher's tokens under the current policy, with gradient.
-        segments: the sequences that the tokens belong to.
-        counts: counts of the whole batch.
-    """
-
-    trainer_logprobs_N: Tensor
-    entropy_N: Tensor
-    old_logprobs_N: Tensor | None
-    rollout_logprobs_N: Tensor
-    has_rollout_N: Tensor
-    ref_logprobs_N: Tensor | None
-    advantages_N: Tensor
-    weights_N: Tensor
-    shares_N: Tensor
-    supervised_N: Tensor
-    trainer_logprobs_NK: Tensor
-    teacher_logprobs_NK: Tensor
-    segments: Segments
-    counts: BatchCounts
+    tokens: TrainedTokens
+    scores: TokenScores  # under the current policy; the entropy has a gradient if the loss has an entropy bonus
+    counts: BatchCounts  # of the whole batch
+    old_logprobs_N: Tensor | None = None
+    """The trainer's logprobs before the first update on this batch; None: this is it, so they equal the scores'."""
+    ref_logprobs_N: Tensor | None = None  # None: there is no reference
 
 
 @dataclass(frozen=True)
@@ -150,24 +150,24 @@ def token_weight(loss: str, *, length: int, counts: BatchCounts, max_completion_
 
 def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """Return the microbatch's share of the loss that the options describe."""
-    spec, lp_N = loss_spec(config.loss), inputs.trainer_logprobs_N
+    spec, lp_N = loss_spec(config.loss), inputs.scores.logprobs_N
     own_N = lp_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
     old_N = own_N
     if config.ratio_against == "rollout":
-        old_N = torch.where(inputs.has_rollout_N, inputs.rollout_logprobs_N, own_N)
-    ratio_N = spec.ratio(lp_N, old_N, inputs.segments)
-    surrogate = spec.surrogate(ratio_N, lp_N, inputs.advantages_N, config)
+        old_N = torch.where(inputs.tokens.has_rollout_N, inputs.tokens.rollout_logprobs_N, own_N)
+    ratio_N = spec.ratio(lp_N, old_N, inputs.tokens.segments)
+    surrogate = spec.surrogate(ratio_N, lp_N, inputs.tokens.advantages_N, config)
     correction = mismatch_correction(
         own_N,
-        inputs.rollout_logprobs_N,
-        inputs.has_rollout_N,
-        inputs.segments,
+        inputs.tokens.rollout_logprobs_N,
+        inputs.tokens.has_rollout_N,
+        inputs.tokens.segments,
         kind=config.correction,
         level=config.is_level,
         cap=config.is_cap,
     )
-    policy_N = torch.where(inputs.supervised_N, 0.0, -correction.weights_N * surrogate.gain_N)
-    parts = {"policy": (inputs.weights_N * policy_N).sum(), **_other_parts(inputs, ratio_N, config)}
+    policy_N = torch.where(inputs.tokens.supervised_N, 0.0, -correction.weights_N * surrogate.gain_N)
+    parts = {"policy": (inputs.tokens.weights_N * policy_N).sum(), **_other_parts(inputs, ratio_N, config)}
     with torch.no_grad():
         metrics = {
             **_policy_metrics(inputs, ratio_N, surrogate),
@@ -181,27 +181,27 @@ def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
 def _other_parts(inputs: LossInputs, ratio_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
     """Return the parts of the loss besides the policy's, only those that the options ask for."""
-    lp_N, weights_N = inputs.trainer_logprobs_N, inputs.weights_N
-    imitated_N = torch.where(inputs.supervised_N, inputs.advantages_N * lp_N, 0.0)
+    lp_N, weights_N = inputs.scores.logprobs_N, inputs.tokens.weights_N
+    imitated_N = torch.where(inputs.tokens.supervised_N, inputs.tokens.advantages_N * lp_N, 0.0)
     parts = {"supervised": -(weights_N * imitated_N).sum()}
     if config.kl_beta and inputs.ref_logprobs_N is not None:
         kl_N = divergence(lp_N, inputs.ref_logprobs_N, config.kl_estimator) * (ratio_N if config.kl_unbiased else 1.0)
-        parts["kl"] = config.kl_beta * (weights_N * torch.where(inputs.supervised_N, 0.0, kl_N)).sum()
+        parts["kl"] = config.kl_beta * (weights_N * torch.where(inputs.tokens.supervised_N, 0.0, kl_N)).sum()
     if config.entropy_coef:
-        entropy_N = torch.where(inputs.supervised_N, 0.0, inputs.shares_N * inputs.entropy_N)
+        entropy_N = torch.where(inputs.tokens.supervised_N, 0.0, inputs.tokens.shares_N * inputs.scores.entropy_N)
         parts["entropy"] = -config.entropy_coef * entropy_N.sum() / max(1, inputs.counts.sampled_tokens)
     if config.distill_coef and inputs.counts.teacher_tokens:
         cross_N = teacher_cross_entropy(
-            inputs.trainer_logprobs_NK, inputs.teacher_logprobs_NK, config.distill_temperature
+            inputs.scores.others_NK, inputs.tokens.teacher_logprobs_NK, config.distill_temperature
         )
-        shared = (inputs.shares_N * cross_N).sum()
+        shared = (inputs.tokens.shares_N * cross_N).sum()
         parts["distillation"] = config.distill_coef * shared / inputs.counts.teacher_tokens
     return parts
 
 
 def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -> dict[str, Metric]:
     """Return metrics of the tokens that the policy sampled; supervised tokens have no ratio."""
-    sampled_N = ~inputs.supervised_N
+    sampled_N = ~inputs.tokens.supervised_N
     count = sampled_N.sum()
     low, high = (surrogate.low_N & sampled_N).sum(), (surrogate.high_N & sampled_N).sum()
     ratio_N = torch.where(sampled_N, ratio_N, 0.0)
@@ -212,8 +212,8 @@ def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -
         "grpo/clipped_fraction": Mean(low + high, count),
         "grpo/clipped_low": Mean(low, count),
         "grpo/clipped_high": Mean(high, count),
-        "grpo/entropy": Mean(torch.where(sampled_N, inputs.entropy_N.detach(), 0.0).sum(), count),
-        "logprobs/trainer_mean": Mean(inputs.trainer_logprobs_N.sum(), tokens),
+        "grpo/entropy": Mean(torch.where(sampled_N, inputs.scores.entropy_N.detach(), 0.0).sum(), count),
+        "logprobs/trainer_mean": Mean(inputs.scores.logprobs_N.sum(), tokens),
     }
 
 
@@ -221,7 +221,7 @@ def _correction_metrics(inputs: LossInputs, correction: Correction, config: Loss
     """Return the mean weight of the tokens that have one, and the share of them whose weight is truncated or masked."""
     if config.correction == "none":
         return {}
-    known_N = inputs.has_rollout_N
+    known_N = inputs.tokens.has_rollout_N
     count = known_N.sum()
     return {
         "correction/weight_mean": Mean(torch.where(known_N, correction.weights_N, 0.0).sum(), count),
@@ -231,14 +231,14 @@ def _correction_metrics(inputs: LossInputs, correction: Correction, config: Loss
 
 def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
     """Return the gap between the trainer's and the server's logprobs."""
-    known_N = inputs.has_rollout_N
+    known_N = inputs.tokens.has_rollout_N
     count = known_N.sum()
-    gap_N = torch.where(known_N, inputs.rollout_logprobs_N - inputs.trainer_logprobs_N, 0.0)
-    old_N = inputs.trainer_logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
-    ratio_N = (old_N - inputs.rollout_logprobs_N).clamp(max=LARGEST_LOG_RATIO).double().exp()
+    gap_N = torch.where(known_N, inputs.tokens.rollout_logprobs_N - inputs.scores.logprobs_N, 0.0)
+    old_N = inputs.scores.logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    ratio_N = (old_N - inputs.tokens.rollout_logprobs_N).clamp(max=LARGEST_LOG_RATIO).double().exp()
     ratio_N = torch.where(known_N, ratio_N, 0.0)
     return {
-        "logprobs/rollout_mean": Mean(torch.where(known_N, inputs.rollout_logprobs_N, 0.0).sum(), count),
+        "logprobs/rollout_mean": Mean(torch.where(known_N, inputs.tokens.rollout_logprobs_N, 0.0).sum(), count),
         "alignment/logprob_diff_mean": Mean(gap_N.abs().sum(), count),
         "alignment/logprob_diff_max": Max(gap_N.abs().max() if gap_N.numel() else 0.0),
         "alignment/kl_rollout": Mean(divergence(gap_N, torch.zeros_like(gap_N), "k3").sum(), count),
@@ -250,6 +250,6 @@ def _reference_metrics(inputs: LossInputs) -> dict[str, Metric]:
     """Return the policy's KL divergence from the reference, by k3 whichever estimator the loss uses."""
     if inputs.ref_logprobs_N is None:
         return {}
-    sampled_N = ~inputs.supervised_N
-    kl_N = divergence(inputs.trainer_logprobs_N, inputs.ref_logprobs_N, "k3")
+    sampled_N = ~inputs.tokens.supervised_N
+    kl_N = divergence(inputs.scores.logprobs_N, inputs.ref_logprobs_N, "k3")
     return {"alignment/kl_reference": Mean(torch.where(sampled_N, kl_N, 0.0).sum(), sampled_N.sum())}

@@ -1,4 +1,4 @@
-"""Is a run healthy, and did it learn? Pure functions of the rows of metrics.jsonl.
+"""Is a run healthy, did it learn, and how long does it still take? Pure functions of the rows of metrics.jsonl.
 
 A figure is unhealthy when its median over the last steps leaves its usual range. Ranges are those of the runs in
 docs/learning.md: what learns stays within them, what collapses leaves them.
@@ -28,99 +28,45 @@ LEAST = 5
 """Steps of the beginning, and of the end, at least."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """The usual range of one figure.
+    """The usual range of one figure."""
 
-    Attributes:
-        name: of its flag among the metrics: `health/NAME` is 1 while the figure is out of its range, else 0.
-        key: of metrics.jsonl.
-        low, high: ends of the range. A KL of 0 may be rounded to below 0, so it has no lower end.
-        says: what it means when it leaves the range.
-        fix: the first thing to try.
-        harms: a run with such a figure at its end is not healthy, whatever its reward.
-    """
-
-    name: str
+    name: str  # of its flag: the metric `health/NAME` is 1 while the figure is out of its range, else 0
     title: str
-    key: str
-    low: float = -math.inf
-    high: float = math.inf
-    says: str
-    fix: str
-    harms: bool = True
+    key: str  # of metrics.jsonl
+    low: float  # a KL of 0 may be rounded to below 0, so it has no lower end
+    high: float
+    says: str  # what it means when it leaves the range
+    fix: str  # the first thing to try
+    harms: bool = True  # a run with such a figure at its end is not healthy, whatever its reward
 
 
+INF = math.inf
 LOWER_LR = "a lower --lr; then fewer stale samples (--max-staleness)"
+# fmt: off
 CHECKS = (
-    Check(
-        name="kl",
-        title="KL",
-        key="alignment/kl_rollout",
-        high=1.0,
-        says="the policy moves far from the one that sampled",
-        fix=LOWER_LR,
-    ),
-    Check(
-        name="kl_reference",
-        title="KL to the reference",
-        key="alignment/kl_reference",
-        high=5.0,
-        says="the policy is far from the model it started as",
-        fix="a lower --lr; then a larger --kl-beta",
-    ),
-    Check(
-        name="entropy_low",
-        title="entropy",
-        key=ENTROPY,
-        low=0.02,
-        says="the policy hardly explores: the answers of a group are alike",
-        fix="--clip-eps-high 0.28, or a lower --lr",
-        harms=False,
-    ),
-    Check(
-        name="collapse",
-        title="equal answers to different prompts",
-        key=SAME_ANSWERS,
-        high=0.2,
-        says="the policy has collapsed: it answers without regard to the prompt",
-        fix=LOWER_LR,
-    ),
-    Check(
-        name="entropy_high",
-        title="entropy",
-        key=ENTROPY,
-        high=1.0,
-        says="the policy becomes random",
-        fix=LOWER_LR,
-    ),
-    Check(
-        name="grad_norm",
-        title="gradient norm",
-        key=GRAD_NORM,
-        high=10.0,
-        says="the updates' directions are erratic",
-        fix="a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
-    ),
-    Check(
-        name="zero_variance",
-        title="zero-variance groups",
-        key="batch/zero_variance_share",
-        high=0.8,
-        says="most groups have equal rewards and teach nothing",
-        fix="tasks that the model solves sometimes; then larger groups (--env.group_size)",
-        harms=False,
-    ),
-    Check(
-        name="ratio",
-        title="ratio",
-        key="grpo/mean_ratio",
-        low=0.8,
-        high=1.25,
-        says="the samples are not of the policy that trains on them",
-        fix=LOWER_LR,
-    ),
+    Check("kl", "KL", "alignment/kl_rollout", -INF, 1.0,
+          "the policy moves far from the one that sampled", LOWER_LR),
+    Check("kl_reference", "KL to the reference", "alignment/kl_reference", -INF, 5.0,
+          "the policy is far from the model it started as", "a lower --lr; then a larger --kl-beta"),
+    Check("entropy_low", "entropy", ENTROPY, 0.02, INF,
+          "the policy hardly explores: the answers of a group are alike",
+          "--clip-eps-high 0.28, or a lower --lr", harms=False),
+    Check("collapse", "equal answers to different prompts", SAME_ANSWERS, -INF, 0.2,
+          "the policy has collapsed: it answers without regard to the prompt", LOWER_LR),
+    Check("entropy_high", "entropy", ENTROPY, -INF, 1.0,
+          "the policy becomes random", LOWER_LR),
+    Check("grad_norm", "gradient norm", GRAD_NORM, -INF, 10.0,
+          "the updates' directions are erratic",
+          "a lower --lr; then more sequences in a step (--gradient-accumulation-steps)"),
+    Check("zero_variance", "zero-variance groups", "batch/zero_variance_share", -INF, 0.8,
+          "most groups have equal rewards and teach nothing",
+          "tasks that the model solves sometimes; then larger groups (--env.group_size)", harms=False),
+    Check("ratio", "ratio", "grpo/mean_ratio", 0.8, 1.25,
+          "the samples are not of the policy that trains on them", LOWER_LR),
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -202,15 +148,10 @@ def flagged(numbers: Row) -> list[str]:
 
 @dataclass(frozen=True)
 class Episode:
-    """Consecutive rows during which a figure was out of its usual range.
+    """Consecutive rows during which a figure was out of its usual range."""
 
-    Attributes:
-        sign: of the first of them.
-        first, last: indices of rows.
-    """
-
-    sign: Sign
-    first: int
+    sign: Sign  # of the first of them
+    first: int  # index of a row
     last: int
 
 
@@ -234,20 +175,15 @@ def _finite(rows: Sequence[Row], key: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The reward of a run's first and last tenth: mean and standard deviation over steps.
-
-    Attributes:
-        steps: in each tenth, five at least.
-        harm: what is out of its usual range at the end of the run, so that its reward says little.
-    """
+    """The reward of a run's first and last tenth: mean and standard deviation over steps."""
 
     first: float
     first_spread: float
     last: float
     last_spread: float
-    steps: int
+    steps: int  # in each tenth, five at least
     of: int
-    harm: Sign | None = None
+    harm: Sign | None = None  # what is out of its usual range at the end of the run, so that its reward says little
 
     @property
     def verdict(self) -> Literal["it learnt", "it got worse", "no clear change", "not healthy"]:
@@ -299,3 +235,35 @@ def last_line(rows: Sequence[Row], sample: str = "") -> str:
     shown = f"\na sample: {sample}" if sample and found and found.verdict == "no clear change" else ""
     tried = f"; out of the usual range: {names}; first try {left[0].fix}" if left else ""
     return f"{learnt(rows)}{tried}{shown}"
+
+
+# ---------------------------------------------------------------- time
+
+RECENT = 50
+"""Number of last steps for the estimate."""
+
+
+def seconds_left(steps: int, recent: Sequence[float]) -> float | None:
+    """Return the seconds that `steps` more steps take, each the mean of `recent`.
+
+    The longest of `recent` counts as the second longest. So a single outlier (the first step, which waits for
+    the first rollouts and compiles) does not matter, but repeated ones (saves, restarts) do.
+
+    Args:
+        recent: seconds of the last steps, from the end of one to the end of the next.
+
+    Returns:
+        The seconds; None: `recent` has fewer than two steps.
+    """
+    if len(recent) < 2:
+        return None
+    *others, second, _ = sorted(recent)
+    return steps * (sum(others) + 2 * second) / len(recent)
+
+
+def duration(seconds: float) -> str:
+    """Return `119 s`, `12 min`, `3.4 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -30,14 +30,10 @@ Check = Callable[[Row], Row | None]
 
 
 class Rows(NamedTuple):
-    """What a file has.
-
-    Attributes:
-        unreadable: number of lines that are no rows.
-    """
+    """What a file has."""
 
     rows: list[Row]
-    unreadable: int = 0
+    unreadable: int = 0  # number of lines that are no rows
 
 
 def is_number(value: object) -> bool:
@@ -87,17 +83,11 @@ def read_lines(path: Path, content: bytes, check: Check = figures) -> Rows:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file of metrics.
+    """Return the rows of a file of metrics; none if nothing has written the file yet.
 
     Raises:
         FormatError: a newer version wrote one of them.
-        OSError: the file can't be read.
     """
-    return read_lines(path, path.read_bytes()).rows
-
-
-def rows_so_far(path: Path) -> list[Row]:
-    """Return the rows as `read_rows` does; none if nothing has written the file yet."""
     return read_file(path).rows
 
 

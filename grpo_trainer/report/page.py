@@ -18,8 +18,7 @@ import tomli_w
 from grpo_common.pages.document import document, plotting
 from grpo_common.text import BIDI
 from grpo_trainer.files import replace_file
-from grpo_trainer.metrics.health import learnt, outcome
-from grpo_trainer.metrics.remaining import duration
+from grpo_trainer.metrics.health import duration, learnt, outcome
 from grpo_trainer.metrics.rows import ENDS
 from grpo_trainer.report.figures import page_data
 from grpo_trainer.report.read import Run, read_run

@@ -41,6 +41,9 @@ WAIT_SECONDS = 0.5
 """Time for which the API holds a request if there is no batch yet; it delays a stop by this much at most."""
 
 
+NO_STATUS = wire.Status(current_step=0, queue_size=0)
+
+
 @dataclass(frozen=True)
 class _Wait:
     """Why no batch has come yet."""
@@ -176,12 +179,8 @@ class RolloutClient:
 
     def evaluations(self) -> list[wire.NumberedEvaluation]:
         """Return the environments' evaluations on held-out prompts since the last call. Best effort."""
-        try:
-            path = f"/evaluations?after={self._evaluated}"
-            answer = self._http.get(path, headers={"Accept": wire.JSON}, timeout=5.0)
-            found = wire.decode(answer.content, wire.Evaluations).evaluations if answer.is_success else []
-        except (httpx.HTTPError, msgspec.DecodeError):
-            return []  # no reason to stop training; the next step asks again
+        answer = self._ask(f"/evaluations?after={self._evaluated}", wire.Evaluations(evaluations=[]))
+        found = answer.evaluations if answer else []  # the next step asks again
         self._evaluated = max([self._evaluated, *(each.number for each in found)])
         return found
 
@@ -194,26 +193,19 @@ class RolloutClient:
         """Wait until the environments have left that leave after the last step, once they have evaluated it."""
         deadline = time.monotonic() + seconds
         there: list[str] = []
-        while (found := self._followers()) is None or found:
+        while True:
+            status = self._ask("/status", NO_STATUS)
+            found = [each.name for each in status.environments if each.alive and each.follows] if status else there
+            if status and not found:
+                return
             if found and not there:
                 log.info("waiting for the last evaluation of %s", ", ".join(found))
-            there = found or there
+            there = found
             if time.monotonic() > deadline:
                 log.warning("no longer waiting for the last evaluation of %s", ", ".join(there) or "the environments")
                 return
             self._check_stop()
             time.sleep(ALONE_POLL_SECONDS)
-
-    def _followers(self) -> list[str] | None:
-        """Return the names of these environments; None: the API did not answer."""
-        try:
-            answer = self._http.get("/status", headers={"Accept": wire.JSON}, timeout=5.0)
-            found = wire.decode(answer.content, wire.Status).environments if answer.is_success else []
-        except httpx.TransportError:
-            return None
-        except (httpx.HTTPError, msgspec.DecodeError):
-            return []
-        return [each.name for each in found if each.alive and each.follows]
 
     def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
         """Acknowledge trained batches that a checkpoint contains; the API never serves them again.
@@ -340,14 +332,13 @@ class RolloutClient:
             return _Wait(f"{self._config.url} to answer ({type(error).__name__}: {error})")
         if may_pass(answer.status_code):
             return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
-        if frank and answer.status_code in (404, 409):
+        if answer.status_code < 400 or (frank and answer.status_code in (404, 409)):
             return answer
+        reason = complaint(answer.content, answer.headers.get("content-type")).reason  # the API's, or a proxy's
         if answer.status_code == 409:
-            raise self._taken_over(_said(answer))
-        if answer.status_code >= 400:
-            field = f"{method} {self._config.url}{path}"
-            raise ServerError("refused", field=field, got=f"{answer.status_code} {_said(answer)}")
-        return answer
+            raise self._taken_over(reason)
+        field = f"{method} {self._config.url}{path}"
+        raise ServerError("refused", field=field, got=f"{answer.status_code} {reason}")
 
     def _wait_for(
         self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None], *, is_batch: bool = False
@@ -379,26 +370,23 @@ class RolloutClient:
 
     def environment_name(self, env_id: int | None) -> str:
         """Return an environment's name for messages."""
-        status = self._status()
-        names = {each.env_id: each.name for each in status.environments} if status else {}
+        status = self._ask("/status", NO_STATUS) or NO_STATUS
+        names = {each.env_id: each.name for each in status.environments}
         if env_id is None:
             return "an environment that gave no env_id"
         return f"environment {names[env_id]}" if env_id in names else f"environment {env_id}"
 
     def _explanation(self) -> str | None:
         """Return the API's own reason why no batch comes, or None."""
-        status = self._status()
-        if status is None:
-            return None  # the API does not answer; the caller has its own reason
+        status = self._ask("/status", NO_STATUS) or NO_STATUS  # without an answer the caller has its own reason
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
 
-    def _status(self) -> wire.Status | None:
+    def _ask(self, path: str, otherwise: T) -> T | None:
+        """Return an answer of the API; `otherwise`: it is of another kind, or a refusal; None: no answer came."""
         try:
-            return wire.decode(self._http.get("/status", headers={"Accept": wire.JSON}).content, wire.Status)
-        except (httpx.HTTPError, msgspec.DecodeError):
+            answer = self._http.get(path, headers={"Accept": wire.JSON}, timeout=5.0)
+            return wire.decode(answer.content, type(otherwise)) if answer.is_success else otherwise
+        except httpx.TransportError:
             return None
-
-
-def _said(answer: httpx.Response) -> str:
-    """Return the reason of a refusal, by the API or by a proxy before it."""
-    return complaint(answer.content, answer.headers.get("content-type")).reason
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return otherwise

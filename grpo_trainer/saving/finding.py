@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_trainer.metrics.remaining import duration
+from grpo_trainer.metrics.health import duration
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.manifest import (
     DAMAGED_PREFIX,

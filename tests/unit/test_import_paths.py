@@ -34,7 +34,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_pages_loss_has_the_unclipped_gradient(parts: Path) -> None:
     config = LossConfig(loss="my_parts:my_loss")
     case = inputs([one([-1.0, -1.0], 2.0, roll=[-1.0, -3.0])], config)
-    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.trainer_logprobs_N)
+    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.scores.logprobs_N)
     # ratios 1 and exp(2) = 7.389, which a clip at 1.2 would hold: -2 x ratio / 2
     assert slope_N.tolist() == pytest.approx([-1.0, -7.389], abs=1e-3)
 

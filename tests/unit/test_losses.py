@@ -3,53 +3,58 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from grpo_trainer.config.loss import LOSSES, LossConfig
-from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss, token_weight
-from grpo_trainer.losses.surrogates import Segments
+from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.losses import BatchCounts, LossInputs, TrainedTokens, batch_loss, token_weight
 from grpo_trainer.metrics.types import reduce
 from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
 
 MAX_LEN = 7
 
 
-def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: object) -> LossInputs:
-    """Return the loss's inputs for these sequences as one batch."""
+def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: Any) -> LossInputs:
+    """Return the loss's inputs for these sequences as one batch; `changes` are of any of its parts."""
     counts = BatchCounts(len(sequences), sum(len(s.lp) for s in sequences))
 
-    def flat(values: list[list[float]]) -> torch.Tensor:
+    def flat(values: list[list[float]]) -> Tensor:
         return torch.tensor([value for each in values for value in each])
 
-    def each(values: list[float]) -> torch.Tensor:
+    def each(values: Sequence[float]) -> Tensor:
         return torch.tensor([value for value, s in zip(values, sequences, strict=True) for _ in s.lp])
 
     weights = [
         token_weight(config.loss, length=len(s.lp), counts=counts, max_completion_len=MAX_LEN) for s in sequences
     ]
-    lp_N = flat([s.lp for s in sequences]).requires_grad_()
-    values: dict[str, object] = {
-        "trainer_logprobs_N": lp_N,
-        "entropy_N": torch.zeros(len(lp_N)),
-        "old_logprobs_N": flat([s.old for s in sequences]),
-        "rollout_logprobs_N": flat([s.roll or [0.0] * len(s.lp) for s in sequences]),
-        "has_rollout_N": each([s.roll is not None for s in sequences]),
-        "ref_logprobs_N": flat([s.ref or [0.0] * len(s.lp) for s in sequences]) if config.kl_beta else None,
-        "advantages_N": flat([[1.0] * len(s.lp) if s.supervised else s.advantages for s in sequences]),
-        "weights_N": each(weights),
-        "shares_N": torch.ones(len(lp_N)),
-        "supervised_N": each([s.supervised for s in sequences]),
-        "trainer_logprobs_NK": torch.zeros(len(lp_N), 0),
-        "teacher_logprobs_NK": torch.zeros(len(lp_N), 0),
-        "segments": Segments(each(list(range(len(sequences)))), len(sequences)),
-        "counts": counts,
-        **changes,
-    }
-    return LossInputs(**values)  # type: ignore[arg-type]
+    nothing_NK = torch.zeros(counts.trained_tokens, 0)
+    tokens = TrainedTokens(
+        rows_N=each(range(len(sequences))),
+        advantages_N=flat([[1.0] * len(s.lp) if s.supervised else s.advantages for s in sequences]),
+        weights_N=each(weights),
+        shares_N=torch.ones(counts.trained_tokens),
+        rollout_logprobs_N=flat([s.roll or [0.0] * len(s.lp) for s in sequences]),
+        has_rollout_N=each([s.roll is not None for s in sequences]),
+        supervised_N=each([s.supervised for s in sequences]),
+        teacher_logprobs_NK=nothing_NK,
+        versions_B=torch.zeros(len(sequences)),
+    )
+    scores = TokenScores(flat([s.lp for s in sequences]).requires_grad_(), nothing_NK.sum(-1), nothing_NK)
+    ref_N = flat([s.ref or [0.0] * len(s.lp) for s in sequences]) if config.kl_beta else None
+    made = LossInputs(tokens, scores, counts, flat([s.old for s in sequences]), ref_N)
+
+    def of(part: Any) -> dict[str, Any]:
+        return {key: value for key, value in changes.items() if hasattr(part, key)}
+
+    return replace(made, tokens=replace(tokens, **of(tokens)), scores=replace(scores, **of(scores)), **of(made))
 
 
 def one(lp: list[float], advantage: float = 1.0, **fields: object) -> PlainSequence:
@@ -58,7 +63,7 @@ def one(lp: list[float], advantage: float = 1.0, **fields: object) -> PlainSeque
 
 
 def gradient(case: LossInputs, config: LossConfig) -> list[float]:
-    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.trainer_logprobs_N)
+    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.scores.logprobs_N)
     return slope_N.tolist()
 
 
@@ -86,7 +91,7 @@ def test_token_weights(loss: str, weight: float) -> None:
 def test_on_policy_every_loss_has_the_plain_policy_gradient(loss: str) -> None:
     config = LossConfig(loss=loss, ratio_against="trainer")
     case = inputs([one([-1.0, -2.0], 3.0), one([-0.5], -1.0)], config, old_logprobs_N=None)
-    assert gradient(case, config) == pytest.approx((-case.weights_N * case.advantages_N).tolist())
+    assert gradient(case, config) == pytest.approx((-case.tokens.weights_N * case.tokens.advantages_N).tolist())
 
 
 def test_old_logprobs_are_the_servers_the_trainers_before_or_the_trainers_now() -> None:
@@ -124,40 +129,47 @@ def test_there_is_no_correction_to_speak_of_where_the_ratio_contains_it() -> Non
     assert numbers["grpo/mean_ratio"] == pytest.approx(math.exp(0.2))
 
 
-def test_the_entropy_bonus_is_of_the_mean_over_all_trained_tokens_of_the_batch() -> None:
+@pytest.mark.parametrize(
+    ("marked", "counts", "shares", "bonus", "mean", "slopes"),
+    [
+        # of all trained tokens, whatever the loss's mean: -0.5 * (1 + 2 + 6) / 3
+        ({}, (2, 3), [1, 1, 1], -1.5, 3.0, [-0.5 / 3] * 3),
+        # what counts less does so here, and the normaliser stays: -0.5 * (1 + 2 + 0.25 * 6) / 3
+        ({}, (2, 3), [1, 1, 0.25], -0.75, 3.0, [-0.5 / 3, -0.5 / 3, -0.125 / 3]),
+        # what is imitated has no part in it: -0.5 * (1 + 2) / 2
+        ({"supervised": True}, (2, 3, 0, 1), [1, 1, 1], -0.75, 1.5, [-0.25, -0.25, 0.0]),
+    ],
+    ids=["mean", "stale", "imitated"],
+)
+def test_the_entropy_bonus_by_hand(
+    marked: dict[str, bool], counts: Any, shares: list[float], bonus: float, mean: float, slopes: list[float]
+) -> None:
     config = LossConfig(loss="dr_grpo", entropy_coef=0.5)
     entropy_N = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    case = inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0)], config, entropy_N=entropy_N)
+    changes = {"entropy_N": entropy_N, "counts": BatchCounts(*counts), "shares_N": torch.tensor(shares)}
+    case = inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0, **marked)], config, **changes)
     output = batch_loss(case, config)
-    assert reduce(output.metrics)["loss/entropy"] == pytest.approx(-1.5)  # -0.5 * (1 + 2 + 6) / 3
-    assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(3.0)
+    assert reduce(output.metrics)["loss/entropy"] == pytest.approx(bonus)
+    assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(mean)
     (slope_N,) = torch.autograd.grad(output.loss, entropy_N)
-    assert slope_N.tolist() == pytest.approx([-0.5 / 3] * 3)
+    assert slope_N.tolist() == pytest.approx(slopes)
+    without = reduce(batch_loss(case, LossConfig()).metrics)
+    assert without["grpo/entropy"] == pytest.approx(mean) and "loss/entropy" not in without
 
 
-def test_what_counts_less_does_so_in_the_entropy_bonus_and_in_distillation() -> None:
-    config = LossConfig(entropy_coef=0.5, distill_coef=2.0)
+def test_distillation_is_a_mean_over_the_places_that_have_a_teacher() -> None:
+    config = LossConfig(distill_coef=2.0)
+    lp_NK = torch.tensor([[-1.0], [-3.0], [-5.0]], requires_grad=True)
     changes = {
-        "entropy_N": torch.tensor([1.0, 3.0]),
-        "shares_N": torch.tensor([1.0, 0.25]),
-        "trainer_logprobs_NK": torch.tensor([[-1.0], [-4.0]]),
-        "teacher_logprobs_NK": torch.tensor([[-0.1], [-0.1]]),
-        "counts": BatchCounts(sequences=2, trained_tokens=2, teacher_tokens=2),
+        "others_NK": lp_NK,
+        "teacher_logprobs_NK": torch.tensor([[-0.1], [-0.2], [-math.inf]]),
+        "shares_N": torch.tensor([1.0, 0.5, 1.0]),
+        "counts": BatchCounts(sequences=2, trained_tokens=3, teacher_tokens=4),  # two more in another microbatch
     }
-    numbers = reduce(batch_loss(inputs([one([-1.0], 0.0), one([-1.0], 0.0)], config, **changes), config).metrics)
-    assert numbers["loss/entropy"] == pytest.approx(-0.4375)  # -0.5 * (1 + 0.25 * 3) / 2: the normaliser stays
-    assert numbers["loss/distillation"] == pytest.approx(2.0)  # 2 * (1 + 0.25 * 4) / 2
-
-
-def test_what_is_imitated_has_no_part_in_the_entropy_bonus() -> None:
-    config = LossConfig(entropy_coef=0.5)
-    entropy_N = torch.tensor([1.0, 2.0, 7.0], requires_grad=True)
-    changes = {"entropy_N": entropy_N, "counts": BatchCounts(sequences=2, trained_tokens=3, supervised_tokens=1)}
-    output = batch_loss(inputs([one([-1.0, -1.0], 0.0), one([-1.0], supervised=True)], config, **changes), config)
-    assert reduce(output.metrics)["loss/entropy"] == pytest.approx(-0.75)  # -0.5 * (1 + 2) / 2
-    assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(1.5)
-    (slope_N,) = torch.autograd.grad(output.loss, entropy_N)
-    assert slope_N.tolist() == [-0.25, -0.25, 0.0]
+    output = batch_loss(inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0)], config, **changes), config)
+    assert output.loss.item() == pytest.approx(1.25)  # 2 * (1 + 0.5 * 3) / 4
+    (slope_NK,) = torch.autograd.grad(output.loss, lp_NK)
+    assert slope_NK.tolist() == [[-0.5], [-0.25], [0.0]]
 
 
 @pytest.mark.parametrize("loss", ["gspo", "grpo", "dapo"])
@@ -176,26 +188,6 @@ def test_a_logprob_that_is_no_number_is_seen_by_every_loss() -> None:
     for loss in LOSSES:
         config = LossConfig(loss=loss)
         assert math.isnan(batch_loss(inputs([one([-1.0, -1.0], roll=[math.nan, -1.0])], config), config).loss.item())
-
-
-def test_the_entropy_is_logged_without_a_bonus() -> None:
-    case = inputs([one([-1.0])], LossConfig(), entropy_N=torch.tensor([1.5]))
-    numbers = reduce(batch_loss(case, LossConfig()).metrics)
-    assert numbers["grpo/entropy"] == 1.5 and "loss/entropy" not in numbers
-
-
-def test_distillation_is_a_mean_over_the_places_that_have_a_teacher() -> None:
-    config = LossConfig(distill_coef=2.0)
-    lp_NK = torch.tensor([[-1.0], [-3.0], [-5.0]], requires_grad=True)
-    changes = {
-        "trainer_logprobs_NK": lp_NK,
-        "teacher_logprobs_NK": torch.tensor([[-0.1], [-0.2], [-math.inf]]),
-        "counts": BatchCounts(sequences=2, trained_tokens=3, teacher_tokens=4),  # two more in another microbatch
-    }
-    output = batch_loss(inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0)], config, **changes), config)
-    assert output.loss.item() == pytest.approx(2.0)  # 2 * (1 + 3) / 4
-    (slope_NK,) = torch.autograd.grad(output.loss, lp_NK)
-    assert slope_NK.tolist() == [[-0.5], [-0.5], [0.0]]
 
 
 def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None:
@@ -255,19 +247,15 @@ def test_clip_fractions() -> None:
 
 
 def test_a_microbatch_without_trained_tokens_has_a_loss_of_0() -> None:
-    nothing = torch.zeros(0)
     config = LossConfig(kl_beta=0.1, distill_coef=1.0, entropy_coef=0.1)
-    changes: dict[str, object] = {
-        "old_logprobs_N": None,
-        "has_rollout_N": nothing.bool(),
-        "supervised_N": nothing.bool(),
-        "segments": Segments(nothing.long(), 1),
-        "counts": BatchCounts(sequences=2, trained_tokens=10, teacher_tokens=3),
-    }
-    case = inputs([one([-1.0], ref=[-1.0])], config)
-    shapes = {name: nothing.view(0, 0) if name.endswith("_NK") else nothing for name in vars(case)}
-    case = LossInputs(**{**shapes, **changes})  # type: ignore[arg-type]
-    output = batch_loss(case, config)
+    counts = BatchCounts(2, trained_tokens=10, teacher_tokens=3)
+    case = inputs([one([-1.0], ref=[-1.0])], config, counts=counts)
+
+    def emptied(part: Any) -> Any:
+        return replace(part, **{name: value[:0] for name, value in vars(part).items() if name.endswith(("_N", "_NK"))})
+
+    empty = replace(emptied(case), tokens=emptied(case.tokens), scores=emptied(case.scores), old_logprobs_N=None)
+    output = batch_loss(empty, config)
     assert output.loss.item() == 0 and reduce(output.metrics)["grpo/max_ratio"] == 0
 
 
@@ -330,6 +318,6 @@ def test_loss_and_gradient_equal_the_plain_formulas_in_float64(
     output = batch_loss(case, config)
     plain = plain_loss(sequences, config, MAX_LEN)
     assert output.loss.item() == pytest.approx(plain.item(), rel=1e-4, abs=1e-4)
-    (got_N,) = torch.autograd.grad(output.loss, case.trainer_logprobs_N)
+    (got_N,) = torch.autograd.grad(output.loss, case.scores.logprobs_N)
     wanted = torch.autograd.grad(plain, [s.leaf for s in sequences])
     torch.testing.assert_close(got_N.double(), torch.cat(list(wanted)), rtol=1e-3, atol=1e-4)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog, machine_metrics
-from grpo_trainer.metrics.remaining import duration, seconds_left
+from grpo_trainer.metrics.health import duration, seconds_left
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Sum, merge, reduce
 
 
