@@ -212,14 +212,6 @@ def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
     assert numbers["logprobs/rollout_mean"] == -1.5 and numbers["logprobs/trainer_mean"] == -1.5
 
 
-def test_the_mean_kl_of_samples_is_the_divergence_of_the_server_from_the_trainer() -> None:
-    server, trainer = [0.5, 0.25, 0.25], [0.125, 0.125, 0.75]  # two of four tokens are the first, one each the others
-    rows = [one([math.log(trainer[at])], roll=[math.log(server[at])]) for at in (0, 0, 1, 2)]
-    exact = sum(p * math.log(p / q) for p, q in zip(server, trainer, strict=True))
-    numbers = reduce(batch_loss(inputs(rows, LossConfig()), LossConfig()).metrics)
-    assert numbers["alignment/kl_rollout"] == pytest.approx(exact)
-
-
 def test_the_effective_sample_size_is_that_of_the_ratios_before_the_first_update() -> None:
     # weights exp(old - roll) of the tokens whose logprob is known: 1, 1 and exp(log 4) = 4
     marked = one([-9.0, -9.0], roll=[-1.0, -2.0], old=[-1.0, -2.0])

@@ -26,11 +26,10 @@ from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.rollouts.filter import misfit
 from grpo_trainer.rollouts.groups import to_group
-from vllm_server import routed_experts
+from vllm_server import generate, routed_experts
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, joined, pack
-from vllm_server.routes import generate
 from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _attends_to_all, _keep
 
 SHAPE = RoutedShape(layers=3, top_k=1, experts=8)

@@ -67,13 +67,6 @@ def test_what_a_line_says(tmp_path: Path) -> None:
     assert worst["ratios"] == [None, None], "the server's logprobs are not known"
 
 
-def test_samples_of_an_environment_without_versions_are_read(tmp_path: Path) -> None:
-    without = [sample(reward, version=None) for reward in (0.0, 1.0)]
-    write(tmp_path / "samples.jsonl", 1, Group(tuple(without), 4))
-    read = read_file(tmp_path / "samples.jsonl", a_sample)
-    assert [row["version"] for row in read.rows] == [None, None] and read.unreadable == 0
-
-
 def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
     same = Group((sample(1.0), sample(1.0)))
     spread = Group((sample(0.2), sample(0.9), sample(0.1)))
@@ -85,19 +78,29 @@ def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
     assert choose([Group((own,))], 1, LossConfig())[0].advantage == 3.0  # over trained tokens
 
 
-def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
-    # a tool's answer between two of the model's tokens
-    turns = sample(1.0, [0, 1, 2, 3, 4], positions=np.array([2, 4]), logprob=-1.0)
-    write(tmp_path / "s", 1, Group((turns, sample(0.0))), count=1)
-    (row,) = read_file(tmp_path / "s", a_sample).rows
-    assert row["pieces"] == ["c", "d", "e"]
-    assert row["ratios"] == [0.5, None, 0.5] and row["trained"] == [True, False, True]
-
-
-def test_what_is_cut_off_for_training_has_no_ratio(tmp_path: Path) -> None:
-    rolled = sample(1.0, logprob=-0.5)
-    write(tmp_path / "s", 1, Group((rolled,)), count=1, longest=3)
-    assert read_file(tmp_path / "s", a_sample).rows[0]["ratios"] == [0.5, None]
+@pytest.mark.parametrize(
+    ("one", "longest", "ratios", "trained"),
+    [
+        # a tool's answer between two of the model's tokens
+        (sample(1.0, [0, 1, 2, 3, 4], positions=np.array([2, 4]), logprob=-1.0), 99, [0.5, None, 0.5], [1, 0, 1]),
+        # a token that is cut off for training
+        (sample(1.0, logprob=-0.5), 3, [0.5, None], [1, 1]),
+        # an answer that is left out of the loss
+        (sample(0.5, positions=np.arange(0), start=2, truncated=True), 99, [None, None], [0, 0]),
+        # an environment that sends neither logprobs nor versions
+        (sample(1.0, version=None), 99, [None, None], [1, 1]),
+    ],
+    ids=["tool", "cut", "left out", "unknown"],
+)
+def test_an_answer_is_shown_whole_and_has_ratios_where_both_logprobs_are_known(
+    tmp_path: Path, one: Sample, longest: int, ratios: list[float | None], trained: list[int]
+) -> None:
+    write(tmp_path / "s", 1, Group((one,)), count=1, longest=longest)
+    read = read_file(tmp_path / "s", a_sample)
+    assert read.unreadable == 0
+    assert (read.rows[0]["prompt"], "".join(read.rows[0]["pieces"])) == ("ab", "cde"[: len(ratios)])
+    assert (read.rows[0]["ratios"], [*map(int, read.rows[0]["trained"])]) == (ratios, trained)
+    assert read.rows[0]["version"] == one.version
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:
@@ -142,13 +145,6 @@ def test_samples_show_the_spaces_that_were_sampled(tmp_path: Path) -> None:
     log.write(1, {})
     (row,) = read_file(tmp_path / "run" / "samples.jsonl", a_sample).rows
     assert row["prompt"] == "do n't ."
-
-
-def test_an_answer_that_is_left_out_of_the_loss_is_still_shown(tmp_path: Path) -> None:
-    masked = sample(0.5, positions=np.arange(0), start=2, truncated=True)
-    write(tmp_path / "s", 1, Group((masked,)), count=1)
-    (row,) = read_file(tmp_path / "s", a_sample).rows
-    assert row["prompt"] == "ab" and row["pieces"] == ["c", "d"] and row["ratios"] == [None, None]
 
 
 def test_the_last_sample_is_a_line_that_changes_no_terminal(tmp_path: Path) -> None:
