@@ -16,11 +16,10 @@ from grpo_common.errors import UserError, collected
 from grpo_common.status import OWN
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
-from grpo_trainer.config.environments import BUILT_IN, environment_command
-from grpo_trainer.config.options import build, override, unique_leaves, with_options
+from grpo_trainer.config.options import build, options_of, override, with_options
+from grpo_trainer.config.processes import BUILT_IN, ApiProcess, RunConfig, RunOptions, environment_command
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.run import GPUS_PER_NODE, ApiProcess, RunConfig, RunOptions, build_run, read_toml
-from grpo_trainer.config.server import ALIASES, ServerProcess
+from grpo_trainer.config.run import GPUS_PER_NODE, build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.servers import app as servers
@@ -103,10 +102,9 @@ def _root(
 
 
 @app.command(cls=showing(*FIRST_OF_A_RUN), context_settings=ANY_FLAG)
-@with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *ALIASES))
+@with_options(TrainConfig, hidden=SET_BY_THE_RUN)
 def run(
     ctx: typer.Context,
     options: dict[str, Any],
@@ -149,7 +147,7 @@ def run(
         supervise(run_config, Console())
 
 
-@app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST, "--atropos-url", "--server.port", "--save-path"), context_settings=ANY_FLAG)
 @with_options(TrainConfig)
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Start only the trainer: it takes rollouts from a rollout API and publishes its weights to a vLLM server.
@@ -157,7 +155,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     Start the rollout API and the environments yourself. Start the server yourself, too, except with
     --weight-bridge-mode none or lora_restart: there the trainer starts it. `grpo run` starts all of them.
     """
-    known = ["--config", *(name for leaf in unique_leaves(TrainConfig) for name in leaf.flags)]
+    known = ["--config", *(name for leaf in options_of(TrainConfig) for name in leaf.flags)]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
     file = read_toml(config) if config else {}
     with collected(problems):
@@ -168,7 +166,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
             error.add(fix=TRAIN_EXAMPLE)
         raise error
     checked(train_config)
-    if train_config.model.load_in_4bit:
+    if train_config.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
 
@@ -185,10 +183,9 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
 
 
 @app.command(cls=showing(*FIRST_OF_A_RUN, "--json"), context_settings=ANY_FLAG)
-@with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *ALIASES))
+@with_options(TrainConfig, hidden=SET_BY_THE_RUN)
 def doctor(
     ctx: typer.Context,
     options: dict[str, Any],
@@ -397,11 +394,9 @@ def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
     from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
 
     if by_hand:
-        refuse_missing(config.model.name)
+        refuse_missing(config.model_name)
         warn_of_lr(config)
-    found = refuse_without_room(
-        config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
-    )
+    found = refuse_without_room(config, config.save_path, "--save-path", on_gpu=config.device != "cpu")
     if found.status == "warn":
         logging.getLogger(__name__).warning(
             "the disk will be full before the last step: got %s, wanted %s; %s", found.got, found.wanted, found.fix

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_common.redaction import redacted_arguments
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import Hardware, check
-from grpo_trainer.config.run import GPUS_PER_NODE, RunConfig
+from grpo_trainer.config.run import GPUS_PER_NODE
 from grpo_trainer.doctor.before_start import refuse_missing
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
@@ -71,9 +72,9 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
         GrpoError: a run could not start: the folder holds a run, the model is missing, a port is taken, options do not
             go together, the cluster has too few GPUs.
     """
-    refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
-    refuse_missing(config.trainer.model.name)
-    machine, shape = look(), shape_of(config.trainer.model.name)
+    refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
+    refuse_missing(config.trainer.model_name)
+    machine, shape = look(), shape_of(config.trainer.model_name)
     config = chosen(config, machine, shape)
     if config.options.cluster:
         nodes, missing = _nodes_of(config)
@@ -136,9 +137,9 @@ def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_g
             yield row(stage, spec)
             if spec.ends_run and config.trainer.owns_server:
                 trainer = reached(config, plan.ports, on_gpu)
-                for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
-                    one = trainer.model_copy(update={"vllm": vllm})
-                    server = server_process(one, python=spec.argv[0], on_gpu=on_gpu, model=one.model.name, name=name)
+                for name, vllm in zip(config.server.names, trainer.server.each, strict=True):
+                    one = trainer.model_copy(update={"server": vllm})
+                    server = server_process(one, python=spec.argv[0], on_gpu=on_gpu, model=one.model_name, name=name)
                     yield row(stage, server, spec.name)
 
 
@@ -152,7 +153,7 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
             return tuple(range(Server.of(config).workers // config.server.replicas))
         return tuple(int(word) for word in named.split(",") if word.strip().isdigit())
     if spec.name.startswith("trainer"):
-        number = spec.env.get("LOCAL_RANK") or config.trainer.model.device.partition(":")[2]
+        number = spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2]
         return (int(number or 0),)
     return ()
 

@@ -48,9 +48,9 @@ def join_others(config: TrainConfig) -> World:
         ConfigError: the options do not go together on this machine; see also `distributed.join`.
         TrainingError: the other processes did not connect.
     """
-    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
     checked(config, Hardware(on_gpu, torch.cuda.device_count()))
-    return join(config.distributed, on_gpu=on_gpu)
+    return join(config, on_gpu=on_gpu)
 
 
 def servers_there(
@@ -66,7 +66,7 @@ def servers_there(
 
     def wait() -> None:
         if world.leads:
-            wait_for_servers(config.vllm, check_stop)
+            wait_for_servers(config.server, check_stop)
         world.gather(None)
 
     return wait
@@ -87,7 +87,7 @@ def follow(config: TrainConfig, world: World) -> None:
     for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     trainer = Trainer(policy.model, config, world=world, before_measuring=servers_there(config, world))
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
     with build_followers_bridge(config, policy, world) or nullcontext() as bridge:
         run_worker(world, trainer, checkpoints, bridge)
 

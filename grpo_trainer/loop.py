@@ -53,12 +53,12 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     Raises:
         GrpoError: an error that the user can fix; a checkpoint is saved first if the weights are consistent.
     """
-    import_own_parts(config.loss)  # this check and the next come before any process waits for the others
-    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
+    import_own_parts(config)  # this check and the next come before any process waits for the others
+    refuse_to_mix_runs(config.log_dir, config.resume, "--log-dir")
     world = meet(config)
-    config = config.model_copy(update={"vllm": present(config.vllm)})
+    config = config.model_copy(update={"server": present(config.server)})
     grow_segments()
-    seed_generators(config.model.seed)
+    seed_generators(config.seed)
     if not world.leads:
         follow(config, world)
         return
@@ -67,7 +67,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     with (
         RunConsole(output, config.training_steps, START.waits) as console,
         StopSignal() as stop,
-        held_folder(config.checkpoints.save_path, "--save-path") as folder,
+        held_folder(config.save_path, "--save-path") as folder,
         world,
     ):
         with world.working():
@@ -78,22 +78,22 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
                 policy.model, config, stop.check, world=world, before_measuring=servers_there(config, world, stop.check)
             )
         START.enter("resume")
-        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+        checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
             world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop, world)
         metrics = build_metric_log(config, console, progress.step)
         samples = build_sample_log(config, progress.step)
-        rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
-        groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.model.seq_len, trainer.routed)
+        rollouts = RolloutClient(config, registration(config, progress), stop.check)
+        groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.seq_len, trainer.routed)
 
         def welcome() -> None:
             """Let servers join, after the copy of weights for a checkpoint: the proof of a server changes weights."""
             trainer.optimizer.wait_for_copy()
             bridge.welcome()
 
-        feed = BatchFeed(rollouts, config.rollouts, groups, trainer.ready, stop.check, trainer.device, welcome)
+        feed = BatchFeed(rollouts, config, groups, trainer.ready, stop.check, trainer.device, welcome)
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
         stop.watch(folder.check)
@@ -166,11 +166,9 @@ def run_steps(
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))
     except Exception as end:
-        save_on_exit(
-            end, RunState(start, progress, writes, config.checkpoints.saves), checkpoints, feed, world or World()
-        )
+        save_on_exit(end, RunState(start, progress, writes, config.saves), checkpoints, feed, world or World())
         raise
-    final = checkpoints.save(progress, final=True) if config.checkpoints.saves else None
+    final = checkpoints.save(progress, final=True) if config.saves else None
     feed.settle(progress.batches)
     log.info("trained %d steps; the final weights are %s", progress.step, final or "not saved")
 
@@ -178,7 +176,7 @@ def run_steps(
 def _say_how_it_went(config: TrainConfig) -> None:
     path = config.log_dir / METRICS_FILE
     log.info("%s", last_line(read_rows(path), last_sample(config.log_dir / SAMPLES_FILE)))
-    if config.logging.benchmark:
+    if config.benchmark:
         print_time_split(path, Console(file=sys.stdout))
 
 
@@ -190,16 +188,16 @@ def _say(line: str) -> None:
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:
     """Return the trainer's registration at the rollout API."""
-    staleness = config.rollouts.max_staleness
+    staleness = config.max_staleness
     return wire.Register(
-        wandb_group=config.logging.wandb_group or "",
-        wandb_project=config.logging.wandb_project or "",
+        wandb_group=config.wandb_group or "",
+        wandb_project=config.wandb_project or "",
         batch_size=config.sequences_per_step,
-        max_token_len=config.model.seq_len,
-        checkpoint_dir=str(config.checkpoints.save_path.absolute()),
-        save_checkpoint_interval=config.checkpoints.environment_interval,
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path.absolute()),
+        save_checkpoint_interval=config.environment_interval,
         starting_step=progress.step,
         num_steps=config.training_steps,
-        eval_every=config.rollouts.eval_every or None,
+        eval_every=config.eval_every or None,
         max_staleness=None if staleness is None else staleness - config.versions_behind,
     )

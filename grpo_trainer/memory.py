@@ -14,11 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.bridge import LoraOnly, LoraOptions
-from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.distributed import BUCKET_BYTES, shards_update, shards_weights, wants_parts, why_whole
-from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.train import BUCKET_BYTES, SPARE, TrainConfig
 from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
@@ -55,10 +52,10 @@ NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine wi
 
 def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
     """Return the number of elements that the optimizer changes."""
-    bridge = config.bridge
+    bridge = config
     layers = None if bridge.layer_indices is None else len([n for n in bridge.layer_indices if n < model.layers])
-    if isinstance(bridge, LoraOptions):
-        return model.adapter_parameters(bridge.r, bridge.target_modules, layers)
+    if bridge.trains_adapter:
+        return model.adapter_parameters(bridge.lora_r, bridge.lora_target_modules, layers)
     return model.parameters if layers is None else layers * model.layer_parameters
 
 
@@ -70,10 +67,10 @@ def update_bytes(config: TrainConfig, count: float, item: int, states_over: int 
         item: bytes of one such weight.
         states_over: number of processes over which states and master weights are sharded.
     """
-    gradient = 4 if config.compute.grad_dtype == "float32" else item
+    gradient = 4 if config.grad_dtype == "float32" else item
     return {
         "gradients": gradient * count,
-        "optimizer states": STATE_BYTES[config.optimizer.optimizer] * count / states_over,
+        "optimizer states": STATE_BYTES[config.optimizer] * count / states_over,
         "master weights": 4.0 * count / states_over if config.master_weights and item < 4 else 0.0,
     }
 
@@ -105,7 +102,7 @@ def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> 
     Two RMS norms (computed in fp32), attention without its scores, a gated MLP, and inputs of linear modules, once
     where several have the same. A process with a shard of each matrix has a part of the widths.
     """
-    ranks = config.vllm.tensor_parallel_size if shards_weights(config) else 1
+    ranks = config.server.tensor_parallel_size if config.shards_weights else 1
     hidden = model.hidden
     q, kv, inner = (width // ranks for width in (model.q_width, model.kv_width, model.active_intermediate))
     norms = 2 * 4 * hidden
@@ -117,8 +114,8 @@ def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> 
         (hidden, ("gate_proj", "up_proj")),
         (inner, ("down_proj",)),
     ]
-    if isinstance(config.bridge, LoraOptions):
-        targets = set(config.bridge.target_modules)
+    if config.trains_adapter:
+        targets = set(config.lora_target_modules)
         kept = sum(width for width, modules in inputs if targets.intersection(modules))
     else:  # norms are trained as well: they keep what they scaled
         kept = sum(width for width, _ in inputs) + 2 * hidden
@@ -128,16 +125,16 @@ def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> 
 def held(config: TrainConfig, model: ModelShape, trainers: int = 1, *, on_gpu: bool) -> dict[str, float]:
     """Return the bytes that one of several trainers holds besides activations, by what they are."""
     item = trainer_item(config, on_gpu=on_gpu)
-    adapter, shared = isinstance(config.bridge, LoraOptions), config.shares_weights
-    is_cut = trainers > 1 and wants_parts(config) and why_whole(config) is None  # each has a part of all weights
-    of_shards = trainers > 1 and shards_weights(config)  # each has its part of the server's shards
+    adapter, shared = config.trains_adapter, config.shares_weights
+    is_cut = trainers > 1 and config.wants_parts and config.why_whole is None  # each has a part of all weights
+    of_shards = trainers > 1 and config.shards_weights  # each has its part of the server's shards
     parts = trainers if is_cut or of_shards else 1
     trained = trained_parameters(config, model)
     layers = model.layers * model.layer_parameters
     weights, cast = 0.0, 0.0
     if adapter and not shared:
         weights = float(item * model.parameters)
-        if config.model.load_in_4bit:
+        if config.load_in_4bit:
             weights = NF4_BYTES * layers + item * (model.parameters - layers)
     elif not shared:  # fp32, which computes in --dtype from a copy
         weights = 4.0 * model.parameters
@@ -150,11 +147,11 @@ def held(config: TrainConfig, model: ModelShape, trainers: int = 1, *, on_gpu: b
         model.vocab * model.hidden,
         item=item,
         weight_item=item if is_cut else own,  # a cut head is gathered in the dtype that it computes with
-        trained=not adapter and config.bridge.layer_indices is None,
+        trained=not adapter and config.layer_indices is None,
     )
-    copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
+    copy = not adapter and config.needs_reference and not config.ref_offload
     update = update_bytes(
-        config, trained / parts, 4 if adapter else own, trainers if parts == 1 and shards_update(config) else 1
+        config, trained / parts, 4 if adapter else own, trainers if parts == 1 and config.shards_update else 1
     )
     return {
         "weights": weights / parts,
@@ -216,7 +213,7 @@ class Server:
     @classmethod
     def of(cls, config: RunConfig) -> Server:
         """Return the server that a run's options ask for."""
-        vllm, gpus = config.trainer.vllm, config.server.gpus
+        vllm, gpus = config.trainer.server, config.server.gpus
         words = gpus.replace(";", ",").split(",") if gpus else []
         numbered = bool(words) and all(word.strip().isdigit() for word in words)
         return cls(
@@ -360,7 +357,7 @@ class Setup:
         """Lay out a run's memory."""
         rows, kv_tokens = self._server_rows()
         recomputed, saved = 0, {}
-        _, _, number = self.config.model.device.partition(":")
+        _, _, number = self.config.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
         several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
         for device in several if self.trainers > 1 else [alone]:
@@ -386,8 +383,8 @@ class Setup:
         config, model, server = self.config, self.model, self.server
         item = 2 if config.served_dtype(on_gpu=self.on_gpu) != "float32" else 4
         slots = 0  # the adapters that the server holds at one time
-        if isinstance(config.bridge, LoraOnly):
-            adapter = model.adapter_parameters(config.bridge.r, config.bridge.target_modules)
+        if config.weight_bridge_mode == "lora_only":
+            adapter = model.adapter_parameters(config.lora_r, config.lora_target_modules)
             slots = item * adapter * (config.keep_versions + SPARE_ADAPTERS)
         layers = -(-model.layers // server.pipeline_parallel)
         token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
@@ -415,14 +412,14 @@ class Setup:
     @property
     def chooses(self) -> bool:
         """Whether it is the trainer that decides how many layers are recomputed."""
-        return self.config.model.gradient_checkpointing is None and self.on_gpu
+        return self.config.gradient_checkpointing is None and self.on_gpu
 
     def _recomputed(self, free: float) -> int:
         """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
         layers = self.model.layers
         if self.chooses:
             return next((count for count in range(layers) if self._activations(count) <= free), layers)
-        return layers if self.config.model.gradient_checkpointing else 0
+        return layers if self.config.gradient_checkpointing else 0
 
     def _activations(self, recomputed: int) -> float:
         """Bytes at the peak of the largest pass: what layers keep, all or their inputs, and one layer's gradients.
@@ -464,29 +461,26 @@ def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
     What costs least is first: what is learnt stays the same, then speed is lost, then another kind of training begins.
     """
-    config, last, longest = setup.config, setup.devices.count - 1, setup.config.model.seq_len
+    config, last, longest = setup.config, setup.devices.count - 1, setup.config.seq_len
     on_servers, alone = config.shares_weights, setup.trainers == 1
-    if last and alone and not on_servers and config.model.device != f"cuda:{last}":
-        yield f"--device cuda:{last}", _with(setup, "model", device=f"cuda:{last}")
+    if last and alone and not on_servers and config.device != f"cuda:{last}":
+        yield f"--device cuda:{last}", _with(setup, device=f"cuda:{last}")
     if setup.on_gpu and (other := other_share(setup)) is not None:
         yield f"--server.gpu-memory-utilization {other.server.gpu_share:g}", other
     if config.largest_pass > longest:
-        smaller = _with(setup, "compute", max_tokens_per_microbatch=longest)
+        smaller = _with(setup, max_tokens_per_microbatch=longest)
         yield f"--max-tokens-per-microbatch {longest}", smaller
-    if not config.model.gradient_checkpointing and not setup.chooses:
-        yield "--gradient-checkpointing", _with(setup, "model", gradient_checkpointing=True)
-    if config.optimizer.optimizer != "adamw_8bit":
-        yield "--optimizer adamw_8bit", _with(setup, "optimizer", optimizer="adamw_8bit")
-    can_share = alone and not config.model.load_in_4bit  # an adapter on the server's weights, on the server's GPU
-    if isinstance(config.bridge, LoraOnly) if on_servers else isinstance(config.bridge, LoraOptions) and not can_share:
+    if not config.gradient_checkpointing and not setup.chooses:
+        yield "--gradient-checkpointing", _with(setup, gradient_checkpointing=True)
+    if config.optimizer != "adamw_8bit":
+        yield "--optimizer adamw_8bit", _with(setup, optimizer="adamw_8bit")
+    can_share = alone and not config.load_in_4bit  # an adapter on the server's weights, on the server's GPU
+    if config.weight_bridge_mode == "lora_only" if on_servers else config.trains_adapter and not can_share:
         return
-    adapter = config.bridge if isinstance(config.bridge, LoraOnly) else LoraOnly()
-    flags = "" if adapter is config.bridge else "--weight-bridge-mode lora_only "
-    setup = replace(
-        setup, config=config.model_copy(update={"bridge": adapter.model_copy(update={"share_base": can_share})})
-    )
-    if can_share and config.model.device.startswith("cuda:"):
-        flags, setup = f"{flags}--device auto ", _with(setup, "model", device="auto")
+    flags = "" if config.weight_bridge_mode == "lora_only" else "--weight-bridge-mode lora_only "
+    setup = _with(setup, weight_bridge_mode="lora_only", share_base=can_share)
+    if can_share and config.device.startswith("cuda:"):
+        flags, setup = f"{flags}--device auto ", _with(setup, device="auto")
     yield flags + ("--share-base" if can_share else ""), setup
 
 
@@ -502,6 +496,5 @@ def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
     return next((setup for setup in (replace(now, server=server) for server in tried) if setup.plan().fits), None)
 
 
-def _with(setup: Setup, section: str, **values: Any) -> Setup:
-    changed = getattr(setup.config, section).model_copy(update=values)
-    return replace(setup, config=setup.config.model_copy(update={section: changed}))
+def _with(setup: Setup, **values: Any) -> Setup:
+    return replace(setup, config=setup.config.model_copy(update=values))

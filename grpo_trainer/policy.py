@@ -26,16 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config.bridge import (
-    AllWeightsOptions,
-    Broadcast,
-    CheckpointRestart,
-    LoraOnly,
-    LoraRestart,
-    SharedServer,
-    SharedVllm,
-)
-from grpo_trainer.config.distributed import shards_weights
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.allocator import shareable
@@ -269,56 +260,54 @@ def build_policy(
         ModelError, ConfigError: see `load_model`.
         BridgeError: the server does not share its weights, or they can't be attached.
     """
-    match config.bridge:
-        case LoraOnly(share_base=True) as options:
-            base, _ = attach_to_server(config, options, check_stop, world)
-            if world is not None:
-                world.check_agreement(sampled(list(base.parameters())), "as its base model")
-            return Adapter(lora.add_adapter(base, options, config.model.seed))
-        case LoraOnly() | LoraRestart() as options:
-            return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
-        case SharedVllm() as options:
-            model, source = attach_to_server(config, options, check_stop, world)
-            choose_trained(model, options)
-            return SharedWeights(model, load_tokenizer(config.model), source)
-        case CheckpointRestart() | Broadcast() as options:
-            if world is not None and is_sharded(world, config):
-                model = _load_part(config, options, world)
-            else:
-                # A server on this GPU may map the weights to copy them.
-                with shareable() if isinstance(options, Broadcast) else nullcontext():
-                    model = load_all_weights(config.model)
-                choose_trained(model, options)
-            dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
-            return AllWeights(model, load_tokenizer(config.model), dtype)
+    if config.trains_adapter:
+        if not config.shares_weights:
+            return Adapter(lora.add_adapter(load_model(config), config, config.seed))
+        base, _ = attach_to_server(config, check_stop, world)
+        if world is not None:
+            world.check_agreement(sampled(list(base.parameters())), "as its base model")
+        return Adapter(lora.add_adapter(base, config, config.seed))
+    if config.shares_weights:
+        model, source = attach_to_server(config, check_stop, world)
+        choose_trained(model, config)
+        return SharedWeights(model, load_tokenizer(config), source)
+    if world is not None and is_sharded(world, config):
+        model = _load_part(config, world)
+    else:
+        # A server on this GPU may map the weights to copy them.
+        with shareable() if config.weight_bridge_mode == "broadcast" else nullcontext():
+            model = load_all_weights(config)
+        choose_trained(model, config)
+    dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
+    return AllWeights(model, load_tokenizer(config), dtype)
 
 
-def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) -> PreTrainedModel:
+def _load_part(config: TrainConfig, world: World) -> PreTrainedModel:
     """Load this process's shard of all weights in fp32, as `load_all_weights` loads the whole.
 
     Raises:
         ModelError, ConfigError: see `load_model`; or the model can't be sharded.
     """
-    found = check_model(config.model.name)
-    check_attention(found, config.model.attention)
-    device = pick_device(config.model.device)
-    dtype = pick_dtype(config.model.dtype, device)
-    model = freeze(build_without_weights(found, torch.float32, config.model.attention, device), config.model)
-    take_generation_config(model, config.model.name)
-    choose_trained(model, options)
-    compute_in(model, config.model)
+    found = check_model(config.model_name)
+    check_attention(found, config.attention)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    model = freeze(build_without_weights(found, torch.float32, config.attention, device), config)
+    take_generation_config(model, config.model_name)
+    choose_trained(model, config)
+    compute_in(model, config)
     shard_model(model, world, device, dtype)
     give_memory(model, device)
-    read_weights(model, config.model.name, world)
+    read_weights(model, config.model_name, world)
     log.info(
         "loaded part %d of %d of %s: %.2fM parameters in all, %s on %s",
-        *(world.rank + 1, world.size, config.model.name, model.num_parameters() / 1e6, dtype, device),
+        *(world.rank + 1, world.size, config.model_name, model.num_parameters() / 1e6, dtype, device),
     )
     return model
 
 
 def attach_to_server(
-    config: TrainConfig, options: SharedServer, check_stop: Callable[[], None], world: World | None = None
+    config: TrainConfig, check_stop: Callable[[], None], world: World | None = None
 ) -> tuple[PreTrainedModel, BridgeConfigFile]:
     """Wait for the server, and return the model in the server's memory with every parameter frozen.
 
@@ -329,12 +318,12 @@ def attach_to_server(
         BridgeError: the server does not share its weights, or the file is another server's.
         BridgeError, ConfigError, ModelError: see `attach_model`.
     """
-    sharded = world is not None and shards_weights(config)
+    sharded = world is not None and config.shards_weights
     rank, ranks = (world.rank, world.size) if world is not None and sharded else (0, 1)
-    vllm = config.vllm if world is None or sharded else config.vllm.each[world.rank]
+    vllm = config.server if world is None or sharded else config.server.each[world.rank]
     skeleton = None
     if COMMAND_VARIABLE in os.environ:  # `grpo run`: the starting server does not measure free memory
-        skeleton = build_skeleton(config.model)
+        skeleton = build_skeleton(config)
         if not sharded:
             compile_ahead(config, skeleton)
     with closing(ServerClient(vllm, check_stop)) as client:
@@ -345,7 +334,7 @@ def attach_to_server(
             field=f"the inference server at {vllm.url}",
             fix="start it with --shared-weights",
         )
-    path = options.config_path or Path(info.bridge_config_path)
+    path = config.vllm_config_path or Path(info.bridge_config_path)
     file = read_bridge_config(path, rank, ranks)
     if file.boot_id != info.boot_id:
         raise BridgeError(
@@ -358,11 +347,11 @@ def attach_to_server(
     auto = torch.device("cpu" if file.kind == "file" else "cuda")
     if auto.type == "cuda" and world is not None and not world.alone:
         auto = torch.device("cuda", torch.cuda.current_device())  # where this process meets the others
-    device = auto if config.model.device == "auto" else pick_device(config.model.device)
-    return attach_model(file, config.model, device, skeleton, rank), file
+    device = auto if config.device == "auto" else pick_device(config.device)
+    return attach_model(file, config, device, skeleton, rank), file
 
 
-def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
+def choose_trained(model: PreTrainedModel, options: BridgeConfig) -> None:
     """Make every parameter trainable, or only those of the layers that `--train-layer-indices` names.
 
     Raises:
@@ -394,7 +383,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: the model has no readable tokenizer.
     """
     try:
-        return read_tokenizer(config.name)
+        return read_tokenizer(config.model_name)
     except NoTokenizerError as error:
         raise ModelError(
             "vLLM needs a tokenizer", field="--model-name", got=f"none in {error.field} ({error.got})"

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer import __version__
-from grpo_trainer.config.environments import BUILT_IN
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import BUILT_IN, RunConfig
 from grpo_trainer.config.stored import RUN_FILE, run_file
 from grpo_trainer.files import replace_file
 

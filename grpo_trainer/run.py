@@ -25,9 +25,8 @@ from grpo_common.roster import FOLDER as SERVERS
 from grpo_common.roster import read_members, read_served
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
+from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
-from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.stored import claim_folder, link_latest
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
@@ -58,11 +57,11 @@ def run(config: RunConfig, console: Console) -> None:
         GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
             everything was ended again when a process failed.
     """
-    refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
+    refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
     refuse_newer(config)
-    if config.trainer.checkpoints.resume == "auto":
+    if config.trainer.resume == "auto":
         refuse_unreadable(config.run_dir / "checkpoints")
-    refuse_missing(config.trainer.model.name)
+    refuse_missing(config.trainer.model_name)
     warn_of_lr(config.trainer)
     with (
         joined(config.options.cluster, config.options.cluster_nodes) as cluster,
@@ -92,10 +91,10 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     refuse_failed(trials.outcomes(say), say)
 
-    machine, shape = look(), shape_of(config.trainer.model.name)
+    machine, shape = look(), shape_of(config.trainer.model_name)
     on_gpu = machine.serves_on_gpu
     vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
-    say(f"model {config.trainer.model.name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
+    say(f"model {config.trainer.model_name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
     gpus = machine if on_gpu else None
     config = _fitted(config, machine, shape, console)
     places, start = NO_PLACES, Process
@@ -149,10 +148,10 @@ def with_key(config: RunConfig, places: Places, make: Callable[[], str] = secret
     trainer = config.trainer
     reachable = [name for name in config.server.names if not places.get(name, HERE).is_here]
     may_come = bool(places) and trainer.servers_may_change
-    if not (reachable or may_come) or trainer.vllm.api_key:
+    if not (reachable or may_come) or trainer.server.api_key:
         return config
-    vllm = trainer.vllm.model_copy(update={"api_key": make()})
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"vllm": vllm})})
+    vllm = trainer.server.model_copy(update={"api_key": make()})
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"server": vllm})})
 
 
 def hardware_of(machine: Machine | None, *, on_gpu: bool) -> Hardware:
@@ -202,7 +201,7 @@ def supervise(
 ) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
     began, new_rows = time.time(), NewRows(config.run_dir / METRICS_FILE)
-    saves = config.trainer.checkpoints.saves
+    saves = config.trainer.saves
 
     def show() -> None:
         view.say_waits()
@@ -289,7 +288,7 @@ def empty_old_queue(config: RunConfig) -> None:
     API says so.
     """
     store = config.store
-    goes_on = config.trainer.checkpoints.resume != "never" and _saved(config)
+    goes_on = config.trainer.resume != "never" and _saved(config)
     if config.api.store is not None or store is None or goes_on or not store.exists():
         return
     try:

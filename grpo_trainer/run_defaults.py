@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 
 from grpo_common.models import find_folder
-from grpo_trainer.config.bridge import LoraOptions
-from grpo_trainer.config.environments import EnvironmentProcess
-from grpo_trainer.config.learning_rate import usual_rates
 from grpo_trainer.config.options import key_of
-from grpo_trainer.config.run import PASS_TOKENS, RunConfig
+from grpo_trainer.config.processes import EnvironmentProcess, RunConfig
+from grpo_trainer.config.run import PASS_TOKENS
 from grpo_trainer.config.server import arguments
+from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import CACHE_FLAG
 from grpo_trainer.machine import Machine
@@ -44,10 +43,10 @@ def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Run
         return config
     trainer = config.trainer
     if "lr" in config.unset:
-        rate = usual_rates(trainer.bridge.mode, shape.parameters).default
-        trainer = trainer.model_copy(update={"optimizer": trainer.optimizer.model_copy(update={"lr": rate})})
-    if "seq_len" in config.unset and shape.positions and shape.positions < trainer.model.seq_len:
-        trainer = trainer.model_copy(update={"model": trainer.model.model_copy(update={"seq_len": shape.positions})})
+        rate = usual_rates(trainer.weight_bridge_mode, shape.parameters).default
+        trainer = trainer.model_copy(update={"lr": rate})
+    if "seq_len" in config.unset and shape.positions and shape.positions < trainer.seq_len:
+        trainer = trainer.model_copy(update={"seq_len": shape.positions})
     config = config.model_copy(update={"trainer": trainer})
     if "microbatch" in config.unset:
         config = _with_microbatch(config, machine, shape)
@@ -59,11 +58,11 @@ def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> 
 
     Without a plan the passes are small: what does not fit would end the run in its first step.
     """
-    longest = config.trainer.model.seq_len
+    longest = config.trainer.seq_len
     tokens = max(PASS_TOKENS if _has_plan(config, machine) else SMALLEST_PASS, longest)
     while True:
-        compute = config.trainer.compute.model_copy(update={"max_tokens_per_microbatch": tokens})
-        tried = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compute": compute})})
+        trainer = config.trainer.model_copy(update={"max_tokens_per_microbatch": tokens})
+        tried = config.model_copy(update={"trainer": trainer})
         smaller = max(tokens // 2, longest, SMALLEST_PASS)
         if smaller == tokens or not _has_plan(config, machine) or Setup.of(tried, shape, machine).plan().fits:
             return tried
@@ -89,11 +88,10 @@ def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> 
     if setup.plan().fits or (changed := other_share(setup, smaller=True)) is None:
         return config
     update = {SHARE: changed.server.gpu_share}
-    vllm = config.trainer.vllm.model_copy(update=update)
+    vllm = config.trainer.server.model_copy(update=update)
     if not config.trainer.owns_server:  # the trainer's file says what the user has set
         vllm.model_fields_set.discard(SHARE)
-    trainer = config.trainer.model_copy(update={"vllm": vllm})
-    return config.model_copy(update={"trainer": trainer, "server": config.server.model_copy(update=update)})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"server": vllm})})
 
 
 def is_planned(config: RunConfig, machine: Machine) -> bool:
@@ -107,7 +105,7 @@ def is_planned(config: RunConfig, machine: Machine) -> bool:
 
 def _knows_server(config: RunConfig, machine: Machine) -> bool:
     """Return whether the memory plan knows how much of a GPU the server uses. It does unless `SIZES` are given."""
-    given = {key_of(flag) for flag, _ in arguments(config.trainer.vllm.extra_args)}
+    given = {key_of(flag) for flag, _ in arguments(config.trainer.server.extra_args)}
     return machine.on_gpu and not given & SIZES
 
 
@@ -120,9 +118,9 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     trainer = config.trainer
     if trainer.owns_server or not _knows_server(config, machine):
         return None
-    if trainer.vllm.in_8_bits:  # the plan's weights and tokens have 16
+    if trainer.server.in_8_bits:  # the plan's weights and tokens have 16
         return None
-    shape = _known_shape(trainer.model.name)
+    shape = _known_shape(trainer.model_name)
     if shape is None:
         return None
     plan = Setup.of(config, shape, machine).plan()
@@ -157,18 +155,18 @@ def _environment(environment: EnvironmentProcess) -> str:
 def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     """Return one paragraph: what is trained, how, on what, and how much memory is planned for it."""
     trainer, options = config.trainer, config.options
-    bridge = trainer.bridge
-    what = f"a LoRA adapter of rank {bridge.r}" if isinstance(bridge, LoraOptions) else "all weights"
+    bridge = trainer
+    what = f"a LoRA adapter of rank {bridge.lora_r}" if bridge.trains_adapter else "all weights"
     if options.prompts_per_step:
         answers = trainer.sequences_per_step // options.prompts_per_step
         batch = f"{options.prompts_per_step} prompts x {answers} answers"
     else:
         batch = f"{trainer.sequences_per_step} answers"
-    loss = f"loss {trainer.loss.loss}" + (f" with KL {trainer.loss.kl_beta:g}" if trainer.loss.kl_beta else "")
+    loss = f"loss {trainer.loss}" + (f" with KL {trainer.kl_beta:g}" if trainer.kl_beta else "")
     names = ", ".join(map(_environment, config.environments))
     text = (
-        f"trains {what} ({bridge.mode}): {trainer.training_steps} steps of {batch}, each at most "
-        f"{trainer.model.seq_len} tokens with its prompt; learning rate {trainer.optimizer.lr:g}, {loss}; "
+        f"trains {what} ({bridge.weight_bridge_mode}): {trainer.training_steps} steps of {batch}, each at most "
+        f"{trainer.seq_len} tokens with its prompt; learning rate {trainer.lr:g}, {loss}; "
         f"environment {names}"
     )
     if shape is None or not _has_plan(config, machine):

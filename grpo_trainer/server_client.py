@@ -20,7 +20,7 @@ from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_common.roster import read_members, read_served
 from grpo_common.status import NOTICE, WAITS
 from grpo_trainer import background
-from grpo_trainer.config.train import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
 from grpo_trainer.quick_post import Answer, QuickPost
@@ -36,7 +36,7 @@ ANSWER_SECONDS = 660.0
 """Longest wait for an answer: a server may receive a large model within a request."""
 
 SILENT_SECONDS = 30.0
-"""A server of a list that changes (`--vllm-roster`) counts as gone when it has answered nothing for this long."""
+"""A server of a list that changes (`--server.roster`) counts as gone when it has answered nothing for this long."""
 KNOCK_SECONDS = 5.0
 """Between two checks whether a server that is asked for something still answers, and time for the answer."""
 
@@ -57,7 +57,7 @@ class ServerClient:
         check_stop: called while waiting; raises to end the wait.
     """
 
-    def __init__(self, config: VllmConfig, check_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: Server, check_stop: Callable[[], None] = lambda: None) -> None:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(
             base_url=config.url,
@@ -75,7 +75,7 @@ class ServerClient:
         """Wait for /health, and return the server's description.
 
         Raises:
-            ServerError: the server was not ready within `--vllm-timeout`, or is not `grpo serve`.
+            ServerError: the server was not ready within `--server.startup-timeout`, or is not `grpo serve`.
         """
         return self._wait_for(protocol.HEALTH_ROUTE)
 
@@ -93,8 +93,8 @@ class ServerClient:
             if waited > self._config.startup_timeout:
                 raise ServerError(
                     f"no inference server at {self._config.url} after {waited:.0f} s",
-                    field="--vllm-timeout",
-                    fix=f"start one with `grpo serve --port {self._config.port}`, or name its port with --vllm-port",
+                    field="--server.startup-timeout",
+                    fix=f"start one with `grpo serve --port {self._config.port}`, or name its port with --server.port",
                 )
             if waited >= report_at(said):
                 said = waited
@@ -279,13 +279,13 @@ class ServerClient:
         self._quick.close()
 
 
-def at_url(config: VllmConfig, url: str) -> VllmConfig:
+def at_url(config: Server, url: str) -> Server:
     """Return the settings of the server at http://HOST:PORT."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     return config.model_copy(update={"host": host, "port": int(port), "also": ()})
 
 
-def present(config: VllmConfig) -> VllmConfig:
+def present(config: Server) -> Server:
     """Return the settings with the addresses of the servers that a run has now, if it lists them.
 
     A trainer that starts again in the middle of a run finds other servers than its configuration names. It takes those
@@ -314,11 +314,11 @@ def answers(url: str, seconds: float = 2.0) -> bool:
     return True
 
 
-def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:
+def wait_for_servers(config: Server, check_stop: Callable[[], None]) -> None:
     """Wait until all inference servers answer, which they do once they have allocated their memory.
 
     Raises:
-        ServerError: a server did not answer within `--vllm-timeout`.
+        ServerError: a server did not answer within `--server.startup-timeout`.
     """
     for each in config.each:
         with closing(ServerClient(each, check_stop)) as client:

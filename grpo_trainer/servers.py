@@ -13,7 +13,7 @@ import typer
 
 from grpo_common.locks import is_held
 from grpo_common.roster import FOLDER, read_members, read_served
-from grpo_trainer.config.stored import newest_run
+from grpo_trainer.config.processes import newest_run
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
 from grpo_trainer.launch.fleet import Request, request

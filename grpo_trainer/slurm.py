@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_common.redaction import redacted_arguments
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.places import Node, gpus_of_run, place_run
 from grpo_trainer.launch.plan import RunPlan

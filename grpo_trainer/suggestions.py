@@ -23,8 +23,6 @@ SAME = MappingProxyType(
         **{"environment": "env", "warmup": "warmup_steps", "lr_scheduler_type": "lr_schedule", "optim": "optimizer"},
         **{"save_steps": "checkpoint_interval", "save_total_limit": "keep_checkpoints", "report_to": "log_to"},
         **{"resume_from_checkpoint": "resume", "log_completions": "log_samples", "torch_dtype": "dtype"},
-        **{"vllm_gpu_memory_utilization": "server.gpu_memory_utilization"},
-        **{"vllm_tensor_parallel_size": "server.tensor_parallel_size"},
     }
 )
 """What others call options of ours: suggested."""

@@ -133,7 +133,7 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if config.compute.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # FSDP2 sums in fp32 anyway
+        if config.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # FSDP2 sums in fp32 anyway
             for parameter in self.parameters:
                 parameter.grad_dtype = torch.float32
         self.device = self.parameters[0].device
@@ -144,14 +144,14 @@ class Trainer:
         self.parameters, self.forward = self.holding.parameters, self.holding.forward
         self.optimizer = build_optimizer(
             self.parameters,
-            config.optimizer,
+            config,
             master_weights=config.master_weights,
             in_two_parts=self.holding.in_two_parts,
         )
         if self.forward.plan.is_compiled:
             self.optimizer.compile()
         self.alarm: DriftAlarm | None = None
-        self.norms = NormHistory(config.optimizer.grad_spike_factor)
+        self.norms = NormHistory(config.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
 
@@ -210,14 +210,14 @@ class Trainer:
         self, batch: ReadyBatch, step: int, writing: Callable[[], AbstractContextManager[None]], started: float
     ) -> StepResult:
         self._say_unused(batch)
-        lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
+        lr = learning_rate(self.config, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         passes = [Pass(microbatch) for microbatch in batch.microbatches]
         logprobs: Logprobs = {}
         look = partial(self._look, step, batch, passes, logprobs)
         updates: list[StepResult] = []
-        for _ in range(self.config.loss.updates_per_batch if batch.largest_weight else 0):
+        for _ in range(self.config.updates_per_batch if batch.largest_weight else 0):
             untouched = not any(update.updated for update in updates)
             looking = look if not updates else None
             updates.append(self._learn(step, passes, batch, looking, writing, untouched))
@@ -331,7 +331,7 @@ class Trainer:
                 one.ref_logprobs_N = self._scores(microbatch).logprobs_N
         scores = self._scores(microbatch)
         inputs = LossInputs(microbatch, scores, counts, one.old_logprobs_N, one.ref_logprobs_N)
-        output = batch_loss(inputs, self.config.loss)
+        output = batch_loss(inputs, self.config)
         (output.loss * (scale * self.holding.loss_factor)).backward()
         if one.old_logprobs_N is None:
             one.old_logprobs_N = scores.logprobs_N.detach()
@@ -340,7 +340,7 @@ class Trainer:
         return {**output.metrics, **routed, "train/loss": Sum(output.loss.detach())}
 
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
-        return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
+        return self.forward.scores(microbatch, entropy_gradient=self.config.entropy_coef > 0)
 
     def _check_teachers(self, batch: ReadyBatch) -> None:
         """Check the teachers' tokens in the whole batch, before any other process gets its share."""
@@ -352,7 +352,7 @@ class Trainer:
 
     def _say_unused(self, batch: ReadyBatch) -> None:
         """Log once that samples have teachers' logprobs which the options do not use."""
-        if batch.counts.teacher_tokens and not self.config.loss.distill_coef and not self._said_unused:
+        if batch.counts.teacher_tokens and not self.config.distill_coef and not self._said_unused:
             self._said_unused = True
             log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
@@ -367,7 +367,7 @@ class Trainer:
             return False
         self._bad_steps += 1
         log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
-        if self._bad_steps >= self.config.optimizer.max_bad_steps:
+        if self._bad_steps >= self.config.max_bad_steps:
             sound = not any(self._world.gather(self._first_not_finite(self.parameters)))
             raise (CommonTrainingError if sound else CommonWeightsError)(
                 f"{self._bad_steps} steps in a row had a loss or gradient that {reason}",
@@ -405,7 +405,7 @@ class Trainer:
         Raises:
             CommonWeightsError: the new weights are not finite. Inside `writing` it also aborts the bridge's write.
         """
-        limit = self.config.optimizer.max_grad_norm or float("inf")
+        limit = self.config.max_grad_norm or float("inf")
         norm = self.holding.clip(limit)
         loss = metrics["train/loss"].value()
         metrics["train/grad_norm"] = Mean(norm)
@@ -427,7 +427,7 @@ class Trainer:
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)
         lr = self.optimizer.param_groups[0]["lr"]
-        if changed == 0.0 and norm > 0.0 and lr >= self.config.optimizer.lr:  # at its end a schedule's rate is near 0
+        if changed == 0.0 and norm > 0.0 and lr >= self.config.lr:  # at its end a schedule's rate is near 0
             raise CommonTrainingError(
                 "the optimizer step changed no weight",
                 field="--lr",

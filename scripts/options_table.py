@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.environments import BUILT_IN
-from grpo_trainer.config.learning_rate import ADAPTER, ADAPTER_MODES, ALL_WEIGHTS, SIZES
-from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
-from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM, PROMPTS, ApiProcess, RunOptions, build_run
-from grpo_trainer.config.server import ServerProcess
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.bridge import ADAPTER_MODES, ALL_WEIGHTS_MODES, BridgeConfig
+from grpo_trainer.config.options import Option, Section, options_of, shown
+from grpo_trainer.config.processes import BUILT_IN, PROMPTS, ApiProcess, RunOptions
+from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM, build_run
+from grpo_trainer.config.train import ADAPTER, ALL_WEIGHTS, SIZES, TrainConfig
 from grpo_trainer.run_defaults import SMALLEST_PASS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
-MODES = next(leaf.choices for leaf in unique_leaves(TrainConfig) if leaf.is_tag)
 BAR = "\\|"
 """What does not end a table's cell."""
 START, END = "<!-- options: made by scripts/options_table.py -->\n", "<!-- end of options -->\n"
@@ -24,7 +21,7 @@ START, END = "<!-- options: made by scripts/options_table.py -->\n", "<!-- end o
 def tables() -> str:
     """Markdown: one table per group of options, the trainer's first, then what `grpo run` has besides."""
     parts = [defaults(), "\n## All options\n", *_tables(TrainConfig, ""), "\n`grpo run` has these besides:\n"]
-    for section, prefix in ((RunOptions, ""), (ServerProcess, "server."), (ApiProcess, "api.")):
+    for section, prefix in ((RunOptions, ""), (ApiProcess, "api.")):
         parts += _tables(section, prefix)
     parts.append(
         "\n| option | default | |\n|---|---|---|\n"
@@ -42,14 +39,15 @@ def tables() -> str:
 def defaults() -> str:
     """Markdown: what `grpo run` chooses by bridge, model and machine."""
     config = build_run({}, {"model_name": "m"})
-    trainer, adapter = config.trainer, LoraOnly()
+    trainer, adapter = config.trainer, BridgeConfig()
     small, medium = (f"{size // 10**6}M" for size in SIZES)
     sizes = (f"below {small} parameters", f"{small} to {medium}", f"{medium} and more, or unknown")
-    others = ", ".join(f"`{mode}`" for mode in MODES if mode not in ADAPTER_MODES)
+    others = ", ".join(f"`{mode}`" for mode in ALL_WEIGHTS_MODES)
     lines = [
         f"| | {', '.join(f'`{mode}`' for mode in ADAPTER_MODES)} | {others} |",
         "|---|---|---|",
-        f"| trained | an adapter of rank {adapter.r}, alpha {adapter.alpha:g}, on all linear modules | all weights |",
+        f"| trained | an adapter of rank {adapter.lora_r}, alpha {adapter.lora_alpha:g}, on all linear modules "
+        "| all weights |",
         *(
             f"| `--lr`, model of {size} (usual range) "
             f"| {a.default:g} ({a.lowest:g} to {a.highest:g}) | {w.default:g} ({w.lowest:g} to {w.highest:g}) |"
@@ -57,15 +55,15 @@ def defaults() -> str:
         ),
     ]
     same = {
-        "bridge": f"`{trainer.bridge.mode}`",
+        "bridge": f"`{trainer.weight_bridge_mode}`",
         "prompts x answers a step": f"{PROMPTS} x {trainer.sequences_per_step // PROMPTS} (`--prompts-per-step`, "
         "`--env.group_size`)",
         "steps": f"{trainer.training_steps} (`--training-steps`)",
-        "sequence length": f"{trainer.model.seq_len} tokens, or {PROMPT_ROOM} more than `--env.max_tokens` if that is "
+        "sequence length": f"{trainer.seq_len} tokens, or {PROMPT_ROOM} more than `--env.max_tokens` if that is "
         "longer; at most the model's limit (`--seq-len`)",
         "microbatch": f"{PASS_TOKENS} tokens, half as many, and so on down to {SMALLEST_PASS}, until the "
         f"memory plan fits; {SMALLEST_PASS} without a plan, as on a cluster (`--max-tokens-per-microbatch`)",
-        "loss, KL": f"`{trainer.loss.loss}`, {trainer.loss.kl_beta:g} (`--loss`, `--kl-beta`)",
+        "loss, KL": f"`{trainer.loss}`, {trainer.kl_beta:g} (`--loss`, `--kl-beta`)",
         "server's share of a GPU": f"{config.server.gpu_memory_utilization:g}, or less if the trainer needs the room",
     }
     lines += [f"| {name} | {value} | the same |" for name, value in same.items()]
@@ -73,24 +71,24 @@ def defaults() -> str:
 
 
 def _tables(root: type[Section], prefix: str) -> list[str]:
-    panels: dict[str, list[Leaf]] = {}
-    for leaf in unique_leaves(root):
-        panels.setdefault(leaf.panel, []).append(leaf)
+    panels: dict[str, list[Option]] = {}
+    for option in options_of(root):
+        panels.setdefault(option.panel, []).append(option)
     return [
-        f"\n| {panel} | default | |\n|---|---|---|\n" + "".join(_row(leaf, prefix) for leaf in leaves)
-        for panel, leaves in panels.items()
+        f"\n| {panel} | default | |\n|---|---|---|\n" + "".join(_row(option, prefix) for option in options)
+        for panel, options in panels.items()
     ]
 
 
-def _row(leaf: Leaf, prefix: str) -> str:
-    names = ", ".join(f"`--{prefix}{flag.removeprefix('--')}`" for flag in leaf.flags)
-    default = f"`{shown(leaf.default)}`" if leaf.default not in (None, ()) else ""
-    default = "required" if leaf.field.is_required() else default
-    text = str(leaf.field.description)
-    if leaf.meanings:
-        text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in leaf.meanings.items()) + "."
-    elif len(leaf.choices) > 1:
-        text = " ".join(f"`{choice}`" for choice in leaf.choices) + ". " + text
+def _row(option: Option, prefix: str) -> str:
+    names = ", ".join(f"`--{prefix}{flag.removeprefix('--')}`" for flag in option.flags)
+    default = f"`{shown(option.default)}`" if option.default not in (None, ()) else ""
+    default = "required" if option.field.is_required() else default
+    text = str(option.field.description)
+    if option.meanings:
+        text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in option.meanings.items()) + "."
+    elif len(option.choices) > 1:
+        text = " ".join(f"`{choice}`" for choice in option.choices) + ". " + text
     return f"| {names} | {default} | {text.replace('|', BAR)} |\n"
 
 

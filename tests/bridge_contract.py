@@ -20,7 +20,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
@@ -52,15 +51,15 @@ class Trainer:
         if server.key is not None:
             values["vllm_api_key"] = server.key
         self.config = build(TrainConfig, values | options)
-        assert isinstance(self.config.bridge, LoraOnly)
+        assert self.config.weight_bridge_mode == "lora_only"
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         base = AutoModelForCausalLM.from_pretrained(server.model_folder, dtype=dtype)
         base.to(device)  # pyright: ignore[reportArgumentType]
         base.requires_grad_(False)
-        self.model: PeftModel = add_adapter(base, self.config.bridge, seed=0)
-        self.client = ServerClient(self.config.vllm)
-        seq_len = self.config.model.seq_len
-        self.swap = LoraSwap(self.config.bridge, self.model, self.client, server.adapter_root, seq_len)
+        self.model: PeftModel = add_adapter(base, self.config, seed=0)
+        self.client = ServerClient(self.config.server)
+        seq_len = self.config.seq_len
+        self.swap = LoraSwap(self.config, self.model, self.client, server.adapter_root, seq_len)
 
     def ask(self, prompt: list[int] = PROMPT, **routing: Any) -> tuple[Probe, int]:
         """What the server samples, and by which version."""
@@ -262,7 +261,7 @@ class Contract:
     def unservable(self) -> Iterator[tuple[PackedAdapter, tuple[str, ...]]]:
         """Adapters, and what their refusals name."""
         dtype = self.packed().buffer_E.dtype
-        large = Trainer(self.server, self.trainer.model.device.type, lora_r=4 * RANK)
+        large = Trainer(self.server, self.trainer.device.type, lora_r=4 * RANK)
         yield PackedAdapter(large.model, dtype), (str(4 * RANK), "--max-lora-rank")
         alien = self.packed()
         alien.header = alien.header.replace(b"q_proj", b"x_proj")

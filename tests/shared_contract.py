@@ -79,12 +79,12 @@ class Attached:
             self.policy = policy
             self.trainer = Trainer(policy.model, config, world=world)
         shards = self.trainer.shards
-        self.checkpoints = Checkpoints(config.checkpoints, policy, self.trainer.optimizer, self.trainer.norms, shards)
+        self.checkpoints = Checkpoints(config, policy, self.trainer.optimizer, self.trainer.norms, shards)
         self.progress = self.checkpoints.resume()
         if self.checkpoints.safe_path is not None:
             world.give_all(Restore(self.checkpoints.safe_path))
         self.bridge = build_bridge(config, policy, self.checkpoints, self.progress, StopSignal(), world)
-        self.clients = [ServerClient(vllm) for vllm in config.vllm.each]
+        self.clients = [ServerClient(vllm) for vllm in config.server.each]
 
     def step(self, batch: RolloutBatch = BATCH) -> bool:
         """Train a step; return whether it changed the weights."""
@@ -164,7 +164,7 @@ class SharedContract:
                 stack.enter_context(running("-m", "tests.integration.paired", str(rank), *words, log=log))
                 for rank in range(1, self.processes)
             ]
-            world = join(config.distributed, on_gpu=torch.cuda.is_available())
+            world = join(config, on_gpu=torch.cuda.is_available())
             try:
                 with world:
                     made = Attached(config, world, self.tolerance)

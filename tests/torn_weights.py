@@ -81,7 +81,7 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
             are more of them until `LEAST_ANSWERS` were judged.
         concurrency: sequences in flight beside those that are judged.
     """
-    vocab, url = SHAPES[publisher.options.shape].vocab, publisher.config.vllm.url
+    vocab, url = SHAPES[publisher.options.shape].vocab, publisher.config.server.url
     draw = random.Random(0)
     prompts = [draw.choices(range(2, vocab), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
     patterns = _two_patterns(publisher.weights)

@@ -297,18 +297,18 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
     Args:
         noise: in nats a token; None: the proof was skipped.
     """
-    in_4_bits, in_8_bits = config.model.load_in_4bit, config.vllm.in_8_bits
+    in_4_bits, in_8_bits = config.load_in_4bit, config.server.in_8_bits
     quantised = in_4_bits or in_8_bits
-    limit = config.drift.drift_limit
+    limit = config.drift_limit
     if limit is None:
-        floor, margin = FLOOR[computing_dtype(model, config.model)], MARGIN_QUANTISED if quantised else MARGIN
+        floor, margin = FLOOR[computing_dtype(model, config)], MARGIN_QUANTISED if quantised else MARGIN
         limit = NOISE_LIMIT["bfloat16"] if noise is None else max(floor, margin * noise)
         if quantised:
             limit = CEILING_QUANTISED if noise is None else min(limit, CEILING_QUANTISED)
     if limit:
-        log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
+        log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.on_drift)
     fresh = Cause.QUANTISATION if in_4_bits else Cause.COARSE_SERVER if in_8_bits else Cause.FRESH
-    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, fresh)
+    return DriftAlarm(limit, config.on_drift, config.weight_bridge_mode, fresh)
 
 
 @torch.no_grad()

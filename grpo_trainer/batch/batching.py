@@ -21,7 +21,8 @@ import numpy as np
 
 from grpo_trainer import import_paths
 from grpo_trainer.batch.microbatches import MicroBatch, deal, split
-from grpo_trainer.config.train import LossConfig, TrainConfig
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.losses import BatchCounts, loss_spec, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
@@ -69,9 +70,9 @@ def ready(
         packed, shared: see `microbatches.plan`.
         same_batch: all processes train on the whole batch.
     """
-    drop = config.compute.overlong == "drop"
-    prepared = prepare(batch, config.loss, config.model.seq_len, drop_overlong=drop)
-    budget = config.compute.max_tokens_per_microbatch
+    drop = config.overlong == "drop"
+    prepared = prepare(batch, config, config.seq_len, drop_overlong=drop)
+    budget = config.max_tokens_per_microbatch
     own, *others = (
         tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
         for share in deal(prepared.sequences, 1 if same_batch else processes, shared=shared)

@@ -26,7 +26,6 @@ from grpo_common.ports import listener
 from grpo_trainer.bench.load import Demand, Meter, generating, quantile_ms
 from grpo_trainer.bench.models import CACHE_BYTES_TINY, SHAPES, ModelOptions, cpu_name, ensure_model, gpus_used_mb
 from grpo_trainer.bench.step import StepOptions, synthetic_batch, timed_step
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build, option
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.server import KvCacheDtype, Quantization
@@ -309,12 +308,12 @@ def opened(options: SyncOptions, server_args: tuple[str, ...]) -> Iterator[Publi
             server_mb = _since(before, options)
         policy, loaded = early or load()
         trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-        checkpoints = Checkpoints(config.checkpoints, policy, build_optimizer(trained, config.optimizer))
+        checkpoints = Checkpoints(config, policy, build_optimizer(trained, config))
         bridge = held.enter_context(build_bridge(config, policy, checkpoints, Progress(), stop))
         first = int(options.bridge == "lora_only")  # version 0 is the base model
         version = bridge.connect(first) - first
         server_mb = _since(before, options) if config.owns_server else server_mb
-        client = ServerClient(config.vllm)
+        client = ServerClient(config.server)
         info = client.wait_until_ready()
         yield Publisher(options, config, policy, bridge, client, info, stop.check, version, server_mb, loaded)
 
@@ -371,7 +370,7 @@ def trainer_config(
         **of_bridge.get(options.bridge, {}),
     }
     config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
-    return config.model_copy(update={"vllm": config.vllm.model_copy(update={"extra_args": server_args})})
+    return config.model_copy(update={"server": config.server.model_copy(update={"extra_args": server_args})})
 
 
 def server_spec(config: TrainConfig, folder: Path, *, on_gpu: bool) -> ProcessSpec:
@@ -379,7 +378,7 @@ def server_spec(config: TrainConfig, folder: Path, *, on_gpu: bool) -> ProcessSp
     flags = weight_flags(config, folder)
     if config.shares_weights:
         flags = (*flags, "--shared-weights", "--bridge-config-path", str(folder / FILE_NAME))
-    spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model.name, flags=flags)
+    spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model_name, flags=flags)
     return replace(spec, env={**spec.env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
 
 
@@ -397,7 +396,7 @@ def _serving(config: TrainConfig, folder: Path, stop: StopSignal, *, on_gpu: boo
     """
     spec = server_spec(config, folder, on_gpu=on_gpu)
     with OwnedServer(lambda model, version: spec, config.log_dir / "server.log", folder / "served") as server:
-        server.start(config.model.name, 0)
+        server.start(config.model_name, 0)
         server.wait_ready()
         stop.watch(server.check)
         try:
@@ -516,15 +515,15 @@ def _bridge_facts(publisher: Publisher, publishes: Sequence[Publish]) -> dict[st
 
 def _snapshot(publisher: Publisher, publishes: int) -> dict[str, float | None]:
     """Return what trainer and server hold now. Sizes in units of 1e6 bytes; the server's are of all its processes."""
-    server = listener(publisher.config.vllm.port)
+    server = listener(publisher.config.server.port)
     assert server is not None
     rss = open_files = 0
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended since it was listed
             rss += process.memory_info().rss
             open_files += process.num_fds()
-    bridge = publisher.config.bridge
-    written = bridge.lora_root if isinstance(bridge, LoraOnly) else publisher.config.checkpoints.save_path
+    bridge = publisher.config
+    written = bridge.lora_root if bridge.weight_bridge_mode == "lora_only" else publisher.config.save_path
     return {
         "publishes": publishes,
         "server_rss_mb": round(rss / 1e6, 1),
@@ -541,7 +540,7 @@ def load_figures(publisher: Publisher) -> dict[str, float | int]:
 
     Tokens are those that the server's own counter has at a window's ends; a window's first seconds are not counted.
     """
-    options, url = publisher.options, publisher.config.vllm.url
+    options, url = publisher.options, publisher.config.server.url
     meter, sequences = Meter(url), options.in_flight
     base = {"policy_version": 0} if options.bridge == "lora_only" else {}
     publishes: list[Publish] = []
@@ -633,13 +632,13 @@ def vllm_baseline(publisher: Publisher) -> dict[str, Any]:
     evict adapters to make room. So our versions are unloaded first, and there are at most as many loads as slots. The
     first load warms up. Saved in the server's dtype, the file is the smallest from which the server loses no precision.
     """
-    bridge, model = publisher.config.bridge, publisher.policy.model
-    assert isinstance(bridge, LoraOnly) and bridge.lora_root is not None
+    bridge, model = publisher.config, publisher.policy.model
+    assert bridge.weight_bridge_mode == "lora_only" and bridge.lora_root is not None
     for version in publisher.client.lora_status().versions:
         publisher.client.unload_adapter(version.name)
     repeat = min(publisher.options.baseline_repeat, publisher.info.max_loras - 1)
     saves, loads = [], []
-    with httpx.Client(base_url=publisher.config.vllm.url, timeout=120.0, trust_env=False) as http:
+    with httpx.Client(base_url=publisher.config.server.url, timeout=120.0, trust_env=False) as http:
 
         def post(route: str, body: dict[str, Any]) -> httpx.Response:
             if (answer := http.post(route, json=body)).status_code != 200:

@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_trainer.bench.models import SHAPES, ShapeName, random_model
-from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
-from grpo_trainer.config.compute import ComputeConfig
-from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.config.options import Section, build, option
+from grpo_trainer.config.bridge import ALL_LINEAR
+from grpo_trainer.config.options import build, option
 from grpo_trainer.config.rules import checked
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import ComputeConfig, DistributedConfig, TrainConfig
 from grpo_trainer.model.shape import ModelShape
 from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample
 
@@ -38,7 +36,7 @@ MEDIAN, SIGMA = 0.3, 0.7
 SHORTEST = 8
 
 
-class StepOptions(Section):
+class StepOptions(ComputeConfig):
     """What is measured."""
 
     shape: ShapeName = option("0.5b", help="Shape of the model; its weights are random.")
@@ -67,7 +65,6 @@ class StepOptions(Section):
         "auto", help="Under torchrun, if all weights are trained: shard them over the GPUs (full, auto), or not (none)."
     )
     seed: int = option(0, help="Seed of weights, tokens, lengths and rewards.")
-    compute: ComputeConfig = ComputeConfig()
 
     @property
     def optimizer_name(self) -> Literal["adamw", "adamw_8bit"]:
@@ -183,13 +180,13 @@ def build_trainer(options: StepOptions, device: torch.device, world: World) -> T
         "world_size": world.size,
         "init_method": "env://",
         **bridge,
-        **options.compute.model_dump(),
+        **options.model_dump(include={*ComputeConfig.model_fields}),
     }
     config = checked(build(TrainConfig, {key: value for key, value in values.items() if value is not None}))
     model = build_model(options, device, world if is_sharded(world, config) else None)
-    freeze(model, config.model)
-    if isinstance(config.bridge, LoraOnly):
-        return Trainer(add_adapter(model, config.bridge, options.seed), config, world=world)
+    freeze(model, config)
+    if config.weight_bridge_mode == "lora_only":
+        return Trainer(add_adapter(model, config, options.seed), config, world=world)
     return Trainer(model.requires_grad_(True), config, world=world)
 
 
@@ -226,7 +223,7 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
         return {
             **options.model_dump(include={"shape", "lora_r", "seqs", "prompt_len", "completion_len", "lognormal"}),
             "optimizer": options.optimizer_name,
-            "max_tokens_per_microbatch": options.compute.max_tokens_per_microbatch,
+            "max_tokens_per_microbatch": options.max_tokens_per_microbatch,
             "step_s_median": round(middle, 4),
             "step_s": [round(seconds, 4) for seconds, _ in done],
             # Losses and gradient norms, which the number of processes changes only by rounding.

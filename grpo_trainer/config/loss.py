@@ -133,11 +133,6 @@ class LossConfig(Section):
     )
     distill_temperature: float = option(1.0, help="Temperature of the teacher: its logprobs are divided by this.", gt=0)
 
-    def for_8_bits(self) -> LossConfig:
-        """Return the options for samples of a server in 8 bits, with the correction unless they say otherwise."""
-        said = "ratio_against" in self.model_fields_set
-        return self if said else self.model_copy(update={"ratio_against": "trainer"})
-
     @field_validator("routing_replay", mode="before")
     @classmethod
     def _is_not_own(cls, value: Any) -> Any:

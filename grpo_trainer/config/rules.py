@@ -12,32 +12,26 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from environments.running.settings_check import BUILT_IN, group_size
 from grpo_common.errors import Problem
 from grpo_common.http import address
 from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedServer, SharedVllm
-from grpo_trainer.config.distributed import why_whole
 from grpo_trainer.config.loss import LOSSES
-from grpo_trainer.config.options import key_of, leaves, shown
-from grpo_trainer.config.server import DEGREES, SHORT, ServerProcess, VllmConfig, arguments
-from grpo_trainer.config.train import TrainConfig, settings_of
+from grpo_trainer.config.options import key_of, shown
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.server import DEGREES, SHORT, arguments
+from grpo_trainer.config.train import TrainConfig, settings_of, usual_rates
 from grpo_trainer.config.values import LARGEST_PORT
 from grpo_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from grpo_trainer.config.run import RunConfig
 
 SET_BY_THE_RUN = MappingProxyType(
     dict.fromkeys(("trainer_rank", "world_size", "init_method"), "--trainer-gpus")
     | dict.fromkeys(("atropos_url", "rollout_url"), "--api.port")
-    | dict.fromkeys(("vllm_host", "vllm_port"), "--server.port")
-    | dict.fromkeys(("save_path", "log_dir"), "--run-dir")
-    | {"vllm_also": "--server.replicas", "vllm_gpus": "--server.gpus", "vllm_config_path": "--run-dir"}
-    | {"vllm_roster": "--run-dir"}
+    | dict.fromkeys(("save_path", "log_dir", "vllm_config_path", "server.roster"), "--run-dir")
+    | {"server.host": "--server.port", "server.also": "--server.replicas"}
 )
 """Options of the trainer that a run derives, and what to use instead."""
 
@@ -75,12 +69,12 @@ class Case:
     @property
     def processes(self) -> int:
         """Trainer processes."""
-        return self.run.options.trainer_gpus if self.run else self.trainer.distributed.processes
+        return self.run.options.trainer_gpus if self.run else self.trainer.processes
 
     @property
     def servers(self) -> int:
         """Servers of the policy."""
-        return self.run.server.replicas if self.run else 1 + len(self.trainer.vllm.also)
+        return self.run.server.replicas if self.run else 1 + len(self.trainer.server.also)
 
     @property
     def on_cluster(self) -> bool:
@@ -90,15 +84,16 @@ class Case:
     @property
     def sharing(self) -> str:
         """The option by which the trainer uses the server's weights."""
-        return "--share-base" if isinstance(self.trainer.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
+        return "--share-base" if self.trainer.weight_bridge_mode == "lora_only" else "--weight-bridge-mode shared_vllm"
 
-    def of_server(self, name: str) -> str:
-        """The flag of a server's option: a run has it in another table than the trainer."""
-        return (ServerProcess if self.run else VllmConfig).flags()[name]
+
+def flag_of(name: str) -> str:
+    """The flag of a server's option."""
+    return f"--server.{name.replace('_', '-')}"
 
 
 Rule = Callable[[Case], Iterator[Problem]]
-C = TypeVar("C", TrainConfig, "RunConfig")
+C = TypeVar("C", TrainConfig, RunConfig)
 RULES: list[Rule] = []
 
 
@@ -134,17 +129,17 @@ def checked(config: C, hardware: Hardware | None = None) -> C:
 @rule
 def steps(case: Case) -> Iterator[Problem]:
     config = case.trainer
-    warmup, all_steps = config.optimizer.warmup_steps, config.training_steps
+    warmup, all_steps = config.warmup_steps, config.training_steps
     if warmup and warmup >= all_steps:
         why = "the peak learning rate would never be reached"
         yield Problem("--warmup-steps", str(warmup), f"fewer than --training-steps {all_steps}", summary=why)
-    largest, longest = config.compute.max_tokens_per_microbatch, config.model.seq_len
+    largest, longest = config.max_tokens_per_microbatch, config.seq_len
     if largest is not None and largest < longest:
         why = "a pass must hold the longest sequence"
         yield Problem("--max-tokens-per-microbatch", str(largest), f"at least --seq-len {longest}", summary=why)
-    if config.compute.share_prompts == "on" and config.compute.packing == "off":
+    if config.share_prompts == "on" and config.packing == "off":
         yield Problem("--share-prompts", "on and --packing off", "packed sequences", "leave one of them out")
-    oldest, allowed = config.versions_behind, config.rollouts.max_staleness
+    oldest, allowed = config.versions_behind, config.max_staleness
     if allowed is not None and allowed < oldest:
         why = f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old"
         yield Problem("--max-staleness", str(allowed), f"{oldest} or more, or more restarts", summary=why)
@@ -156,16 +151,11 @@ LONE_ANSWERS = Problem(
 )
 
 
-def learns_from_lone_answers(trainer: TrainConfig) -> bool:
-    """Whether a sequence that is compared with no other has a gradient."""
-    return trainer.loss.trains_without_advantage or trainer.loss.distill_coef > 0
-
-
 @rule
 def groups(case: Case) -> Iterator[Problem]:
     if case.run is None:
         return
-    if not learns_from_lone_answers(case.trainer):
+    if not case.trainer.learns_from_lone_answers:
         for environment in case.run.environments:  # a user's own is judged when it is tried
             if environment.name in BUILT_IN and group_size(environment.name, environment.env) == 1:
                 yield LONE_ANSWERS
@@ -199,7 +189,7 @@ def _sums_to(whole: int, parts: Sequence[int]) -> bool:
 
 @rule
 def loss(case: Case) -> Iterator[Problem]:
-    asked, bridge = case.trainer.loss, case.trainer.bridge
+    asked = case.trainer
     if asked.dual_clip is not None and asked.loss in LOSSES and LOSSES[asked.loss].surrogate != "clipped":
         why = f"with --loss {asked.loss} nothing is clipped"
         yield Problem("--dual-clip", str(asked.dual_clip), "a clipped loss", "leave it out", why)
@@ -208,16 +198,16 @@ def loss(case: Case) -> Iterator[Problem]:
         yield Problem("--is-correction", asked.is_correction, "none, or --ratio-against trainer", summary=why)
     if asked.ref_offload and not asked.needs_reference:
         yield Problem("--ref-offload", "True", "a reference to move", "leave it out, or add --kl-beta or --log-kl")
-    if asked.ref_offload and isinstance(bridge, LoraOptions):
+    if asked.ref_offload and asked.trains_adapter:
         why = "with LoRA the reference uses the base model in memory, no copy"
-        got, wanted = f"--weight-bridge-mode {bridge.mode}", "a mode that trains all weights"
+        got, wanted = f"--weight-bridge-mode {asked.weight_bridge_mode}", "a mode that trains all weights"
         yield Problem("--ref-offload", got, wanted, "leave it out", why)
     if asked.kl_reference == "base" and not asked.needs_reference:
         yield Problem("--kl-reference", "base", "a reference", "leave it out, or add --kl-beta or --log-kl")
-    elif asked.kl_reference == "base" and not (isinstance(bridge, LoraOptions) and bridge.adapter):
+    elif asked.kl_reference == "base" and not (asked.trains_adapter and asked.lora_adapter):
         why = "without --lora-adapter, training starts from the base model, so both references are the same"
         yield Problem("--kl-reference", "base", "a run with --lora-adapter", "leave it out", why)
-    if asked.updates_per_batch > 1 and isinstance(bridge, SharedVllm):
+    if asked.updates_per_batch > 1 and asked.weight_bridge_mode == "shared_vllm":
         why = f"with {case.sharing} the server generates with every update, but a policy version belongs to one batch"
         yield Problem("--updates-per-batch", str(asked.updates_per_batch), "1", summary=why)
 
@@ -225,37 +215,38 @@ def loss(case: Case) -> Iterator[Problem]:
 @rule
 def routing(case: Case) -> Iterator[Problem]:
     """What goes with `--routing-replay`; whether the model has experts is only known once it is loaded."""
-    if case.trainer.loss.routing_replay == "off":
+    if case.trainer.routing_replay == "off":
         return
-    if case.trainer.compute.compile == "on":
+    if case.trainer.compile == "on":
         why = "a compiled layer can't exchange its experts"
         yield Problem("--compile", "on, and --routing-replay server", "auto or off with it", summary=why)
     for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if (degree := getattr(case.trainer.vllm, name)) > 1:
-            fix, why = "use --tensor-parallel-size, or more servers", "experts are recorded by one worker for all"
-            yield Problem(case.of_server(name), f"{degree}, and --routing-replay server", "1", fix, why)
+        if (degree := getattr(case.trainer.server, name)) > 1:
+            why = "experts are recorded by one worker for all"
+            fix = f"use {flag_of('tensor_parallel_size')}, or more servers"
+            yield Problem(flag_of(name), f"{degree}, and --routing-replay server", "1", fix, why)
 
 
 @rule
 def adapter(case: Case) -> Iterator[Problem]:
     """Options given with an adapter to start from must be as in that adapter."""
-    bridge = case.trainer.bridge
-    if not isinstance(bridge, LoraOptions) or bridge.adapter is None:
+    asked = case.trainer
+    if not asked.trains_adapter or asked.lora_adapter is None:
         return
-    flags = {leaf.name: leaf.flags[0] for leaf in leaves(LoraOptions)}
-    for name, its in settings_of(read_adapter(bridge.adapter)).items():
-        given = getattr(bridge, name)
+    for name, its in settings_of(read_adapter(asked.lora_adapter)).items():
+        given = getattr(asked, name)
         if (sorted(given) if isinstance(given, tuple) else given) != its:
-            why = f"not as in the adapter at --lora-adapter {bridge.adapter}"
+            why = f"not as in the adapter at --lora-adapter {asked.lora_adapter}"
             wanted = "all" if its is None else shown(its)
-            yield Problem(flags[name], shown(given), wanted, f"leave {flags[name]} out", why)
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(flag, shown(given), wanted, f"leave {flag} out", why)
 
 
 @rule
 def four_bits(case: Case) -> Iterator[Problem]:
-    if not case.trainer.model.load_in_4bit:
+    if not case.trainer.load_in_4bit:
         return
-    mode, wanted = case.trainer.bridge.mode, "--weight-bridge-mode lora_only"
+    mode, wanted = case.trainer.weight_bridge_mode, "--weight-bridge-mode lora_only"
     if case.trainer.shares_weights:
         why = "the weights are the server's, in 16 or 32 bits"
         fix = f"leave it out, or choose {wanted} without --share-base"
@@ -263,29 +254,29 @@ def four_bits(case: Case) -> Iterator[Problem]:
     elif mode != "lora_only":
         fix, why = f"leave it out, or choose {wanted}", "this mode writes whole models"
         yield Problem("--load-in-4bit", f"--weight-bridge-mode {mode}", wanted, fix, why)
-    if case.trainer.model.dtype == "float16":
+    if case.trainer.dtype == "float16":
         yield Problem("--dtype", "float16 and --load-in-4bit", "bfloat16, float32 or auto with that")
 
 
 @rule
 def shared_weights(case: Case) -> Iterator[Problem]:
     """Weights that trainer and server share lie once, in one dtype, on one device."""
-    config, bridge = case.trainer, case.trainer.bridge
+    config = case.trainer
     if not config.shares_weights:
-        if isinstance(bridge, LoraOnly) and bridge.config_path is not None:
+        if config.weight_bridge_mode == "lora_only" and config.vllm_config_path is not None:
             fix = "leave it out, or add --share-base"
-            yield Problem("--vllm-config-path", str(bridge.config_path), "--share-base with it", fix)
+            yield Problem("--vllm-config-path", str(config.vllm_config_path), "--share-base with it", fix)
         return
-    own, served = config.model.dtype, config.vllm.dtype
+    own, served = config.dtype, config.server.dtype
     if served not in ("auto", own) and (own != "auto" or case.run):
         why = f"with {case.sharing} there is one copy of the weights"
         wanted = "auto" if own == "auto" else f"--dtype {own}"
         fix = f"use --dtype {served} instead" if own == "auto" else "leave it out and use --dtype"
-        yield Problem(case.of_server("dtype"), served, wanted, fix, why)
-    if isinstance(bridge, SharedVllm) and not bridge.master_weights and "float16" in (own, served):
+        yield Problem(flag_of("dtype"), served, wanted, fix, why)
+    if config.weight_bridge_mode == "shared_vllm" and not config.master_weights and "float16" in (own, served):
         wanted = "bfloat16 or float32, or --master-weights"
         yield Problem("--dtype", "float16", wanted, summary="small updates would be lost in it")
-    device, hardware = config.model.device, case.hardware
+    device, hardware = config.device, case.hardware
     if hardware and device != "auto" and device.startswith("cuda") != hardware.on_gpu:
         wanted = f"the device where they are: {'a GPU' if hardware.on_gpu else 'main memory'}"
         why = "the trainer is to use the server's weights"
@@ -295,34 +286,34 @@ def shared_weights(case: Case) -> Iterator[Problem]:
 @rule
 def pairs(case: Case) -> Iterator[Problem]:
     """A trainer process that shares weights has one server, on its own GPU."""
-    config, bridge = case.trainer, case.trainer.bridge
-    if not config.shares_weights or config.vllm.tensor_parallel_size > 1:
+    config = case.trainer
+    if not config.shares_weights or config.server.tensor_parallel_size > 1:
         return
-    unpaired = isinstance(bridge, SharedVllm) and case.servers > case.processes
+    unpaired = config.weight_bridge_mode == "shared_vllm" and case.servers > case.processes
     if case.processes > case.servers or unpaired:
-        flag, also = ("--server.replicas", "") if case.run else ("--vllm-also", f": {', '.join(config.vllm.also)}")
+        flag, also = ("--server.replicas", "") if case.run else ("--server.also", f": {', '.join(config.server.also)}")
         processes = "--trainer-gpus" if case.run else "--world-size"
         wanted = f"{case.processes}: a server for each trainer process ({processes})"
         why = f"with {case.sharing} each trainer process maps the weights of one server, which no other process maps"
-        yield Problem(flag, f"{case.servers} servers{also if config.vllm.also else ''}", wanted, summary=why)
+        yield Problem(flag, f"{case.servers} servers{also if config.server.also else ''}", wanted, summary=why)
     if case.processes == 1:
         return
     if case.on_cluster:
         why = f"with {case.sharing} several pairs of trainer and server run on one machine"
         yield Problem("--cluster", f"--trainer-gpus {case.processes}", "--trainer-gpus 1", "leave --cluster out", why)
-    if isinstance(bridge, SharedServer) and bridge.config_path is not None:
+    if config.weight_bridge_mode in ("shared_vllm", "lora_only") and config.vllm_config_path is not None:
         why = "each server has its own file, and reports where it is"
-        yield Problem("--vllm-config-path", str(bridge.config_path), fix="leave it out", summary=why)
+        yield Problem("--vllm-config-path", str(config.vllm_config_path), fix="leave it out", summary=why)
 
 
 @rule
 def shards(case: Case) -> Iterator[Problem]:
     """A server over several GPUs shares its weights with a trainer process for each of its workers."""
-    config, size = case.trainer, case.trainer.vllm.tensor_parallel_size
+    config, size = case.trainer, case.trainer.server.tensor_parallel_size
     if not config.shares_weights or size == 1:
         return
-    flag = case.of_server("tensor_parallel_size")
-    if isinstance(config.bridge, LoraOnly):
+    flag = flag_of("tensor_parallel_size")
+    if config.weight_bridge_mode == "lora_only":
         fix, why = "leave --share-base out", "an adapter is trained over whole weights"
         yield Problem(flag, f"{size}, and --share-base", "1", fix, why)
         return
@@ -331,31 +322,31 @@ def shards(case: Case) -> Iterator[Problem]:
         wanted = f"{size}, as {flag}"
         yield Problem("--trainer-gpus" if case.run else "--world-size", str(case.processes), wanted, summary=why)
     if case.servers > 1:
-        yield Problem("--server.replicas" if case.run else "--vllm-also", f"{case.servers} servers", "1", summary=why)
+        yield Problem("--server.replicas" if case.run else "--server.also", f"{case.servers} servers", "1", summary=why)
     if case.on_cluster:
         why = "the trainer's processes and the server's workers run on one machine"
         yield Problem("--cluster", f"{flag} {size}", f"{flag} 1", "leave --cluster out", why)
     why = f"with {flag} {size} each process has a part of each weight"
-    if config.loss.needs_reference:
+    if config.needs_reference:
         yield Problem("--kl-beta, --log-kl", "a reference", "none", "leave them out", f"{why}, and a reference has all")
-    if config.loss.distill_coef:
-        got, fix = str(config.loss.distill_coef), "leave it out"
+    if config.distill_coef:
+        got, fix = str(config.distill_coef), "leave it out"
         yield Problem("--distill-coef", got, "0", fix, f"{why}, and teachers' tokens need whole logits")
-    if config.compute.compile == "on":
+    if config.compile == "on":
         yield Problem("--compile", "on", "auto or off", summary=f"{why}, and layers wait for other processes")
 
 
 @rule
 def written_server(case: Case) -> Iterator[Problem]:
     """The server refuses the same (`grpo_common/sharing.py`), but only once it is started."""
-    sends = isinstance(case.trainer.bridge, Broadcast)
+    sends = case.trainer.weight_bridge_mode == "broadcast"
     if case.run is None or not (case.trainer.shares_weights or sends):
         return
     server = case.run.server
     values: dict[str, object] = {name: getattr(server, name) for name in DEGREES}
     if server.quantization != "none":
         values["quantization"] = server.quantization
-    said = {name: (case.of_server(name), str(value)) for name, value in values.items()}
+    said = {name: (flag_of(name), str(value)) for name, value in values.items()}
     for flag, word in arguments(server.extra_args):
         name, value = SHORT.get(flag) or key_of(flag), "" if word.startswith("-") else word
         values[name], said[name] = value or True, ("--server.extra-args", f"{flag} {value}".rstrip())
@@ -369,28 +360,32 @@ def written_server(case: Case) -> Iterator[Problem]:
 @rule
 def quantised_server(case: Case) -> Iterator[Problem]:
     """A server that quantises its weights; whether the trainer may write them is judged by `written_server`."""
-    vllm, starts = case.trainer.vllm, case.run is not None or case.trainer.owns_server
+    vllm, starts = case.trainer.server, case.run is not None or case.trainer.owns_server
     if starts and vllm.quantization != "none" and case.hardware and not case.hardware.on_gpu:
         why = "vLLM quantises on GPUs only"
-        yield Problem(
-            case.of_server("quantization"), f"{vllm.quantization} without a GPU", "a GPU", "leave it out", why
-        )
+        yield Problem(flag_of("quantization"), f"{vllm.quantization} without a GPU", "a GPU", "leave it out", why)
 
 
 @rule
 def servers(case: Case) -> Iterator[Problem]:
-    vllm, number = case.trainer.vllm, case.servers
+    vllm, number = case.trainer.server, case.servers
+    if case.run is None and vllm.port == 0:
+        why = "the trainer must know where its server listens; `grpo run` picks a free port"
+        yield Problem("--server.port", "0", f"1 to {LARGEST_PORT}", summary=why)
+    if case.run is None and vllm.replicas > 1:
+        why = "`grpo run` starts replicas; a trainer that is started by itself has to know their addresses"
+        yield Problem("--server.replicas", str(vllm.replicas), "1", "name the other servers by --server.also", why)
     if case.run is not None and case.run.server.port + number - 1 > LARGEST_PORT:
         wanted = f"at most {LARGEST_PORT + 1 - number}, for {number} servers on consecutive ports"
         yield Problem("--server.port", str(case.run.server.port), wanted, "choose a lower one (0 picks free ones)")
     addresses = [address(vllm.host, vllm.port), *vllm.also]
     if len(set(addresses)) < len(addresses):
-        yield Problem("--vllm-also", ", ".join(addresses), "each server once")
-    gpus, example = (case.run.server if case.run else vllm).gpus, ";".join(map(str, range(number)))
+        yield Problem("--server.also", ", ".join(addresses), "each server once")
+    gpus, example = vllm.gpus, ";".join(map(str, range(number)))
     sets = [part.strip() for part in gpus.split(";")] if gpus is not None else None
     if sets is not None and (len(sets) != number or not all(sets)):
         why = f"{len(sets)} sets of GPUs for {number} servers"
-        yield Problem(case.of_server("gpus"), str(gpus), f"a set for each server, such as {example}", summary=why)
+        yield Problem(flag_of("gpus"), str(gpus), f"a set for each server, such as {example}", summary=why)
     here = case.run is not None and not case.on_cluster
     if sets is None and number > 1 and here and case.hardware and case.hardware.on_gpu:
         fix = f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)"
@@ -403,7 +398,7 @@ def cluster(case: Case) -> Iterator[Problem]:
     """On a cluster the run chooses machines and GPUs, and starts all processes."""
     if case.run is None:
         return
-    options, mode = case.run.options, case.trainer.bridge.mode
+    options, mode = case.run.options, case.trainer.weight_bridge_mode
     if options.cluster is None:
         if options.cluster_nodes > 1:
             yield Problem("--cluster-nodes", str(options.cluster_nodes), "--cluster with it", "add --cluster auto")
@@ -417,28 +412,28 @@ def cluster(case: Case) -> Iterator[Problem]:
     if case.run.server.gpus is not None:
         why = "the cluster assigns GPUs"
         yield Problem("--server.gpus", case.run.server.gpus, "no GPUs by number", "leave it out", why)
-    if ":" in case.trainer.model.device:
+    if ":" in case.trainer.device:
         why = "the cluster assigns GPUs"
-        yield Problem("--device", case.trainer.model.device, "auto, cuda or cpu", "leave it out", why)
+        yield Problem("--device", case.trainer.device, "auto, cuda or cpu", "leave it out", why)
 
 
 @rule
 def processes(case: Case) -> Iterator[Problem]:
-    asked, size, device = case.trainer.distributed, case.processes, case.trainer.model.device
-    if case.run is None and not 0 <= asked.rank < size:
-        yield Problem("--trainer-rank", str(asked.rank), f"0 to {size - 1}, as --world-size {size} says")
+    config, size, device = case.trainer, case.processes, case.trainer.device
+    if case.run is None and not 0 <= config.rank < size:
+        yield Problem("--trainer-rank", str(config.rank), f"0 to {size - 1}, as --world-size {size} says")
     by_torchrun = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    if case.run is None and size > 1 and not asked.init_method and not by_torchrun:
+    if case.run is None and size > 1 and not config.init_method and not by_torchrun:
         wanted = "where the trainer's processes meet, e.g. tcp://127.0.0.1:29500"
         fix = "name it, or set MASTER_ADDR and MASTER_PORT, as torchrun and `grpo run --trainer-gpus` do"
         yield Problem("--init-method", "nothing", wanted, fix)
     if size > 1 and ":" in device:
         why = f"each of the {size} trainer processes has another GPU"
         yield Problem("--device", device, fix="leave it out", summary=why)
-    if asked.sharding == "full" and size == 1:
+    if config.sharding == "full" and size == 1:
         why = "there is one trainer process, nothing to cut over"
         yield Problem("--sharding", "full", fix="leave it out", summary=why)
-    if asked.sharding == "full" and (why := why_whole(case.trainer)):
+    if config.sharding == "full" and (why := case.trainer.why_whole):
         yield Problem("--sharding", "full", fix="use --sharding none", summary=why)
 
 
@@ -447,7 +442,7 @@ def machine(case: Case) -> Iterator[Problem]:
     """What is asked for is on this machine."""
     if case.hardware is None:
         return
-    config, device = case.trainer, case.trainer.model.device
+    config, device = case.trainer, case.trainer.device
     gpus = None if case.on_cluster else case.hardware.gpus  # a cluster's are counted when processes get their places
     kind, _, number = device.partition(":")
     if gpus is not None and kind == "cuda" and (not (number or "0").isdecimal() or int(number or 0) >= gpus):
@@ -456,15 +451,16 @@ def machine(case: Case) -> Iterator[Problem]:
     if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores
         got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {gpus}"
         yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
-    if isinstance(config.bridge, LoraOnly | Broadcast) and not case.hardware.on_gpu:
-        sends = isinstance(config.bridge, Broadcast)
+    if config.weight_bridge_mode in ("lora_only", "broadcast") and not case.hardware.on_gpu:
+        sends = config.weight_bridge_mode == "broadcast"
         flag, others = ("--broadcast-transport", "gloo") if sends else ("--lora-transport", "memory")
-        if config.bridge.transport in ("cuda_ipc", "nccl"):
-            got = f"{config.bridge.transport} without a GPU"
+        transport = config.broadcast_transport if sends else config.lora_transport
+        if transport in ("cuda_ipc", "nccl"):
+            got = f"{transport} without a GPU"
             yield Problem(flag, got, f"auto, disk or {others}", f"use {flag} auto")
-    if (degree := config.vllm.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
-        wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {case.of_server('tensor_parallel_size')}"
-        yield Problem(case.of_server("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)
+    if (degree := config.server.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
+        wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {flag_of('tensor_parallel_size')}"
+        yield Problem(flag_of("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)
 
 
 @rule
@@ -472,10 +468,10 @@ def packages(case: Case) -> Iterator[Problem]:
     """What is asked for is installed on this machine."""
     if case.hardware is None:
         return
-    model = case.trainer.model
+    model = case.trainer
     needed = {
         tracker: ("--log-to", tracker, f"pip install 'grpo-trainer[{TRACKER_EXTRAS[tracker]}]'")
-        for tracker in case.trainer.logging.trackers
+        for tracker in case.trainer.trackers
     }
     if model.attention == "flash_attention_2":
         needed["flash_attn"] = ("--attention", model.attention, "install flash-attn, or use --attention sdpa")
@@ -485,3 +481,23 @@ def packages(case: Case) -> Iterator[Problem]:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # W&B leaves a folder of its name where it ran: no package
             yield Problem(flag, f"{value} without {package}", "the package", fix)
+
+
+def unusual_lr(config: TrainConfig, parameters: int | None) -> Problem | None:
+    """Return what is wrong with a learning rate out of the usual range; None: it is within.
+
+    Args:
+        parameters: as for `usual_rates`.
+    """
+    rate, mode = config.lr, config.weight_bridge_mode
+    usual, is_adapter = usual_rates(mode, parameters), config.trains_adapter
+    if usual.lowest <= rate <= usual.highest:
+        return None
+    suits_adapter = not is_adapter and usual.highest < rate <= usual_rates("lora_only", parameters).highest
+    why = "above it policies collapse" if rate > usual.highest else "below it hardly anything is learnt"
+    return Problem(
+        field="--lr",
+        got=f"{rate:g} with --weight-bridge-mode {mode}, which trains {'an adapter' if is_adapter else 'all weights'}",
+        wanted=f"{usual.lowest:g} to {usual.highest:g}; {why}",
+        fix=f"--lr {usual.default:g}" + (", or --weight-bridge-mode lora_only" if suits_adapter else ""),
+    )

@@ -37,34 +37,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import field_validator
-
 from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
-from grpo_common.roster import FOLDER
 from grpo_common.suggest import nearest
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
-from grpo_trainer.config.learning_rate import ADAPTER_MODES
-from grpo_trainer.config.options import Section, build, dump, given_keys, leaves, option, override, shown
+from grpo_trainer.config.bridge import ADAPTER_MODES
+from grpo_trainer.config.options import Section, build, dump, given_keys, options_of, override, shown
+from grpo_trainer.config.processes import (
+    PROMPTS,
+    ApiProcess,
+    EnvironmentProcess,
+    RunConfig,
+    RunOptions,
+    newest_run,
+    problems_of_tables,
+)
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.server import ALIASES, ServerProcess
-from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, RUNS, holds_run, newest_run, next_folder, read_stored
+from grpo_trainer.config.server import Server
+from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, holds_run, read_stored
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.config.values import LARGEST_PORT, Arguments, at_home
+from grpo_trainer.config.values import at_home
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 
 log = logging.getLogger(__name__)
 
-QUEUE_FILE = "queue.sqlite"
-"""In a run's folder."""
-TRACE_FILE = "trace.json"
-"""In a run's folder, with `--trace`."""
-
-PROMPTS = 32
-"""Prompts a step by default."""
 GROUP = 8
 """Answers to a prompt of an environment whose `group_size` is not known before it runs."""
 PROMPT_ROOM = 1024
@@ -73,123 +70,14 @@ GPUS_PER_NODE = 8
 """Default of `--gpus-per-node`, and what a dry run expects of a cluster that does not answer."""
 PASS_TOKENS = 16_384
 """Tokens of a forward pass, unless the user says otherwise or memory allows fewer."""
-DEFAULTS = {"weight_bridge_mode": LoraOnly().mode, "training_steps": 100}
+DEFAULTS = {"weight_bridge_mode": "lora_only", "training_steps": 100}
 """Where `grpo run` differs from `grpo train`, whose defaults are those of the Atropos example trainer."""
-
-
-class ApiProcess(Section):
-    """Rollout API."""
-
-    port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
-    store: Path | None = option(
-        None,
-        help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
-        "--run-dir).",
-    )
-    extra_args: Arguments = option((), help="More arguments for `grpo api`, comma-separated.")
-
-    @field_validator("extra_args")
-    @classmethod
-    def _hold_no_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if any(word.partition("=")[0] == "--api-key" for word in value):
-            raise ConfigError(
-                "a list of processes would show the key",
-                got="--api-key",  # and not the key
-                wanted="other arguments than --api-key",
-                fix="use --rollout-api-key, or ROLLOUT_API_KEY",
-            )
-        return value
-
-
-class RunOptions(Section):
-    """Run."""
-
-    run_dir: Path | None = option(
-        None,
-        help=f"Folder of the run: logs, metrics, checkpoints (default: the next of {RUNS}/001, {RUNS}/002, …). "
-        f"{RUNS}/latest is a link to the newest of these.",
-    )
-    prompts_per_step: int | None = option(
-        None,
-        help=f"Prompts in a step, each with --env.group_size answers (default: {PROMPTS}). Microbatches are as large "
-        "as memory allows. --batch-size and --gradient-accumulation-steps say the same by other numbers.",
-        ge=1,
-    )
-    trace: bool = option(
-        False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
-    )
-    try_environments: bool = option(
-        True,
-        help="Try the environments before anything starts: import, setup, one item, its prompt, two scores.",
-        flags=("--try",),
-    )
-    trainer_gpus: int = option(
-        1,
-        help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "
-        "each GPU also has a server, or a shard of a tensor-parallel server.",
-        ge=1,
-    )
-    cluster: str | None = option(
-        None,
-        help="Run on the machines of a Ray cluster: auto, or the HOST:PORT of its head (default: on this machine). "
-        "This machine must belong to it.",
-    )
-    cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
-    allow_changed_data: bool = option(
-        False,
-        help="Only warn if a resumed run's data set differs from the one that it began with. The fingerprint "
-        "is in data/ of --run-dir.",
-    )
-    max_restarts: int = option(
-        3,
-        help="How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run "
-        "ends. A trainer continues from its last checkpoint. Servers restart with broadcast, and with lora_only "
-        "without --share-base.",
-        ge=0,
-    )
-
-
-class RunConfig(Section):
-    """Everything that `grpo run` starts.
-
-    Attributes:
-        unset: options that nobody gave, and that the start chooses by the model and the machine: `run_dir`, `lr`,
-            `seq_len`, `batch_size` and `microbatch` (`--max-tokens-per-microbatch`).
-    """
-
-    options: RunOptions
-    trainer: TrainConfig
-    api: ApiProcess = ApiProcess()
-    server: ServerProcess = ServerProcess()
-    environments: tuple[EnvironmentProcess, ...] = (EnvironmentProcess(),)
-    unset: frozenset[str] = frozenset()
-
-    @property
-    def run_dir(self) -> Path:
-        return self.options.run_dir or next_folder()
-
-    @property
-    def store(self) -> Path | None:
-        """Where the rollout API keeps its queue; None: in memory."""
-        if self.api.store is None:
-            return self.run_dir / QUEUE_FILE
-        return None if str(self.api.store) == "none" else self.api.store
-
-    @property
-    def roster(self) -> Path | None:
-        """Folder with the list of servers; None: they stay the same for the whole run."""
-        return (self.run_dir / FOLDER).absolute() if self.trainer.servers_may_change else None
-
-    @property
-    def trace_file(self) -> Path | None:
-        """Where processes record what they do; None: nowhere."""
-        return (self.run_dir / TRACE_FILE).absolute() if self.options.trace else None
 
 
 OF_THE_ENVIRONMENT = ("data", "rewards")
 """Tables of a file that may stand outside `[[environments]]` if there is only one environment."""
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
-    {"options": RunOptions, "trainer": TrainConfig, "server": ServerProcess, "api": ApiProcess}
+    {"options": RunOptions, "trainer": TrainConfig, "api": ApiProcess}
 )
 """By their names in `RunConfig`."""
 
@@ -229,8 +117,6 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     stored, stored_in = _continued(given, typed, problems)
     kept = _tables_of(stored, problems)
     layers = (kept, given, typed)
-    for layer in layers:
-        _move_to_server(layer, problems)
     _say_one_batch(layers)
     keeps_prompts = "prompts_per_step" in kept["options"] and not any(
         "prompts_per_step" in each["options"] for each in (given, typed)
@@ -239,10 +125,12 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     for table, section in SECTIONS.items():
         merged[table] = override(section, override(section, kept[table], given[table]), typed[table])
     trainer = merged["trainer"]
-    for key in [key for key in trainer if key.replace("-", "_") in SET_BY_THE_RUN]:
-        flag, instead = f"--{key.replace('_', '-')}", SET_BY_THE_RUN[key.replace("-", "_")]
-        problems.append(Problem(flag, fix=f"use {instead}", summary="set by the run itself"))
-        del trainer[key]
+    for name in list(trainer):
+        (key,) = given_keys(TrainConfig, {name: None})
+        if key in SET_BY_THE_RUN:
+            flag, instead = f"--{name.replace('_', '-')}", SET_BY_THE_RUN[key]
+            problems.append(Problem(flag, fix=f"use {instead}", summary="set by the run itself"))
+            del trainer[name]
     said = given_keys(TrainConfig, trainer) - _still_chosen(((stored, kept), (file, given), ({}, typed)))
     if "weight_bridge_mode" not in said and file:
         mode = DEFAULTS["weight_bridge_mode"]
@@ -253,8 +141,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     built: dict[str, Any] = {}
     for table, section in SECTIONS.items():
         with collected(problems):
-            where = f"{table}." if table in ("server", "api") else ""
-            built[table] = build(section, merged[table], where=where)
+            built[table] = build(section, merged[table], where="api." if table == "api" else "")
     with collected(problems):
         options = _env_options(env_args, problems)
         if flags.get("data") is not None:
@@ -283,11 +170,8 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     config = RunConfig.model_validate({**built, "unset": frozenset(unset)})
     if differs := list(_differences(kept["trainer"], config.trainer, stored_in)):
         raise ConfigError.of(differs)
-    return checked(
-        config.model_copy(
-            update={"trainer": _with_server(config.trainer, config.server), "server": _one_for_each_trainer(config)}
-        )
-    )
+    server = _one_for_each_trainer(config)
+    return checked(config.model_copy(update={"trainer": config.trainer.model_copy(update={"server": server})}))
 
 
 def _continued(
@@ -413,10 +297,11 @@ def _not_given_again(
             else:
                 flag, is_given = f"--{group}.{key}", key in given.get(group, {})
         else:
-            section = table if table in SECTIONS else "options"
-            key = re.split(r"[ .]", rest or name)[0]
+            section = {"server": "trainer"}.get(table, table if table in SECTIONS else "options")
             prefix = f"{table}." if table in ("server", "api") else ""
-            flag, is_given = f"--{prefix}{key.replace('_', '-')}", key in said[section]
+            written = re.split(r"[ .]", rest or name)[0]
+            (key,) = given_keys(SECTIONS[section], {f"{prefix if section == 'trainer' else ''}{written}": None})
+            flag, is_given = f"--{prefix}{written.replace('_', '-')}", key in said[section]
         if not is_given:
             where = f"{folder / RUN_FILE}" if folder else "the file"
             why = f"{where} has not all of it, because it held a secret"
@@ -427,10 +312,10 @@ def _with_room_for_answers(trainer: TrainConfig, environments: Sequence[Environm
     """Return the options with room for the longest answers that environments ask for."""
     answers = [str(each.env.get("max_tokens", "")) for each in environments]
     longest = max((int(text) for text in answers if text.isdecimal()), default=0)
-    seq_len = max(trainer.model.seq_len, longest + PROMPT_ROOM)
-    if seq_len == trainer.model.seq_len:
+    seq_len = max(trainer.seq_len, longest + PROMPT_ROOM)
+    if seq_len == trainer.seq_len:
         return trainer
-    return trainer.model_copy(update={"model": trainer.model.model_copy(update={"seq_len": seq_len})})
+    return trainer.model_copy(update={"seq_len": seq_len})
 
 
 def _with_batch(
@@ -464,7 +349,7 @@ def _with_batch(
         got = f"{prompts} x {answers} answers in microbatches of {trainer.batch_size}"
         fix = "leave --batch-size out: microbatches are as large as memory allows"
         raise ConfigError(field="--prompts-per-step", got=got, wanted="whole microbatches", fix=fix)
-    most = max(1, (trainer.compute.max_tokens_per_microbatch or PASS_TOKENS) // trainer.model.seq_len)
+    most = max(1, (trainer.max_tokens_per_microbatch or PASS_TOKENS) // trainer.seq_len)
     size = next(size for size in range(min(most, sequences), 0, -1) if sequences % size == 0)
     size = trainer.batch_size if "batch_size" in said else size
     update = {"batch_size": size, "gradient_accumulation_steps": sequences // size}
@@ -489,7 +374,7 @@ def _differences(stored: Mapping[str, Any], trainer: TrainConfig, folder: Path |
 
 def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, dict[str, Any]]:
     """What a file says, by section."""
-    run_keys = [leaf.key for leaf in leaves(RunOptions)]
+    run_keys = [leaf.key for leaf in options_of(RunOptions)]
     tables = ("trainer", "server", "api", "environments", *OF_THE_ENVIRONMENT)
     if keys := [name for name in _names(file, LEFT_OUT) if _is_key(name)]:
         log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(keys))
@@ -500,7 +385,9 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     for table in [table for table, value in given.items() if not isinstance(value, dict)]:
         problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
     options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, *notes, *strange)}
+    server = {f"server.{key}": value for key, value in given.pop("server", {}).items()}
     said = {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
+    said["trainer"] = server | said["trainer"]
     for key in [key for key in said["trainer"] if key.replace("-", "_") == "prompts_per_step"]:
         options.setdefault("prompts_per_step", said["trainer"].pop(key))  # it is looked for among the trainer's
     return said
@@ -508,37 +395,18 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
 
 def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What the command line says, by section."""
-    run_keys = [leaf.key for leaf in leaves(RunOptions)]
+    run_keys = [leaf.key for leaf in options_of(RunOptions)]
     typed: dict[str, dict[str, Any]] = {table: {} for table in SECTIONS}
     for key, value in flags.items():
         table, _, name = key.rpartition(".")
-        if key not in ("env", "data", "reward"):
+        if table == "server":
+            typed["trainer"][key] = value
+        elif key not in ("env", "data", "reward"):
             typed[table or ("options" if key in run_keys else "trainer")][name] = value
     return typed
 
 
-def _move_to_server(said: dict[str, dict[str, Any]], problems: list[Problem]) -> None:
-    """Options of the server stand in its table, whatever they were called."""
-    there = {key.replace("-", "_"): value for key, value in said["server"].items()}
-    for key in [key for key in said["trainer"] if key.replace("-", "_") in ALIASES]:
-        name, flag = ALIASES[key.replace("-", "_")], f"--{key.replace('_', '-')}"
-        value = said["trainer"].pop(key)
-        if there.setdefault(name, value) != value:
-            got, why = f"{shown(there[name])} and {flag} {shown(value)}", "in `grpo run` two names of one option"
-            problems.append(Problem(ServerProcess.flags()[name], got, "one value", f"leave {flag} out", why))
-    said["server"] = there
-
-
-def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
-    """The trainer, which knows of the server what the run says of it."""
-    known = {name: getattr(server, name) for name in ALIASES.values() if name in server.model_fields_set}
-    vllm = trainer.vllm.model_copy(update=known)
-    return trainer.model_copy(
-        update={"vllm": vllm, "loss": trainer.loss.for_8_bits() if vllm.in_8_bits else trainer.loss}
-    )
-
-
-def _one_for_each_trainer(config: RunConfig) -> ServerProcess:
+def _one_for_each_trainer(config: RunConfig) -> Server:
     """Return the server's options with a server for each trainer process, on its GPU, where they share weights.
 
     Numbers of servers or GPUs that the user has given stay.
@@ -625,17 +493,15 @@ def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict
 
 def _unknown_flag(flag: str, group: str, key: str) -> Problem:
     """Return the problem of what is no flag of a run's; the name of its table may be wrong or missing."""
-    tables = {"server": ServerProcess, "api": ApiProcess}
+    known = [name for section in (TrainConfig, RunOptions) for each in options_of(section) for name in each.flags]
+    known += [f"--api.{name.removeprefix('--')}" for each in options_of(ApiProcess) for name in each.flags]
+    tables = ["env", "openai", "data", "server", "api"]
     if key and group in tables:
-        return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
-    table = nearest(group, ["env", "openai", "data", *tables]) if key else None
+        start = f"--{group}."
+        return unknown_key(
+            f"--{key}", [name.removeprefix(start) for name in known if name.startswith(start)], start[2:]
+        )
+    table = nearest(group, tables) if key else None
     if table:
         return Problem(flag, fix=f"did you mean --{table}.{key}?", summary="unknown option")
-    own = [name for section in (TrainConfig, RunOptions) for leaf in leaves(section) for name in leaf.flags]
-    of_tables = [flag for section in tables.values() for flag in _flags(section)]
-    return unknown_word(flag, [*own, *of_tables, "--env", "--data", "--reward", "--config"])
-
-
-def _flags(section: type[Section]) -> Iterator[str]:
-    prefix = "server." if section is ServerProcess else "api."
-    yield from (f"--{prefix}{name.removeprefix('--')}" for leaf in leaves(section) for name in leaf.flags)
+    return unknown_word(flag, [*known, "--env", "--data", "--reward", "--config"])

@@ -1,6 +1,6 @@
-"""Options of the inference server: as flags of `grpo train`, which may start it, and as `--server.…` of `grpo run`.
+"""Options of the inference server: `--server.…` and the table `[server]`, in `grpo run` and in `grpo train`.
 
-In a run both name the same server, and an option may be set by either. Imports no torch.
+`grpo serve` has the same names, without `server.`. The predecessor's names, such as `--vllm-port`, are accepted, too.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import field_validator
 
 from grpo_common.http import address
-from grpo_trainer.config.options import Section, key_of, leaves, option
+from grpo_trainer.config.options import Section, key_of, option
 from grpo_trainer.config.values import COMMA_SEPARATED, LARGEST_PORT, Arguments, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
@@ -28,114 +28,97 @@ KEY_VARIABLE = "VLLM_API_KEY"
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 SHORT: Mapping[str, str] = dict(zip(("-tp", "-pp", "-dp", "-q"), (*DEGREES, "quantization"), strict=True))
 """vLLM's short names of options that we judge."""
-TRAINERS = {
-    "--api-key": "--vllm-api-key",
-    "--model": "--model-name",
-    "--served-model-name": "--model-name",
-    "--logits-dtype": "--logits-dtype",
-}
+TRAINERS = {"--model": "--model-name", "--served-model-name": "--model-name", "--logits-dtype": "--logits-dtype"}
 """Arguments of a server that follow from the trainer's options."""
 
 
-class ServedOptions(Section):
-    """What both ways of naming the server's options have in common."""
-
-    prefix: ClassVar[str] = ""
-
-    @field_validator("extra_args", check_fields=False)
-    @classmethod
-    def _have_no_option(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """So that there is one place where an option of the server stands, and everybody looks there."""
-        for word in value:
-            flag = word.partition("=")[0]
-            if (own := cls.flag_of(flag)) is not None:
-                raise ConfigError("environments and trainer must know it, too", got=flag, wanted=own, fix=f"use {own}")
-        return value
-
-    @classmethod
-    def flag_of(cls, flag: str) -> str | None:
-        """Our option for a flag of vLLM's, if there is one."""
-        name = SHORT.get(flag) or key_of(flag)
-        if flag in TRAINERS:
-            return TRAINERS[flag]
-        return cls.flags().get(name) if flag.startswith("-") else None
-
-    @classmethod
-    def flags(cls) -> dict[str, str]:
-        """The first flag of each option, by its name."""
-        return {leaf.name: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
-
-
-class VllmConfig(ServedOptions):
+class Server(Section):
     """Inference server."""
 
-    host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
+    host: str = option("127.0.0.1", help="Host of the server.", former=("--vllm-host",))
     port: int = option(
-        DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=LARGEST_PORT
+        DEFAULT_PORT,
+        help="Port; in `grpo run` 0 picks a free one.",
+        former=("--vllm-port",),
+        ge=0,
+        le=LARGEST_PORT,
+    )
+    replicas: int = option(
+        1, help="Servers of the same policy, on consecutive ports; environments spread requests over them.", ge=1
     )
     also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option(
         (),
         help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
-        "them. If this command starts vLLM, it starts them, too.",
-        flags=("--vllm-also",),
+        "them. If `grpo train` starts vLLM, it starts them, too.",
+        former=("--vllm-also",),
     )
     roster: Path | None = option(
         None,
         help="Folder in which grpo run keeps the list of a run's servers. The trainer follows its changes.",
-        flags=("--vllm-roster",),
+        former=("--vllm-roster",),
     )
     gpus: str | None = option(
         None,
-        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by semicolons, such as 0;1 "
-        "(default: inherited).",
-        flags=("--vllm-gpus",),
+        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on "
+        "GPUs; refused with --cluster).",
+        former=("--vllm-gpus",),
     )
     api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(
         None,
-        help="Bearer token of the inference server (default: the variable VLLM_API_KEY; a process list shows flags).",
-        flags=("--vllm-api-key",),
+        help="Bearer token of the server (default: the variable VLLM_API_KEY; a process list shows flags).",
+        former=("--vllm-api-key",),
     )
     startup_timeout: float = option(
-        600.0, help="Seconds to wait for the inference server to be ready.", flags=("--vllm-timeout",), gt=0
-    )
-    max_model_len: int | None = option(
-        None, help="Longest sequence served, if this command starts vLLM (default: --seq-len).", gt=0
-    )
-    gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, if this command starts it.", gt=0, le=1
+        600.0, help="Seconds to wait for the server to be ready.", former=("--vllm-timeout",), gt=0
     )
     dtype: ServedDtype = option(
         "auto",
-        help="Dtype of vLLM's weights and activations, if this command starts it; auto: --dtype.",
-        flags=("--vllm-dtype",),
+        help="Dtype of weights and activations; auto: the trainer's --dtype.",
+        former=("--vllm-dtype",),
+    )
+    max_model_len: int | None = option(
+        None, help="Longest sequence served (default: the trainer's --seq-len).", former=("--max-model-len",), gt=0
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_GPU_SHARE,
+        help="Share of each GPU's memory for vLLM (default: 0.45, or less if the trainer needs room).",
+        former=("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),
+        gt=0,
+        le=1,
     )
     enforce_eager: bool = option(
         False,
-        help="Disable CUDA graphs, if this command starts vLLM; generation is several times slower.",
-        flags=("--vllm-enforce-eager",),
+        help="Disable CUDA graphs; generation is several times slower.",
+        former=("--vllm-enforce-eager",),
     )
     tensor_parallel_size: int = option(
         1,
-        help="Tensor parallel size of vLLM, if this command starts it. With shared_vllm, that of the running server.",
+        help="Tensor parallel size: GPUs that share each layer.",
+        former=("--tensor-parallel-size", "--vllm-tensor-parallel-size"),
         ge=1,
     )
-    pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)
-    data_parallel_size: int = option(1, help="Data parallel size of vLLM, if this command starts it.", ge=1)
+    pipeline_parallel_size: int = option(
+        1, help="Pipeline parallel size: GPUs that each hold some layers.", former=("--pipeline-parallel-size",), ge=1
+    )
+    data_parallel_size: int = option(
+        1,
+        help="Data parallel size: replicas of the model, each on other GPUs.",
+        former=("--data-parallel-size",),
+        ge=1,
+    )
     quantization: Quantization = option(
         "none",
-        help="fp8: if this command starts the server, the base model is quantised to 8 bits; adapters stay in "
-        "16 bits. Not with shared_vllm, --share-base or broadcast.",
-        flags=("--vllm-quantization", "--quantization"),
+        help="fp8: quantise the base model to 8 bits as it is loaded; adapters stay in 16 bits. Needs a GPU; not with "
+        "shared_vllm, --share-base or broadcast.",
+        former=("--vllm-quantization", "--quantization"),
     )
     kv_cache_dtype: KvCacheDtype = option(
         "auto",
-        help="fp8: the server's KV cache in 8 bits, for twice the tokens, if this command starts it.",
-        flags=("--vllm-kv-cache-dtype", "--kv-cache-dtype"),
+        help="fp8: KV cache in 8 bits, for twice the tokens.",
+        former=("--vllm-kv-cache-dtype", "--kv-cache-dtype"),
     )
     extra_args: Arguments = option(
-        (),
-        help="More arguments for `grpo serve`, comma-separated, if this command starts it.",
-        flags=("--vllm-extra-args",),
+        (), help="More arguments for `grpo serve`, comma-separated.", former=("--vllm-extra-args",)
     )
 
     @field_validator("also")
@@ -145,6 +128,19 @@ class VllmConfig(ServedOptions):
             host, _, port = each.rpartition(":")
             if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= LARGEST_PORT:
                 raise ConfigError(got=each, wanted="HOST:PORT, for example 10.0.0.2:9001")
+        return value
+
+    @field_validator("extra_args")
+    @classmethod
+    def _have_no_option(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """So that there is one place where an option of the server stands, and everybody looks there."""
+        for word in value:
+            flag = word.partition("=")[0]
+            name = SHORT.get(flag) or key_of(flag)
+            is_option = flag.startswith("-") and name in cls.model_fields and name != "host"  # that it listens on
+            own = TRAINERS.get(flag) or (f"--server.{name.replace('_', '-')}" if is_option else None)
+            if own is not None:
+                raise ConfigError("environments and trainer must know it, too", got=flag, wanted=own, fix=f"use {own}")
         return value
 
     @property
@@ -157,7 +153,7 @@ class VllmConfig(ServedOptions):
         return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     @property
-    def each(self) -> tuple[VllmConfig, ...]:
+    def each(self) -> tuple[Server, ...]:
         """One for each server: this one, then those of `also`."""
         if not self.also:
             return (self,)
@@ -168,6 +164,16 @@ class VllmConfig(ServedOptions):
             for (host, port), own in zip(places, gpus, strict=True)
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the processes of a run."""
+        return server_names(self.replicas)
+
+    @property
+    def wanted_ports(self) -> dict[str, int]:
+        """The port of each; 0: any free one."""
+        return {name: self.port and self.port + number for number, name in enumerate(self.names)}
+
 
 def server_names(servers: int) -> tuple[str, ...]:
     """Of the processes, logs and folders of several servers: server, server-2, …"""
@@ -177,59 +183,6 @@ def server_names(servers: int) -> tuple[str, ...]:
 def _place(place: str) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-class ServerProcess(ServedOptions):
-    """vLLM server."""
-
-    prefix: ClassVar[str] = "server."
-
-    port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
-    replicas: int = option(
-        1, help="Servers of the same policy, on consecutive ports; environments spread requests over them.", ge=1
-    )
-    gpus: str | None = option(
-        None,
-        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on "
-        "GPUs; refused with --cluster).",
-    )
-    dtype: ServedDtype = option("auto", help="Dtype of weights and activations; auto: the trainer's --dtype.")
-    max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
-    gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE,
-        help="Share of each GPU's memory for vLLM (default: 0.45, or less if the trainer needs room).",
-        gt=0,
-        le=1,
-    )
-    enforce_eager: bool = option(False, help="Disable CUDA graphs; generation is several times slower.")
-    tensor_parallel_size: int = option(1, help="Tensor parallel size: GPUs that share each layer.", ge=1)
-    pipeline_parallel_size: int = option(1, help="Pipeline parallel size: GPUs that each hold some layers.", ge=1)
-    data_parallel_size: int = option(1, help="Data parallel size: replicas of the model, each on other GPUs.", ge=1)
-    quantization: Quantization = option(
-        "none",
-        help="fp8: quantise the base model to 8 bits as it is loaded; adapters stay in 16 bits. Needs a GPU; not with "
-        "shared_vllm, --share-base or broadcast.",
-    )
-    kv_cache_dtype: KvCacheDtype = option("auto", help="fp8: KV cache in 8 bits, for twice the tokens.")
-    extra_args: Arguments = option((), help="More arguments for `grpo serve`, comma-separated.")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the processes."""
-        return server_names(self.replicas)
-
-    @property
-    def wanted_ports(self) -> dict[str, int]:
-        """The port of each; 0: any free one."""
-        return {name: self.port and self.port + number for number, name in enumerate(self.names)}
-
-
-ALIASES = {
-    key_of(VllmConfig.flags()[name]): name
-    for name in ServerProcess.model_fields
-    if name not in ("port", "replicas", "gpus")
-}
-"""In a run, keys of `[trainer]` that are other names for options of `[server]`."""
 
 
 def arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:

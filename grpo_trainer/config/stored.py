@@ -1,4 +1,4 @@
-"""A run's folder: which one a new run gets, and `run.toml` in it, the options from which the run can be repeated.
+"""`run.toml` in a run's folder: the options from which the run can be repeated.
 
 `run.toml` has every option with its value, so a later version with other defaults continues the run as it was. It has
 no keys: `grpo run --resume RUN` takes them from the environment variables or flags of the new start. Folders of version
@@ -12,32 +12,23 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
 from environments.running.settings_check import BUILT_IN
 from grpo_common.redaction import is_secret, redact
-from grpo_trainer.config.bridge import CheckpointRestart
-from grpo_trainer.config.learning_rate import usual_rates
 from grpo_trainer.config.options import dump
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import SET_BY_THE_RUN
-from grpo_trainer.config.server import ALIASES
+from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import GONE
 
-if TYPE_CHECKING:
-    from grpo_trainer.config.run import RunConfig
-
 log = logging.getLogger(__name__)
 
-RUNS = Path("runs")
-"""Parent folder of the runs that are started without `--run-dir`."""
-LATEST = "latest"
-"""In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
 RUN_FILE = "run.toml"
 LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
@@ -47,60 +38,16 @@ OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
 
 
-# ---------------------------------------------------------------- folders
-
-
-def next_folder(parent: Path = RUNS) -> Path:
-    """Return the path of the next numbered run, such as runs/007. Another run may take it first: see `claim_folder`."""
-    return parent / f"{max(_numbers(parent), default=0) + 1:03d}"
-
-
-def claim_folder(parent: Path = RUNS) -> Path:
-    """Make the folder of the next numbered run, which no other process gets."""
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        folder = next_folder(parent)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue  # another process was faster
-        return folder
-
-
-def link_latest(folder: Path) -> None:
-    """Point `runs/latest` to a numbered run's folder, which holds something by now: an empty one may be removed."""
-    link, new = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
-    if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
-        with suppress(OSError):  # a file system without links
-            new.symlink_to(folder.name)
-            new.replace(link)
-
-
-def newest_run(parent: Path = RUNS) -> Path | None:
-    """Return the folder of the newest run that was started without `--run-dir`; None: there is none."""
-    numbered = [folder for number in _numbers(parent) if (folder := parent / f"{number:03d}").is_dir()]
-    if numbered:
-        return max(numbered, key=lambda folder: int(folder.name))
-    return parent / LATEST if (parent / LATEST).is_dir() else None
-
-
-def _numbers(parent: Path) -> Iterator[int]:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        yield from (int(path.name) for path in parent.iterdir() if re.fullmatch(r"\d{3,}", path.name))
-
-
 def holds_run(folder: Path) -> bool:
     """Return whether a folder has the options of a run."""
     return (folder / RUN_FILE).is_file() or (folder / OLD_FILE).is_file()
 
 
-# ---------------------------------------------------------------- run.toml
-
-
 def run_file(config: RunConfig) -> bytes:
     """Return the content of `run.toml`: the tables that build the run again, without keys."""
-    options, server = dump(config.options), dump(config.server)
-    trainer = {key: value for key, value in dump(config.trainer).items() if key not in (*SET_BY_THE_RUN, *ALIASES)}
+    options, trainer = dump(config.options), dump(config.trainer)
+    server = {key: value for key, value in trainer.pop("server").items() if f"server.{key}" not in SET_BY_THE_RUN}
+    trainer = {key: value for key, value in trainer.items() if key not in SET_BY_THE_RUN}
     for key in ("run_dir", "trace", "allow_changed_data"):
         options.pop(key, None)
     for key in ("replicas", "gpus", "gpu_memory_utilization"):
@@ -172,7 +119,7 @@ def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables of a run of version 0.1 from the configuration files of its trainer and environments."""
     servers = 1 + len(trainer.get("vllm_also", ()))
     gpus = {"gpus": trainer["vllm_gpus"]} if "vllm_gpus" in trainer else {}
-    mode = trainer.get("weight_bridge_mode", CheckpointRestart().mode)
+    mode = trainer.get("weight_bridge_mode", "none")
     kept = {"weight_bridge_mode": mode, "lr": usual_rates(mode).default, **OLD_DEFAULTS, **trainer}
     tables: dict[str, Any] = {
         "trainer": {key: value for key, value in kept.items() if key not in OLD_SET_BY_THE_RUN},

@@ -1,38 +1,80 @@
-"""Every option of the trainer and of a run, once: see `options.py` for how flags and TOML come of it.
+"""Every option of the trainer: one flat model, put together from its parts. Imports no torch.
 
 `TrainConfig` is what `grpo train` takes; options that the Atropos example trainer had keep its names. `RunConfig` (in
-`config/run.py`) adds the processes around it. Nothing here imports torch.
+`config/processes.py`) adds the processes around it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
-from grpo_trainer.config.bridge import BridgeConfig, Broadcast, CheckpointRestart, LoraOnly, RestartOptions, SharedVllm
-from grpo_trainer.config.checkpoints import CheckpointConfig
-from grpo_trainer.config.compute import ComputeConfig
-from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, usual_rates
+from grpo_trainer.config.bridge import ADAPTER_MODES, MODE_OF, BridgeConfig
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.config.values import COMMA_SEPARATED, at_home, format_ranges, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
 API_KEY_VARIABLE = "ROLLOUT_API_KEY"
 """The rollout API reads its key from this environment variable, too."""
+SAVE_PATH = Path("trained_model_checkpoints")
+Choice = Literal["auto", "on", "off"]
+SPARE = 0.04
+"""Of a GPU's free memory, what is left to the allocator's gaps and libraries' workspaces."""
+BUCKET_BYTES = 256 << 20
+"""Size of the buffers in which gradients of several processes are summed."""
+TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+NEVER = "never"
+"""The interval of a run without checkpoints, for trials and benchmarks."""
+SIZES = (50_000_000, 300_000_000)
+"""Parameters below which a model counts as small, and as medium."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The default and the usual range of `--lr`."""
+
+    default: float
+    lowest: float
+    highest: float
+
+
+ADAPTER = (Rates(5e-4, 1e-5, 2e-3), Rates(3e-4, 1e-5, 5e-4), Rates(1e-5, 1e-7, 5e-4))
+ALL_WEIGHTS = (Rates(1e-4, 1e-6, 2e-4), Rates(3e-5, 1e-6, 5e-5), Rates(1e-6, 1e-8, 2e-5))
+"""Of a small, a medium and a large model.
+
+Large models: 1e-6 for all weights, as in DeepSeekMath, which introduced GRPO (arXiv 2402.03300, section 4.2), and ten
+times as much for an adapter, by which the best learning rates of the two differ (Schulman et al., "LoRA Without
+Regret", 2025). Smaller models: the runs of docs/learning.md. Above the highest rate of a range policies collapse there,
+or come close to it; below the lowest one nothing changes within hundreds of steps.
+"""
+ADAPTER_LR, ALL_WEIGHTS_LR = ADAPTER[-1].default, ALL_WEIGHTS[-1].default
+
+
+def usual_rates(mode: str, parameters: int | None = None) -> Rates:
+    """Return the learning rates for a `--weight-bridge-mode`.
+
+    Args:
+        parameters: the model's; None: unknown, and then it counts as a large one.
+    """
+    size = len(SIZES) if parameters is None else sum(parameters >= limit for limit in SIZES)
+    return (ADAPTER if mode in ADAPTER_MODES else ALL_WEIGHTS)[size]
 
 
 class ModelConfig(Section):
     """Model."""
 
-    name: str = option(help="Model folder or hub name.", flags=("--model-name", "--model"))
+    model_name: str = option(help="Model folder or hub name.", flags=("--model-name", "--model"))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="Dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
     )
@@ -57,7 +99,7 @@ class ModelConfig(Section):
     )
     seed: int = option(0, help="Seed of the adapter's initial weights and of the servers' sampling.")
 
-    @field_validator("name")
+    @field_validator("model_name")
     @classmethod
     def _at_home_if_a_folder(cls, value: str) -> str:
         return str(at_home(Path(value))) if value.startswith("~") else value
@@ -66,13 +108,12 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """Rollouts."""
 
-    url: str = option(
+    atropos_url: str = option(
         "http://localhost:8000", help="Address of the rollout API.", flags=("--atropos-url", "--rollout-url")
     )
-    api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(
+    rollout_api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(
         None,
         help="Bearer token of the rollout API (default: the variable ROLLOUT_API_KEY; a process list shows flags).",
-        flags=("--rollout-api-key",),
     )
     lease_seconds: float = option(
         600.0,
@@ -100,7 +141,7 @@ class RolloutConfig(Section):
         True, help="Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."
     )
 
-    @field_validator("url")
+    @field_validator("atropos_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
@@ -147,6 +188,45 @@ class OptimizerConfig(Section):
         return value
 
 
+class ComputeConfig(Section):
+    """Speed and memory."""
+
+    max_tokens_per_microbatch: int | None = option(
+        None,
+        help="Token limit of a forward pass, padding included. If set, it decides how the sequences of a step "
+        "are split into microbatches (default: --batch-size sequences each).",
+        gt=1,
+    )
+    overlong: Literal["truncate", "drop"] = option(
+        "truncate", help="Sequences longer than --seq-len: train on the part that fits, or drop them; both are counted."
+    )
+    packing: Choice = option(
+        "auto", help="Concatenate sequences without padding; auto: on a GPU, if the model's attention allows it."
+    )
+    share_prompts: Choice = option(
+        "auto",
+        help="Compute a prompt once for all sequences of a microbatch that begin with it; auto: if sequences "
+        "are packed.",
+    )
+    compile: Choice = option(
+        "auto",
+        help="torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B "
+        "parameters and runs of at least 20 steps (compiling takes about a minute), but not for a "
+        "tensor-parallel server's weights.",
+    )
+    trainer_memory_gb: float | None = option(
+        None,
+        help="GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the "
+        "free memory).",
+        gt=0,
+    )
+    grad_dtype: Literal["weights", "float32"] = option(
+        "weights",
+        help="Dtype in which gradients accumulate over microbatches. weights: that of the weights, whose sum over 64 "
+        "microbatches has a random error of 1 % in bfloat16.",
+    )
+
+
 class DriftConfig(Section):
     """Drift alarm."""
 
@@ -161,10 +241,70 @@ class DriftConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    save_path: Path = option(SAVE_PATH, help="Folder of the checkpoints.")
+    checkpoint_interval: str | int = option(
+        "10m",
+        help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end; "
+        "never: none, also not at the end or after Ctrl-C.",
+    )
+    keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
+    resume: str = option(
+        "never",
+        help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint, or "
+        "(`grpo run`) the run in that folder with its options.",
+    )
+    background_writes: bool = option(
+        True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."
+    )
+
+    @field_validator("checkpoint_interval", mode="before")
+    @classmethod
+    def _is_interval(cls, value: Any) -> Any:
+        text = str(value)
+        if text == NEVER:
+            return text
+        if text.isdecimal():
+            return int(text)
+        if (found := TIME.fullmatch(text)) is None:
+            raise ConfigError(
+                wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end; never: none"
+            )
+        return text if float(found[1]) else 0
+
+    @field_validator("resume")
+    @classmethod
+    def _is_at_home(cls, value: str) -> str:
+        return str(at_home(Path(value))) if value.startswith("~") else value
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes any checkpoint."""
+        return self.checkpoint_interval != NEVER
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one checkpoint to the next; 0: by time, only at the end, or never."""
+        return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
+
+    @property
+    def interval_seconds(self) -> float:
+        """Seconds from one checkpoint to the next; 0: by steps, only at the end, or never."""
+        found = TIME.fullmatch(str(self.checkpoint_interval))
+        return float(found[1]) * SECONDS[found[2]] if found else 0.0
+
+    @property
+    def environment_interval(self) -> int:
+        """Steps after which environments save their own state; by time, a checkpoint may be of any step."""
+        return self.interval_steps or int(self.interval_seconds > 0)
+
+
 class LogConfig(Section):
     """Logging."""
 
-    log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
+    log_dir: Path = option(None, help="Folder of metrics.jsonl (default: --save-path).")
     log_to: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMA_SEPARATED] = option(
         (), help="Also log to these trackers, comma-separated: wandb, tensorboard, trackio."
     )
@@ -182,8 +322,55 @@ class LogConfig(Section):
         return tuple(dict.fromkeys((*self.log_to, *(("wandb",) if self.use_wandb else ()))))
 
 
-class TrainConfig(Section):
+class DistributedConfig(Section):
+    """Several trainer processes."""
+
+    trainer_rank: int | None = option(
+        None, help="Rank of this process, from 0 (default: RANK, as torchrun sets it).", ge=0
+    )
+    world_size: int | None = option(
+        None,
+        help="Number of trainer processes, one for each GPU; each takes a share of every batch (default: "
+        "WORLD_SIZE, or 1).",
+        ge=1,
+    )
+    sharding: Literal["auto", "none", "full"] = option(
+        "auto",
+        help="none: each process holds all weights, gradients and optimizer states. full: each holds a shard (FSDP2). "
+        "auto: full in the modes none and broadcast, except with a reference model. In shared_vllm only "
+        "the optimizer states are sharded.",
+    )
+    init_method: str | None = option(
+        None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
+    )
+
+    @property
+    def rank(self) -> int:
+        """This process's number: by the options, else by torchrun's environment variables."""
+        return int(os.environ.get("RANK", 0)) if self.trainer_rank is None else self.trainer_rank
+
+    @property
+    def processes(self) -> int:
+        """Trainer processes, likewise."""
+        return int(os.environ.get("WORLD_SIZE", 1)) if self.world_size is None else self.world_size
+
+
+class TrainConfig(
+    ModelConfig,
+    RolloutConfig,
+    OptimizerConfig,
+    LossConfig,
+    ComputeConfig,
+    BridgeConfig,
+    DriftConfig,
+    CheckpointConfig,
+    LogConfig,
+    DistributedConfig,
+):
     """Training."""
+
+    mode_field = "weight_bridge_mode"
+    mode_of = MODE_OF
 
     training_steps: int = option(
         10,
@@ -208,17 +395,7 @@ class TrainConfig(Section):
         "exits. 0: no limit.",
         ge=0,
     )
-    model: ModelConfig
-    rollouts: RolloutConfig = RolloutConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
-    compute: ComputeConfig = ComputeConfig()
-    bridge: BridgeConfig = CheckpointRestart()
-    vllm: VllmConfig = VllmConfig()
-    drift: DriftConfig = DriftConfig()
-    checkpoints: CheckpointConfig = CheckpointConfig()
-    logging: LogConfig = LogConfig()
-    distributed: DistributedConfig = DistributedConfig()
+    server: Server = Field(default_factory=Server)
 
     @classmethod
     def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,99 +408,49 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _suits_the_server(cls, data: Any) -> Any:
-        """Correct for a server in 8 bits, unless the options say otherwise: its samples are off-policy from the start.
+    def _fill_in(cls, data: Any) -> Any:
+        """Fill in what follows from other options, unless it is given.
 
-        The ratio is then taken against the trainer's own logprobs, so that rounding does not clip it, and each token
-        is weighted by truncated importance sampling (`LossConfig.correction`, `--is-cap`).
+        The learning rate follows from what is trained, the folder of the logs from that of the checkpoints, and an
+        adapter to start from says its shape. A server in 8 bits has the ratio taken against the trainer's own logprobs,
+        so that rounding does not clip it, and each token is weighted by truncated importance sampling (`correction`,
+        `--is-cap`): its samples are off-policy from the start.
         """
         if not isinstance(data, dict):
             return data
-        vllm, loss = data.get("vllm", {}), data.get("loss", {})
-        if isinstance(vllm, dict):
-            coarse = vllm.get("quantization", "none") != "none" or vllm.get("kv_cache_dtype", "auto") != "auto"
-        else:
-            coarse = vllm.in_8_bits
-        if not coarse:
-            return data
-        if isinstance(loss, dict):
-            return {**data, "loss": {"ratio_against": "trainer", **loss}}
-        return {**data, "loss": loss.for_8_bits()}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _suits_the_mode(cls, data: Any) -> Any:
-        """Fill in the learning rate if it is not given."""
-        if not isinstance(data, dict):
-            return data
-        bridge, optimizer = data.get("bridge", {}), data.get("optimizer", {})
-        mode = bridge.get("mode", "none") if isinstance(bridge, dict) else bridge.mode
-        if isinstance(optimizer, dict):
-            return {**data, "optimizer": {"lr": usual_rates(mode).default, **optimizer}}
-        if "lr" in optimizer.model_fields_set:
-            return data
-        return {**data, "optimizer": optimizer.model_copy(update={"lr": usual_rates(mode).default})}
-
-    @property
-    def versions_behind(self) -> int:
-        """Versions that the newest samples may lag: a server that is restarted has new weights only then."""
-        return self.bridge.vllm_restart_interval - 1 if isinstance(self.bridge, RestartOptions) else 0
+        found: dict[str, Any] = {"lr": usual_rates(data.get("weight_bridge_mode", "none")).default}
+        found["log_dir"] = data.get("save_path", SAVE_PATH)
+        if _is_in_8_bits(data.get("server", {})):
+            found["ratio_against"] = "trainer"
+        if data.get("lora_adapter"):
+            found |= settings_of(read_adapter(at_home(Path(data["lora_adapter"]))))
+        return {**found, **data}
 
     def trainer_dtype(self, *, on_gpu: bool) -> str:
         """What `--dtype auto` comes to, decided in one place so that trainer and server can't differ."""
-        if self.model.dtype != "auto":
-            return self.model.dtype
-        return "bfloat16" if on_gpu and self.model.device != "cpu" else "float32"
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if on_gpu and self.device != "cpu" else "float32"
 
     def served_dtype(self, *, on_gpu: bool) -> str:
-        """What `--vllm-dtype auto` comes to."""
-        return self.trainer_dtype(on_gpu=on_gpu) if self.vllm.dtype == "auto" else self.vllm.dtype
-
-    @property
-    def owns_server(self) -> bool:
-        """Whether the trainer starts the inference server itself."""
-        return isinstance(self.bridge, RestartOptions)
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the trainer's model lies in the server's memory."""
-        return isinstance(self.bridge, SharedVllm) or (isinstance(self.bridge, LoraOnly) and self.bridge.share_base)
-
-    @property
-    def servers_may_change(self) -> bool:
-        """Whether servers may leave and join during a run: each server is updated alone, and shares no memory."""
-        return isinstance(self.bridge, LoraOnly | Broadcast) and not self.shares_weights
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether the optimizer keeps an fp32 copy of 16-bit weights."""
-        return isinstance(self.bridge, SharedVllm) and self.bridge.master_weights
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_from_adapter(cls, data: Any) -> Any:
-        """What an adapter to start from says stands for the flags that were not given."""
-        bridge = data.get("bridge") if isinstance(data, dict) else None
-        if not isinstance(bridge, dict) or not bridge.get("adapter"):
-            return data
-        return {**data, "bridge": {**settings_of(read_adapter(at_home(Path(bridge["adapter"])))), **bridge}}
+        """What `--server.dtype auto` comes to."""
+        return self.trainer_dtype(on_gpu=on_gpu) if self.server.dtype == "auto" else self.server.dtype
 
     @property
     def largest_pass(self) -> int:
         """Tokens of the largest forward pass that the options allow."""
-        return self.compute.max_tokens_per_microbatch or self.batch_size * self.model.seq_len
+        return self.max_tokens_per_microbatch or self.batch_size * self.seq_len
 
     @property
     def served_len(self) -> int:
         """Tokens of the longest sequence that a server of this run's takes."""
-        return self.vllm.max_model_len or self.model.seq_len
+        return self.server.max_model_len or self.seq_len
 
     @property
     def keep_versions(self) -> int:
         """Adapter versions that a server keeps: those that samples may come from, and the one before the oldest."""
-        given = self.bridge.keep_versions if isinstance(self.bridge, LoraOnly) else None
-        staleness = self.rollouts.max_staleness
-        return given or (DEFAULT_KEEP_VERSIONS if staleness is None else staleness + 2)
+        default = DEFAULT_KEEP_VERSIONS if self.max_staleness is None else self.max_staleness + 2
+        return self.lora_keep_versions or default
 
     @property
     def sequences_per_step(self) -> int:
@@ -331,16 +458,47 @@ class TrainConfig(Section):
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
-    def log_dir(self) -> Path:
-        return self.logging.log_dir or self.checkpoints.save_path
+    def learns_from_lone_answers(self) -> bool:
+        """Whether a sequence that is compared with no other has a gradient."""
+        return self.trains_without_advantage or self.distill_coef > 0
+
+    @property
+    def wants_parts(self) -> bool:
+        """Whether each of several processes is to hold a part of the weights, if that can be (`why_whole`)."""
+        is_usual = self.weight_bridge_mode in ("none", "broadcast")
+        return self.sharding == "full" or (self.sharding == "auto" and is_usual)
+
+    @property
+    def shards_update(self) -> bool:
+        """Whether each of several processes holds all weights, in its server's memory, and a part of the states."""
+        return self.weight_bridge_mode == "shared_vllm" and not self.shards_weights
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each of several processes holds a shard of each weight, in the memory of its worker of one server."""
+        return self.weight_bridge_mode == "shared_vllm" and self.server.tensor_parallel_size > 1
+
+    @property
+    def why_whole(self) -> str | None:
+        """What speaks against cutting the weights over the processes, if anything does."""
+        if self.weight_bridge_mode not in ("none", "broadcast"):
+            return f"belongs to --weight-bridge-mode none and broadcast, but the mode is {self.weight_bridge_mode}"
+        return "can't hold a reference (--kl-beta, --log-kl)" if self.needs_reference else None
+
+
+def _is_in_8_bits(server: Any) -> bool:
+    values = server.model_dump() if isinstance(server, Server) else server
+    return isinstance(values, dict) and (
+        values.get("quantization", "none") != "none" or values.get("kv_cache_dtype", "auto") != "auto"
+    )
 
 
 def settings_of(adapter: AdapterFile) -> dict[str, Any]:
     """What an existing adapter says of the options of `LoraOptions`."""
     return {
-        "r": adapter.r,
-        "alpha": adapter.alpha,
-        "rslora": adapter.rslora,
-        "target_modules": list(adapter.target_modules),
-        "layers": None if adapter.layers is None else format_ranges(adapter.layers),
+        "lora_r": adapter.r,
+        "lora_alpha": adapter.alpha,
+        "lora_rslora": adapter.rslora,
+        "lora_target_modules": list(adapter.target_modules),
+        "lora_layer_indices": None if adapter.layers is None else format_ranges(adapter.layers),
     }

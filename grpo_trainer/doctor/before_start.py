@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_common.models import WANTED, find_folder, missing_path, models_below
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOptions, LoraRestart, SharedVllm
-from grpo_trainer.config.learning_rate import unusual
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.rules import unusual_lr
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.machine import Machine
@@ -144,7 +143,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     """
     there = existing(folder)
     free, held = shutil.disk_usage(there).free, _bytes_in(folder)
-    saves = config.checkpoints.saves
+    saves = config.saves
     each = checkpoint_bytes(config, shape, on_gpu=on_gpu) if shape and saves else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
     most = most_checkpoints(config)
@@ -160,7 +159,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
         return fail("disk", got, wanted(least, min(most, 2)), MOVE)
     if free + held < whole:
         fix = f"a larger --checkpoint-interval, in steps; or {MOVE}" if saves else MOVE
-        if saves and config.checkpoints.keep_checkpoints != 2:
+        if saves and config.keep_checkpoints != 2:
             fix = f"--keep-checkpoints 2; or {fix}"
         return warn("disk", got, f"{wanted(whole, most)} and logs", fix)
     return ok("disk", got)
@@ -175,7 +174,7 @@ def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu:
     Raises:
         ConfigError: they would not.
     """
-    finding = check_disk(config, folder, shape_of(config.model.name), on_gpu=on_gpu)
+    finding = check_disk(config, folder, shape_of(config.model_name), on_gpu=on_gpu)
     if finding.status == "fail":
         raise ConfigError(f"no room in {folder}", field=flag, got=finding.got, wanted=finding.wanted, fix=finding.fix)
     return finding
@@ -184,10 +183,10 @@ def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu:
 def checkpoint_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
     """Return the bytes of one checkpoint: trained weights, what of them is kept exactly, and the optimizer's states."""
     trained = trained_parameters(config, shape)
-    states = STATE_BYTES[config.optimizer.optimizer] * trained
-    if isinstance(config.bridge, LoraOptions):
+    states = STATE_BYTES[config.optimizer] * trained
+    if config.trains_adapter:
         return int(4 * trained + states)
-    if isinstance(config.bridge, SharedVllm):
+    if config.weight_bridge_mode == "shared_vllm":
         item = trainer_item(config, on_gpu=on_gpu)
         masters = 4 * trained if config.master_weights and item < 4 else 0
         return int(item * shape.parameters + states + masters)
@@ -201,13 +200,10 @@ def _served_item(config: TrainConfig, *, on_gpu: bool) -> int:
 def served_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
     """Of the models that a server is started on, besides checkpoints: those that are kept, and the next one."""
     model = shape.parameters * _served_item(config, on_gpu=on_gpu)
-    match config.bridge:
-        case LoraRestart():
-            return model * (max(1, config.checkpoints.keep_checkpoints) + 1)
-        case CheckpointRestart() if config.bridge.vllm_restart_interval != config.checkpoints.checkpoint_interval:
-            return model * 2
-        case _:
-            return 0
+    if config.weight_bridge_mode == "lora_restart":
+        return model * (max(1, config.keep_checkpoints) + 1)
+    own = config.weight_bridge_mode == "none" and config.vllm_restart_interval != config.checkpoint_interval
+    return model * 2 if own else 0
 
 
 def most_checkpoints(config: TrainConfig) -> int:
@@ -215,7 +211,7 @@ def most_checkpoints(config: TrainConfig) -> int:
 
     Of checkpoints by time, any step may have one.
     """
-    interval, keep = config.checkpoints.environment_interval, config.checkpoints.keep_checkpoints
+    interval, keep = config.environment_interval, config.keep_checkpoints
     made = config.training_steps // interval if interval else 0
     return 1 + (min(keep, made) if keep else made)
 
@@ -242,16 +238,16 @@ def _bytes_in(folder: Path) -> int:
 
 def warn_of_lr(config: TrainConfig) -> None:
     """Warn before the start of a learning rate out of the usual range."""
-    found = check_lr(config, shape_of(config.model.name))
+    found = check_lr(config, shape_of(config.model_name))
     if found.status == "warn":
         log.warning("--lr: got %s, wanted %s; %s", found.got, found.wanted, found.fix)
 
 
 def check_lr(config: TrainConfig, shape: ModelShape | None) -> Finding:
     """Is it in the usual range for what is trained, and for the model's size?"""
-    problem = unusual(config, shape.parameters if shape else None)
+    problem = unusual_lr(config, shape.parameters if shape else None)
     if problem is None:
-        return ok("learning rate", f"{config.optimizer.lr:g}")
+        return ok("learning rate", f"{config.lr:g}")
     return warn("learning rate", problem.got, problem.wanted, problem.fix)
 
 

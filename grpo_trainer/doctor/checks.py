@@ -21,9 +21,8 @@ from packaging.version import InvalidVersion, Version
 from grpo_common.errors import Problem, UserError
 from grpo_common.models import config_parts, find_folder
 from grpo_common.ports import port_holder
-from grpo_trainer.config.bridge import LoraOptions
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import Hardware, check
-from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor import trials
 from grpo_trainer.doctor.before_start import (
@@ -106,7 +105,7 @@ class Case:
     @cached_property
     def files(self) -> tuple[ModelFiles | None, Finding]:
         """The model's files; and what is said of them."""
-        name = self.given.trainer.model.name
+        name = self.given.trainer.model_name
         named, folder = check_name(name), find_folder(name)
         if named.status != "ok" or folder is None:
             return None, named
@@ -314,7 +313,7 @@ def _refusal(name: str, problem: Problem) -> Finding:
 
 def configuration(case: Case) -> Iterator[Finding]:
     trainer, machine = case.given.trainer, case.machine
-    yield ok("configuration", f"--model-name {trainer.model.name}, --weight-bridge-mode {trainer.bridge.mode}")
+    yield ok("configuration", f"--model-name {trainer.model_name}, --weight-bridge-mode {trainer.weight_bridge_mode}")
     problems = check(case.given, Hardware(machine.on_gpu, len(machine.gpus)))
     yield from (_refusal("options together", problem) for problem in problems)
     if not problems:
@@ -325,7 +324,7 @@ def wandb(case: Case) -> Iterator[Finding]:
     """W&B without a key asks for one on a terminal that a run does not have."""
     environment = case.machine.environment
     mode = environment.get("WANDB_MODE", "online")
-    if "wandb" not in case.given.trainer.logging.trackers:
+    if "wandb" not in case.given.trainer.trackers:
         yield skip("wandb", "not asked for")
     elif mode in ("offline", "disabled", "dryrun"):
         yield ok("wandb", mode)
@@ -359,7 +358,7 @@ def ports(case: Case) -> Iterator[Finding]:
 
 def run_folder(case: Case) -> Iterator[Finding]:
     """May it be written, and is it free?"""
-    name, folder, resume = "run folder", case.given.run_dir, case.given.trainer.checkpoints.resume
+    name, folder, resume = "run folder", case.given.run_dir, case.given.trainer.resume
     there, other = existing(folder), "choose another --run-dir"
     try:
         refuse_to_mix_runs(folder, resume, "--run-dir")
@@ -405,13 +404,11 @@ def distribution(case: Case) -> Iterator[Finding]:
 
 def _bent(config: RunConfig, shape: ModelShape | None) -> Iterator[tuple[str, str]]:
     """Yield what bends it, and the fix."""
-    loss, vllm = config.trainer.loss, config.trainer.vllm
-    if shape is not None and shape.experts and loss.routing_replay == "off":
+    trainer, vllm = config.trainer, config.trainer.server
+    if shape is not None and shape.experts and trainer.routing_replay == "off":
         yield "experts that each side chooses for itself", "add --routing-replay server"
-    coarse = "--load-in-4bit" if config.trainer.model.load_in_4bit else "a server in 8 bits" if vllm.in_8_bits else ""
-    # For a server in 8 bits the trainer's own default is the correction.
-    said = "ratio_against" in loss.model_fields_set or not vllm.in_8_bits
-    if coarse and said and loss.correction == "none":
+    coarse = "--load-in-4bit" if trainer.load_in_4bit else "a server in 8 bits" if vllm.in_8_bits else ""
+    if coarse and trainer.correction == "none":
         yield f"{coarse} without a correction", "use --ratio-against trainer"
     for flag, value in arguments(vllm.extra_args):
         name = flag.replace("_", "-")
@@ -479,7 +476,7 @@ def shared_weights(case: Case) -> Iterator[Finding]:
     if files is None:
         return
     if not case.run.trainer.shares_weights:
-        yield skip(name, f"--weight-bridge-mode {case.run.trainer.bridge.mode} needs none")
+        yield skip(name, f"--weight-bridge-mode {case.run.trainer.weight_bridge_mode} needs none")
         return
     strange = [
         tensor
@@ -500,23 +497,23 @@ def shared_weights(case: Case) -> Iterator[Finding]:
 
 
 def lora_modules(case: Case) -> Iterator[Finding]:
-    files, bridge, name = case.files[0], case.run.trainer.bridge, "LoRA modules"
+    files, bridge, name = case.files[0], case.run.trainer, "LoRA modules"
     if files is None:
         return
-    if not isinstance(bridge, LoraOptions) or not files.shapes:
+    if not bridge.trains_adapter or not files.shapes:
         yield skip(name, "no adapter" if files.shapes else "no safetensors to look into")
         return
     names = [tensor for tensor, shape in files.shapes.items() if len(shape) > 1]
     if files.config.get("text_config"):
         names = [tensor for tensor in names if "language_model." in tensor]
     present = {_module(tensor) for tensor in names}
-    missing = [module for module in bridge.target_modules if module not in present]
+    missing = [module for module in bridge.lora_target_modules if module not in present]
     if missing:
         wanted = f"some of {', '.join(sorted(present - {'embed_tokens', 'lm_head'}))}"
-        fix = f"--lora-target-modules {','.join(m for m in bridge.target_modules if m in present) or '…'}"
+        fix = f"--lora-target-modules {','.join(m for m in bridge.lora_target_modules if m in present) or '…'}"
         yield fail(name, f"the model has no {', '.join(missing)}", wanted, fix)
     else:
-        yield ok(name, ", ".join(bridge.target_modules))
+        yield ok(name, ", ".join(bridge.lora_target_modules))
 
 
 def _module(tensor: str) -> str:
@@ -527,12 +524,12 @@ def sequence_length(case: Case) -> Iterator[Finding]:
     shape, trainer = case.shape[0], case.run.trainer
     if shape is None:
         return
-    longest = max(trainer.model.seq_len, trainer.served_len)
+    longest = max(trainer.seq_len, trainer.served_len)
     if shape.positions and longest > shape.positions:
         wanted = f"at most the model's {shape.positions}"
         yield fail("sequence length", f"{longest} tokens", wanted, f"--seq-len {shape.positions}")
     else:
-        yield ok("sequence length", f"{trainer.model.seq_len} trained, {trainer.served_len} served")
+        yield ok("sequence length", f"{trainer.seq_len} trained, {trainer.served_len} served")
 
 
 def servers_gpus(case: Case) -> Iterator[Finding]:

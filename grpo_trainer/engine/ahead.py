@@ -12,7 +12,6 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.fitting import Fitting, is_compiled
 from grpo_trainer.engine.forward import build_forward
@@ -38,7 +37,7 @@ def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
         skeleton: the model without weights; its buffers are on the device.
     """
     device = next((buffer.device for buffer in skeleton.buffers()), torch.device("cpu"))
-    trains_some = isinstance(config.bridge, AllWeightsOptions | LoraOptions) and config.bridge.layer_indices is not None
+    trains_some = config.layer_indices is not None
     if trains_some or not is_compiled(config, skeleton, on_gpu=device.type == "cuda"):
         return
     try:
@@ -60,10 +59,10 @@ def _two_layers(config: TrainConfig, skeleton: PreTrainedModel, device: torch.de
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = LAYERS, VOCABULARY, None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:LAYERS]
-    options = {"dtype": skeleton.dtype, "attn_implementation": config.model.attention}
+    options = {"dtype": skeleton.dtype, "attn_implementation": config.attention}
     with torch.device(device):
         model = causal_lm_of(found, **options)
-    freeze(model, config.model)
-    if isinstance(config.bridge, LoraOptions):
-        return add_adapter(model, config.bridge.model_copy(update={"adapter": None}), config.model.seed)
+    freeze(model, config)
+    if config.trains_adapter:
+        return add_adapter(model, config.model_copy(update={"lora_adapter": None}), config.seed)
     return model.requires_grad_(True)

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import layout
-from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import SPARE, TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.collectives import reduced
 from grpo_trainer.engine.compiled import CompiledLayers, LayerCall, compile_layers, learn
@@ -109,7 +108,7 @@ class Fitting:
 
     def compile(self, *, head: bool = True) -> None:
         """Compile the layers, by a trial pass, and the head; compile neither if torch can't compile the layers."""
-        again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
+        again = self.config.gradient_checkpointing and self.recomputes_in_graphs
         planned = Recomputation(len(self.layers)) if again else None
         trial = partial(self._layer_by_layer, self._layer_calls()) if self.is_sharded else self.trial
         self.forward.compiled = compile_layers(self.layers, trial, planned)
@@ -189,7 +188,7 @@ class Fitting:
             torch.ones(TRIED, device=device),
             targets_N.new_zeros(TRIED, 0),
             self.forward.plan,
-            entropy_gradient=self.config.loss.entropy_coef > 0,
+            entropy_gradient=self.config.entropy_coef > 0,
         )
         # A gradient with the strides of a loss's gradient: that of a sum has others, and torch would compile again.
         scores.logprobs_N.backward(torch.ones_like(scores.logprobs_N))
@@ -201,7 +200,7 @@ class Fitting:
 
     def _set_recomputed(self) -> None:
         config, count = self.config, len(self.layers)
-        wanted = config.model.gradient_checkpointing
+        wanted = config.gradient_checkpointing
         if wanted is not None or not on_gpu(self.head.weight.device):
             self._keep(Recomputation(count if wanted else 0))
             return
@@ -237,8 +236,8 @@ class Fitting:
         device, config = self.head.weight.device, self.config
         torch.cuda.empty_cache()
         free = free_bytes(device)
-        if config.compute.trainer_memory_gb is not None:
-            free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
+        if config.trainer_memory_gb is not None:
+            free = min(free, config.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
         largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers)
         together = gathered_bytes(largest, self.forward.plan.dtype.itemsize) if self.is_sharded else 0
         later = held_later(self.trained, config, self.states_over) + head_needs(self.forward, config.largest_pass)
@@ -296,11 +295,11 @@ class Fitting:
 
 def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
     """Return whether to compile a model's layers: as the option says, or if compiling is worth its time."""
-    if config.compute.compile != "auto":
-        return config.compute.compile == "on"
-    if shard_of(model) is not None or config.model.load_in_4bit or not on_gpu:
+    if config.compile != "auto":
+        return config.compile == "on"
+    if shard_of(model) is not None or config.load_in_4bit or not on_gpu:
         return False
-    if config.loss.routing_replay != "off":  # each microbatch has other experts, and the graph would be another
+    if config.routing_replay != "off":  # each microbatch has other experts, and the graph would be another
         return False
     size = sum(parameter.numel() for parameter in model.parameters())
     return size >= WORTH_COMPILING and config.training_steps >= LONG_RUN

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_trainer.batch.microbatches import MicroBatch, layout, split
-from grpo_trainer.config.compute import Choice
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import Choice, TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.compiled import CompiledLayers
 from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, head_scores
@@ -180,23 +179,23 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
         ConfigError: `--packing on`, `--share-prompts on` or `--routing-replay` is set, and the model does not allow it.
     """
     device = next(model.parameters()).device
-    exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
+    exact = config.logits_dtype == "float32" or (config.logits_dtype == "auto" and device.type == "cuda")
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     if exact and isinstance(whole, PreTrainedModel):
         _keep_logits_exact(whole)
-    computes = computing_dtype(model, config.model)
-    routing = None if config.loss.routing_replay == "off" else Routing(whole)
+    computes = computing_dtype(model, config)
+    routing = None if config.routing_replay == "off" else Routing(whole)
     parts, why = _parts_of(whole, computes)
     if parts is None:
-        for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
+        for option, asked in (("packing", config.packing), ("share-prompts", config.share_prompts)):
             if asked == "on":
                 raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False, routing=routing)
     own = parts.head.own if isinstance(parts.head, ShardedHead) else None
     logits_dtype = torch.float32 if exact else computes
-    plan = HeadPlan(computes, logits_dtype, distills=config.loss.distill_coef > 0, own=own)
-    packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
-    shared = _shares(parts, config.compute.share_prompts, packed)
+    plan = HeadPlan(computes, logits_dtype, distills=config.distill_coef > 0, own=own)
+    packed = _packs(parts, config.packing, config.seq_len, plan.dtype, device)
+    shared = _shares(parts, config.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)
 
 

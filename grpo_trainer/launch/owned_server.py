@@ -16,7 +16,7 @@ import httpx
 
 from grpo_common.ports import port_holder
 from grpo_common.status import NOTICE, WAITS
-from grpo_trainer.config.server import VllmConfig, server_names
+from grpo_trainer.config.server import Server, server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError
 from grpo_trainer.launch.plan import ProcessSpec, server_process
@@ -96,7 +96,7 @@ class OwnedServer:
                 self.check()
                 waited = time.monotonic() - process.started
                 if waited > process.spec.ready_timeout:
-                    raise process.not_ready("--vllm-timeout")
+                    raise process.not_ready("--server.startup-timeout")
                 if waited >= report_at(said):
                     said, what = waited, "waiting %.0f s for the inference server to start: %s"
                     log.info(what, waited, process.progress or "nothing said yet", extra=NOTICE | WAITS)
@@ -124,22 +124,22 @@ class OwnedServer:
 
 
 def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> list[OwnedServer]:
-    """Return the servers that a training run starts itself, in the order of `config.vllm.each`.
+    """Return the servers that a training run starts itself, in the order of `config.server.each`.
 
     Raises:
         PortBusyError: a port is taken; the message names the holder.
     """
 
-    def server(vllm: VllmConfig, name: str) -> OwnedServer:
+    def server(vllm: Server, name: str) -> OwnedServer:
         if not is_free(vllm.host, vllm.port):
             raise PortBusyError(
                 "with this --weight-bridge-mode the trainer starts the server itself",
-                field="--vllm-port",
+                field="--server.port",
                 got=f"{vllm.port}, held by {port_holder(vllm.port)}",
                 wanted="a free port",
                 fix="end that process, or choose another port",
             )
-        of_server = config.model_copy(update={"vllm": vllm})
+        of_server = config.model_copy(update={"server": vllm})
 
         def launch(model: str, version: int) -> ProcessSpec:
             flags = ("--policy-version", str(version))
@@ -151,5 +151,5 @@ def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[],
         link = config.log_dir / name.replace("server", "served_model")
         return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)
 
-    each = config.vllm.each
+    each = config.server.each
     return [server(vllm, name) for vllm, name in zip(each, server_names(len(each)), strict=True)]

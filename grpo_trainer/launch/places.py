@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -133,7 +133,7 @@ def _too_few(config: RunConfig, nodes: Sequence[Node]) -> ConfigError:
 
 
 def gpus_of_server(config: RunConfig) -> int:
-    vllm = config.trainer.vllm
+    vllm = config.trainer.server
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size * vllm.data_parallel_size
 
 

@@ -18,11 +18,9 @@ from typing import Any
 from grpo_common.http import address
 from grpo_common.status import VARIABLE as STATUS_VARIABLE
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
-from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
-from grpo_trainer.config.environments import EnvironmentProcess, environment_command
 from grpo_trainer.config.options import dump, key_of
-from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, VllmConfig, arguments
+from grpo_trainer.config.processes import EnvironmentProcess, RunConfig, environment_command
+from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, arguments
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Place, Places, meeting_address, trainer_names
 from vllm_server.protocol.bridge_config import FILE_NAME
@@ -135,7 +133,7 @@ def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
     A server that measures the free memory for its cache would count the trainer's memory as used, and vLLM exits with
     an error if memory is freed during the measurement.
     """
-    is_fixed = cache_bytes is not None or gives(config.trainer.vllm.extra_args, CACHE_FLAG)
+    is_fixed = cache_bytes is not None or gives(config.trainer.server.extra_args, CACHE_FLAG)
     return config.trainer.owns_server or is_fixed
 
 
@@ -153,7 +151,7 @@ def _completed(config: RunConfig, process: ProcessSpec, env: Mapping[str, str], 
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:
-    port, key = ports["api"], config.trainer.rollouts.api_key
+    port, key = ports["api"], config.trainer.rollout_api_key
     argv = [python, "-m", "environments.api", "--host", LOOPBACK, "--port", str(port)]
     argv += ["--run-dir", str(config.run_dir)]
     if config.store:
@@ -186,17 +184,17 @@ def server_process(
         flags: further flags of the server.
         step: with which the server starts: 0, or that of a resumed run or of a restarted server.
     """
-    vllm = trainer.vllm
-    argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model.name]
+    vllm = trainer.server
+    argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model_name]
     argv += ["--host", vllm.host, "--port", str(vllm.port)]
     argv += ["--max-model-len", str(trainer.served_len)]
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
-    seed = None if gives(vllm.extra_args, SEED_FLAG) else f"{trainer.model.seed} {name} {step}"
+    seed = None if gives(vllm.extra_args, SEED_FLAG) else f"{trainer.seed} {name} {step}"
     if seed is not None:
         argv += [SEED_FLAG, sampling_seed(seed, 0)]
-    if trainer.model.logits_dtype != "auto":
-        argv += ["--logits-dtype", trainer.model.logits_dtype]
-    if trainer.loss.routing_replay == "server":
+    if trainer.logits_dtype != "auto":
+        argv += ["--logits-dtype", trainer.logits_dtype]
+    if trainer.routing_replay == "server":
         argv += ["--return-routed-experts"]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
@@ -208,7 +206,7 @@ def server_process(
         argv += ["--kv-cache-dtype", vllm.kv_cache_dtype]
     for each in DEGREES:
         if (degree := getattr(vllm, each)) > 1:
-            argv += [VllmConfig.flags()[each], str(degree)]
+            argv += [f"--{each.replace('_', '-')}", str(degree)]
     key = {KEY_VARIABLE: vllm.api_key} if vllm.api_key else {}
     return ProcessSpec(
         name=name,
@@ -246,15 +244,11 @@ def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
     Args:
         log_dir: the trainer's.
     """
-    match trainer.bridge:
-        case LoraOnly() as bridge:
-            root = (bridge.lora_root or log_dir / "adapters").absolute()
-            names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
-            return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
-        case Broadcast():
-            return ("--receive-weights",)
-        case _:
-            return ()
+    if trainer.weight_bridge_mode == "lora_only":
+        root = (trainer.lora_root or log_dir / "adapters").absolute()
+        names = ("--max-lora-rank", str(trainer.lora_r), "--lora-name", trainer.lora_name)
+        return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+    return ("--receive-weights",) if trainer.weight_bridge_mode == "broadcast" else ()
 
 
 def gives(extra_args: tuple[str, ...], name: str) -> bool:
@@ -275,11 +269,11 @@ def _server_processes(
     flags += weight_flags(config.trainer, config.run_dir)
     trainer = reached(config, ports, on_gpu, places)
     sharing = config.server.names[: config.options.trainer_gpus] if trainer.shares_weights else ()
-    for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
+    for name, vllm in zip(config.server.names, trainer.server.each, strict=True):
         path = str(_bridge_config_path(config, name))
         own = (*flags, "--shared-weights", "--bridge-config-path", path) if name in sharing else tuple(flags)
-        one = trainer.model_copy(update={"vllm": vllm})
-        model = one.model.name
+        one = trainer.model_copy(update={"server": vllm})
+        model = one.model_name
         process = server_process(one, python=python, on_gpu=on_gpu, model=model, flags=own, name=name, step=step)
         yield replace(process, restarts=name, after_errors=True) if trainer.servers_may_change else process
 
@@ -295,7 +289,7 @@ def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: P
     trainer = config.trainer
     where = {"host": places.get("server", HERE).address, "port": ports["server"], "gpus": config.server.gpus}
     where |= {"also": _others(config, ports, places), "dtype": trainer.served_dtype(on_gpu=on_gpu)}
-    return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
+    return trainer.model_copy(update={"server": trainer.server.model_copy(update=where)})
 
 
 def _others(config: RunConfig, ports: Mapping[str, int], places: Places) -> tuple[str, ...]:
@@ -307,13 +301,18 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, pl
     trainer = reached(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
     alone = trainer.shares_weights and config.options.trainer_gpus == 1  # each of several asks its own server
     shared = {"vllm_config_path": str(_bridge_config_path(config))} if alone else {}
-    return dump(trainer, only_set=True) | {
+    table = dump(trainer, only_set=True)
+    of_run = ("replicas",) if trainer.owns_server else ("replicas", "gpus")  # the run itself starts these servers
+    server = {key: value for key, value in table.get("server", {}).items() if key not in of_run} | {
+        **({"host": host} if (host := places.get("server", HERE).address) != LOOPBACK else {}),
+        "port": ports["server"],
+        **({"also": list(others)} if (others := _others(config, ports, places)) else {}),
+        **({"roster": str(config.roster)} if config.roster else {}),
+    }
+    return table | {
         **shared,
+        "server": server,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
-        **({"vllm_host": host} if (host := places.get("server", HERE).address) != LOOPBACK else {}),
-        "vllm_port": ports["server"],
-        **({"vllm_also": list(others)} if (others := _others(config, ports, places)) else {}),
-        **({"vllm_roster": str(config.roster)} if config.roster else {}),
         "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
@@ -325,7 +324,7 @@ def _trainer_processes(
 ) -> tuple[ProcessSpec, ...]:
     """Return one process for each of the trainer's GPUs; the first leads the others, which end with it."""
     argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
-    seconds = STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0
+    seconds = STOP_SECONDS_ALL_WEIGHTS if not config.trainer.trains_adapter else 7.0
     names = trainer_names(config.options.trainer_gpus)
 
     def variables(rank: int, name: str) -> dict[str, str]:
@@ -397,18 +396,18 @@ def _environment_tables(
     ports: Mapping[str, int],
     places: Places,
 ) -> dict[str, Any]:
-    trainer, model = config.trainer, config.trainer.model.name
-    away = trainer.vllm.startup_timeout + 60.0  # the longest that a server may be while it restarts
+    trainer, model = config.trainer, config.trainer.model_name
+    away = trainer.server.startup_timeout + 60.0  # the longest that a server may be while it restarts
     env = {
         "tokenizer_name": model,
-        "max_token_length": min(trainer.model.seq_len, trainer.served_len),
+        "max_token_length": min(trainer.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
         "data_record": str(config.run_dir / "data" / f"{name}.json"),
         # The second of a kind needs separate metrics, a separate state, and items in another order.
         **({} if name == _kind(environment) else {"wandb_name": name.removeprefix("env-")}),
         **({"seed": seed} if seed else {}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
-        **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
+        **({"rollout_api_key": trainer.rollout_api_key} if trainer.rollout_api_key else {}),
         "use_wandb": False,
         **({"retry_timeout": away} if trainer.owns_server or trainer.servers_may_change else {}),
         **environment.env,
@@ -418,7 +417,7 @@ def _environment_tables(
         "base_url": ",".join(f"http://{each}/v1" for each in (first, *_others(config, ports, places))),
         "model_name": model,
         "server_type": "vllm",
-        "api_key": trainer.vllm.api_key or "x",
+        "api_key": trainer.server.api_key or "x",
         **({"roster": str(config.roster)} if config.roster and "base_url" not in environment.openai else {}),
         **environment.openai,
     }

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import server_names
 from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
@@ -110,7 +110,8 @@ class Replanner:
         more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, sets)) or None}
         port = {name: 0} if self._machines else claim_ports({name: 0}, HERE.address)
         before = self._config, self._ports
-        self._config = self._config.model_copy(update={"server": server.model_copy(update=more)})
+        trainer = self._config.trainer.model_copy(update={"server": server.model_copy(update=more)})
+        self._config = self._config.model_copy(update={"trainer": trainer})
         self._ports = self._ports | port
         try:
             return self._planned([name])[0]

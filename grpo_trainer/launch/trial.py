@@ -22,9 +22,8 @@ import tomli_w
 
 from environments.running.settings_check import BUILT_IN
 from grpo_common.errors import Problem
-from grpo_trainer.config.environments import EnvironmentProcess, environment_command
-from grpo_trainer.config.rules import LONE_ANSWERS, learns_from_lone_answers
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import EnvironmentProcess, RunConfig, environment_command
+from grpo_trainer.config.rules import LONE_ANSWERS
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
 from grpo_trainer.launch.plan import ProcessSpec, environment_settings
@@ -83,7 +82,7 @@ class Trials:
             for name, environment, tables in environment_settings(config):
                 built_in = BUILT_IN.get(environment.name)
                 if everything or built_in is None or built_in.is_tried:
-                    learns_alone = learns_from_lone_answers(config.trainer)
+                    learns_alone = config.trainer.learns_from_lone_answers
                     self._running.append(_Trial(self._folder, name, environment, tables, learns_alone=learns_alone))
         except BaseException:
             self.close()

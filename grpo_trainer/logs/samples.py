@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_common.text import printable
 from grpo_trainer.batch.batching import advantages_of, is_zero_variance
-from grpo_trainer.config.train import LossConfig, TrainConfig
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import SAMPLES_FILE
 from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file
 from grpo_trainer.rollouts.groups import Group, Sample
@@ -183,10 +184,10 @@ def build_sample_log(config: TrainConfig, steps_done: int) -> SampleLog | None:
     """
     from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 
-    if not (count := config.logging.log_samples):
+    if not (count := config.log_samples):
         return None
     try:
-        tokenizer = read_tokenizer(config.model.name)
+        tokenizer = read_tokenizer(config.model_name)
     except NoTokenizerError as error:
         log.warning("no samples are logged: %s; save a tokenizer in the model's folder, or use --log-samples 0", error)
         return None
@@ -196,6 +197,4 @@ def build_sample_log(config: TrainConfig, steps_done: int) -> SampleLog | None:
     def decode(tokens: list[int]) -> str:
         return single(tokens[0]) if len(tokens) == 1 else str(tokenizer.decode(tokens))
 
-    return SampleLog(
-        config.log_dir / SAMPLES_FILE, count, config.loss, decode, steps_done, longest=config.model.seq_len
-    )
+    return SampleLog(config.log_dir / SAMPLES_FILE, count, config, decode, steps_done, longest=config.seq_len)

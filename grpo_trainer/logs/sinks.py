@@ -187,8 +187,8 @@ class WandbSink:
         self._run = importlib.import_module("wandb").init(
             id=os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done),
             resume="allow",
-            project=config.logging.wandb_project or DEFAULT_PROJECT,
-            group=config.logging.wandb_group,
+            project=config.wandb_project or DEFAULT_PROJECT,
+            group=config.wandb_group,
             dir=str(config.log_dir),
             config=public(config),
         )
@@ -222,8 +222,8 @@ class TrackioSink:
         self._run = importlib.import_module("trackio").init(
             name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # identifies the run
             resume="allow",
-            project=config.logging.wandb_project or DEFAULT_PROJECT,
-            group=config.logging.wandb_group,
+            project=config.wandb_project or DEFAULT_PROJECT,
+            group=config.wandb_group,
             config=public(config),
             embed=False,
             auto_log_gpu=False,  # under keys that trackio chooses
@@ -245,7 +245,7 @@ def build_metric_log(config: TrainConfig, console: RunConsole, steps_done: int) 
     """The sinks that the configuration asks for; `steps_done` steps were logged before."""
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), console]
-    sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
+    sinks += [SINKS[tracker](config, steps_done) for tracker in config.trackers]
     earlier = read_rows(path)
     for row in earlier:
         console.remember(row)

@@ -110,13 +110,13 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         ModelError: see `check_model`; or the model is quantised already.
         ConfigError: see `pick_device` and `check_attention`.
     """
-    found = check_model(config.name)
+    found = check_model(config.model_name)
     check_attention(found, config.attention)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    quantised = {"quantization_config": _in_4_bits(config.name, found, dtype)} if config.load_in_4bit else {}
+    quantised = {"quantization_config": _in_4_bits(config.model_name, found, dtype)} if config.load_in_4bit else {}
     model = load_causal_lm(
-        config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
+        config.model_name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
     if config.load_in_4bit:
         _check_kernel(model, device)
@@ -124,7 +124,13 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     freeze(model, config)
     log.info(
         "loaded %s: %.2fM parameters%s, %s on %s",
-        *(config.name, model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else "", dtype, device),
+        *(
+            config.model_name,
+            model.num_parameters() / 1e6,
+            ", 4 bits each" if config.load_in_4bit else "",
+            dtype,
+            device,
+        ),
     )
     return model
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
-from grpo_trainer.config.bridge import LoraOptions
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
 from grpo_trainer.model.export import PEFT_PREFIX
@@ -26,7 +26,7 @@ from grpo_trainer.model.text_part import PREFIX, in_part, in_whole, whole_config
 log = logging.getLogger(__name__)
 
 
-def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> PeftModel:
+def add_adapter(model: PreTrainedModel, options: BridgeConfig, seed: int) -> PeftModel:
     """Wrap a frozen model with an adapter in fp32.
 
     The adapter is new (B = 0, so training starts from the base model), or the one that `--lora-adapter` names.
@@ -40,18 +40,18 @@ def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> Peft
     _check_modules(model, layers, options)
     torch.manual_seed(seed)
     config = LoraConfig(
-        r=options.r,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # PEFT computes with it; a float is right
-        use_rslora=options.rslora,
-        target_modules=list(options.target_modules),
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # PEFT computes with it; a float is right
+        use_rslora=options.lora_rslora,
+        target_modules=list(options.lora_target_modules),
         layers_to_transform=None if options.layer_indices is None else list(options.layer_indices),
         layers_pattern=None if options.layer_indices is None else layers.name.rpartition(".")[2],
         task_type="CAUSAL_LM",
     )
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(wrapped, PeftModel)
-    if options.adapter is not None:
-        _start_from(wrapped, read_adapter(options.adapter))
+    if options.lora_adapter is not None:
+        _start_from(wrapped, read_adapter(options.lora_adapter))
     return wrapped
 
 
@@ -79,7 +79,7 @@ def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
     raise ModelError(field=type(model).__name__, got=f"no list of {count} layers", wanted="a decoder-only model")
 
 
-def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
+def _check_layers(layers: DecoderLayers, options: BridgeConfig) -> None:
     beyond = [number for number in options.layer_indices or () if number >= layers.count]
     if beyond:
         raise ModelError(
@@ -90,10 +90,10 @@ def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
         )
 
 
-def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraOptions) -> None:
+def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: BridgeConfig) -> None:
     """Check that the target modules are linear modules of the layers: outside, vLLM serves some architectures only."""
-    missing = [name for name in options.target_modules if name not in layers.linear]
-    if "kv_b_proj" in options.target_modules and not missing:
+    missing = [name for name in options.lora_target_modules if name not in layers.linear]
+    if "kv_b_proj" in options.lora_target_modules and not missing:
         raise ModelError(
             "vLLM computes latent attention with copies of this matrix, which an adapter does not change",
             field="--lora-target-modules", got="kv_b_proj", wanted=", ".join(sorted(layers.linear - {"kv_b_proj"})),

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.lora import adapter_weights, decoder_layers
@@ -105,21 +104,21 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
         ConfigError: the device has no room for a copy of the weights.
         ModelError: the files at `--model-name` hold other parameters, or `--lora-adapter` is another model's.
     """
-    if not config.loss.needs_reference:
+    if not config.needs_reference:
         return None
     if isinstance(model, PeftModel):
-        start = config.bridge.adapter if isinstance(config.bridge, LoraOptions) else None
-        if start is None or config.loss.kl_reference == "base":
+        start = config.lora_adapter if config.trains_adapter else None
+        if start is None or config.kl_reference == "base":
             return AdapterOff(model)
         return FrozenWeights(model, adapter_weights(model, read_adapter(start)))
     assert isinstance(model, PreTrainedModel)
-    found = load_causal_lm(config.model.name, dtype="auto")
+    found = load_causal_lm(config.model_name, dtype="auto")
     weights = {name: parameter.detach() for name, parameter in found.named_parameters()}
     if {name: p.shape for name, p in model.named_parameters()} != {name: w.shape for name, w in weights.items()}:
-        raise ModelError("its parameters are not the trained model's", field="--model-name", got=config.model.name)
+        raise ModelError("its parameters are not the trained model's", field="--model-name", got=config.model_name)
     size = sum(weight.numel() * weight.itemsize for weight in weights.values())
     device = model.device
-    if config.loss.ref_offload:
+    if config.ref_offload:
         weights = {name: w.pin_memory() if device.type == "cuda" else w for name, w in weights.items()}
     else:
         check_room(size, free_bytes(device))
@@ -149,5 +148,5 @@ def check_room(size: int, free: float) -> None:
             got=f"{free / 2**30:.1f} GiB free on the GPU",
             wanted=f"{size / 2**30:.1f} GiB",
             fix="add --ref-offload, train an adapter (its reference needs no copy), or give the server less "
-            "(--gpu-memory-utilization)",
+            "(--server.gpu-memory-utilization)",
         )

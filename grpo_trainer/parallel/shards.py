@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.recompute import known_layers
 from grpo_trainer.errors import ConfigError
@@ -36,9 +35,9 @@ log = logging.getLogger(__name__)
 
 def is_sharded(world: World, config: TrainConfig) -> bool:
     """Return whether to shard the weights over the processes: it is asked for, and they can be sharded."""
-    if world.alone or not wants_parts(config):
+    if world.alone or not config.wants_parts:
         return False
-    if why := why_whole(config):
+    if why := config.why_whole:
         log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import MicroBatch
-from grpo_trainer.config.distributed import shards_update
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.fitting import fit
 from grpo_trainer.engine.forward import Forward, build_forward
@@ -145,7 +144,7 @@ def hold(
         if (shard := shard_of(model)) is not None:
             fit(forward, config, trained, before_measuring)
             return TensorShards(world, forward, trained, shard)
-        shares = not world.alone and shards_update(config)
+        shares = not world.alone and config.shards_update
         fit(forward, config, trained, before_measuring, world.size if shares else 1)
         return ShardedUpdate(world, forward, trained) if shares else Replicas(world, forward, trained)
     assert isinstance(model, nn.Module)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.batch.microbatches import MicroBatch
-from grpo_trainer.config.distributed import BUCKET_BYTES, DistributedConfig
+from grpo_trainer.config.train import BUCKET_BYTES, DistributedConfig
 from grpo_trainer.engine.collectives import peers
 from grpo_trainer.errors import (
     CommonDriftError,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_common.redaction import HIDDEN, Redaction, redact, redacted_text
-from grpo_trainer.config.run import SET_BY_THE_RUN
+from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS

@@ -15,7 +15,6 @@ from rich.table import Table
 from grpo_common.formats import FormatError
 from grpo_common.locks import is_held
 from grpo_common.redaction import redacted_text
-from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
 from grpo_trainer.metrics.rows import ENDS, last_rows
@@ -95,7 +94,7 @@ def _listed(folder: Path) -> Listed:
     newest = folder / METRICS_FILE if rows else folder
     return Listed(
         folder=str(folder),
-        mode=str(mode or CheckpointRestart().mode) if settings else None,
+        mode=str(mode or "none") if settings else None,
         model=None if model is None else redacted_text(str(model)),
         steps=steps,
         total_steps=total,

@@ -64,12 +64,14 @@ class RolloutClient:
 
     def __init__(self, config: RolloutConfig, registration: wire.Register, check_stop: Callable[[], None]) -> None:
         headers = {"Accept": wire.MSGPACK}
-        if config.api_key:
-            headers["Authorization"] = f"Bearer {config.api_key}"
+        if config.rollout_api_key:
+            headers["Authorization"] = f"Bearer {config.rollout_api_key}"
         timeout = httpx.Timeout(30.0, connect=CONNECT_S)
         # Python's own context takes the certificates that SSL_CERT_FILE names, as environments do.
-        verify = ssl.create_default_context() if config.url.startswith("https:") else True
-        self._http = httpx.Client(base_url=config.url, timeout=timeout, headers=headers, verify=verify, trust_env=False)
+        verify = ssl.create_default_context() if config.atropos_url.startswith("https:") else True
+        self._http = httpx.Client(
+            base_url=config.atropos_url, timeout=timeout, headers=headers, verify=verify, trust_env=False
+        )
         self._config = config
         self._registration = registration
         self._registering = threading.Lock()
@@ -97,7 +99,7 @@ class RolloutClient:
             if isinstance(answer, _Wait):
                 return answer
             registered = wire.decode(answer.content, wire.RegisterResponse, answer.headers["content-type"])
-            check_format(f"the rollout API at {self._config.url}", registered.format, wire.FORMAT, ServerError)
+            check_format(f"the rollout API at {self._config.atropos_url}", registered.format, wire.FORMAT, ServerError)
             self._registration = msgspec.structs.replace(self._registration, uuid=registered.uuid)
             return True
 
@@ -133,7 +135,7 @@ class RolloutClient:
         if not wire.is_msgpack(answer.headers.get("content-type")):
             raise ServerError(
                 "is this `grpo api`?",
-                field=f"--rollout-url {self._config.url}: content type of /batch",
+                field=f"--rollout-url {self._config.atropos_url}: content type of /batch",
                 got=answer.headers.get("content-type"),
                 wanted=wire.MSGPACK,
             )
@@ -282,7 +284,7 @@ class RolloutClient:
         log.warning("a batch that was trained on comes again, perhaps: %s", refused.detail)
 
     def _taken_over(self, detail: str) -> TrainingError:
-        field = f"--rollout-url {self._config.url}"
+        field = f"--rollout-url {self._config.atropos_url}"
         return TrainingError("another trainer has taken the run over", field=field, got=detail)
 
     # Leases
@@ -329,15 +331,15 @@ class RolloutClient:
         try:
             answer = self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:
-            return _Wait(f"{self._config.url} to answer ({type(error).__name__}: {error})")
+            return _Wait(f"{self._config.atropos_url} to answer ({type(error).__name__}: {error})")
         if may_pass(answer.status_code):
-            return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
+            return _Wait(f"{self._config.atropos_url} to recover (status {answer.status_code})")
         if answer.status_code < 400 or (frank and answer.status_code in (404, 409)):
             return answer
         reason = complaint(answer.content, answer.headers.get("content-type")).reason  # the API's, or a proxy's
         if answer.status_code == 409:
             raise self._taken_over(reason)
-        field = f"{method} {self._config.url}{path}"
+        field = f"{method} {self._config.atropos_url}{path}"
         raise ServerError("refused", field=field, got=f"{answer.status_code} {reason}")
 
     def _wait_for(
@@ -363,7 +365,7 @@ class RolloutClient:
                     f"waited {waited:.0f} s for {what}",
                     field="--rollout-timeout",
                     got=self._explanation() or result.reason,
-                    fix=f"look at the environments' logs and at {self._config.url}/status, or wait longer",
+                    fix=f"look at the environments' logs and at {self._config.atropos_url}/status, or wait longer",
                 )
             pause = POLL_SECONDS if waited < 5.0 else 10 * POLL_SECONDS
             time.sleep(max(0.0, pause - (time.monotonic() - began)))

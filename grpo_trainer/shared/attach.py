@@ -50,8 +50,8 @@ def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
     Raises:
         ConfigError, ModelError: see `attach_model`.
     """
-    found = check_model(model_config.name)
-    _check_shareable(found, model_config.name)
+    found = check_model(model_config.model_name)
+    _check_shareable(found, model_config.model_name)
     check_attention(found, model_config.attention)
     device = pick_device(model_config.device)
     return build_without_weights(found, pick_dtype(model_config.dtype, device), model_config.attention, device)
@@ -86,8 +86,8 @@ def attach_model(
         ConfigError: `--dtype` is not the server's, or `--attention` leaves out part of the model.
         ModelError: the server serves another model, or its parameters can't be bound (`NamesError`).
     """
-    found = check_same_model(config.model, model_config.name)
-    _check_shareable(found, model_config.name)
+    found = check_same_model(config.model, model_config.model_name)
+    _check_shareable(found, model_config.model_name)
     check_attention(found, model_config.attention)
     device = server_device(config, device)
     dtype = served_dtype(config)
@@ -108,9 +108,9 @@ def attach_model(
     theirs = {name: tuple(mapping.shape) for name, mapping in config.param_mappings.items()}
     bindings = bind_names({name: tuple(tensor.shape) for name, tensor in _state(model)}, theirs, facts)
     bind(model, bindings, open_handles(config, device))
-    take_generation_config(model, model_config.name)
+    take_generation_config(model, model_config.model_name)
     log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
-    log.info("Single-copy mode active: %s, %s on %s", model_config.name, _name(dtype), device)
+    log.info("Single-copy mode active: %s, %s on %s", model_config.model_name, _name(dtype), device)
     return freeze(model, model_config)
 
 

@@ -155,7 +155,7 @@ def _problems(config: BridgeConfigFile, written: float, rank: int, ranks: int) -
         fix = "start the server, or remove the file"
         yield Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
     if config.tp_degree != ranks:
-        fix = f"train in {config.tp_degree} processes, with --tensor-parallel-size {config.tp_degree}"
+        fix = f"train in {config.tp_degree} processes, with --server.tensor-parallel-size {config.tp_degree}"
         yield Problem("tp_degree", str(config.tp_degree), f"{ranks}, as the trainer's", fix, "each worker has a shard")
         return
     if config.dp_shard_degree != 1:

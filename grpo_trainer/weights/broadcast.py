@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer import background
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
-from grpo_trainer.config.bridge import Broadcast
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.metrics.types import Sum
@@ -155,7 +155,7 @@ class BroadcastBridge(WeightBridge):
 
     def __init__(
         self,
-        config: Broadcast,
+        config: BridgeConfig,
         policy: AllWeights,
         weights: PresentWeights,
         server: ServerClient,
@@ -249,7 +249,7 @@ class BroadcastBridge(WeightBridge):
             BridgeError, ServerError: of the last transport that was tried.
         """
         failed: BridgeError | ServerError | None = None
-        for sender in senders(self._config.transport, way):
+        for sender in senders(self._config.broadcast_transport, way):
             if failed is not None:
                 log.warning("trying %s, because the server was not reached: %s", sender.name, failed)
                 self._server.close_weights("")  # answered when the workers no longer wait for the one before
@@ -271,7 +271,7 @@ class BroadcastBridge(WeightBridge):
         """Return the staging to ask for. A trainer process has planned to use the memory that is free on its GPU."""
         own = {TrainerPlace.of(next(iter(way.stored.values()))).gpu, *self._gpus} - {""}
         beside_trainer = any(worker.gpu_uuid in own for worker in way.info.workers)
-        return "off" if self._config.staging == "auto" and beside_trainer else self._config.staging
+        return "off" if self._config.broadcast_staging == "auto" and beside_trainer else self._config.broadcast_staging
 
     @property
     def sent(self) -> Sent:

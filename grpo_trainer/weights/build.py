@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 
-from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
-from grpo_trainer.config.distributed import shards_weights
-from grpo_trainer.config.server import VllmConfig, server_names
+from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.config.server import Server, server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.parallel.world import Vary, World
 from grpo_trainer.policy import AllWeights, Policy, SharedWeights
@@ -51,77 +50,74 @@ def build_bridge(
         PortBusyError: the trainer starts the server itself, and the server's port is taken.
     """
     last_version = progress.policy_version + config.training_steps - progress.step
-    match config.bridge:
-        case LoraOnly() as options:
-            assert isinstance(policy.model, PeftModel)
-            model, root = policy.model, (options.lora_root or Path(config.log_dir) / "adapters").absolute()
+    mode = config.weight_bridge_mode
+    if mode == "lora_only":
+        assert isinstance(policy.model, PeftModel)
+        model, root = policy.model, (config.lora_root or Path(config.log_dir) / "adapters").absolute()
 
-            def swap(name: str, vllm: VllmConfig) -> WeightBridge:
-                # A folder for each server, since each bridge prunes its own files.
-                folder = root if name == FIRST else root / name
-                return LoraSwap(options, model, ServerClient(vllm, stop.check), folder, config.model.seq_len)
+        def swap(name: str, server: Server) -> WeightBridge:
+            # A folder for each server, since each bridge prunes its own files.
+            folder = root if name == FIRST else root / name
+            return LoraSwap(config, model, ServerClient(server, stop.check), folder, config.seq_len)
 
-            return _to_servers(config.vllm, swap)
-        case SharedVllm() as options:
-            assert isinstance(policy, SharedWeights)
-            if world is None or world.alone:
-                return SharedBridge(options, policy, ServerClient(config.vllm, stop.check), config.model.seq_len)
-            return _common(config, options, policy, world, stop.check)
-        case Broadcast() as options:
-            assert isinstance(policy, AllWeights)
-            weights = PresentWeights(policy.tensors, checkpoints.weights_now if checkpoints.gathers else None)
-            dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
-            sent, length = weights_folder(options, Path(config.log_dir).absolute()), config.model.seq_len
+        return _to_servers(config.server, swap)
+    if mode == "shared_vllm":
+        assert isinstance(policy, SharedWeights)
+        if world is None or world.alone:
+            return SharedBridge(config, policy, ServerClient(config.server, stop.check), config.seq_len)
+        return _common(config, policy, world, stop.check)
+    if mode == "broadcast":
+        assert isinstance(policy, AllWeights)
+        weights = PresentWeights(policy.tensors, checkpoints.weights_now if checkpoints.gathers else None)
+        dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
+        sent, length = weights_folder(config, Path(config.log_dir).absolute()), config.seq_len
 
-            def tell(size: float | None) -> None:
-                if world is not None and checkpoints.gathers:  # the others have shards of the weights
-                    world.give_all(Vary(size))
+        def tell(size: float | None) -> None:
+            if world is not None and checkpoints.gathers:  # the others have shards of the weights
+                world.give_all(Vary(size))
 
-            def sender(name: str, vllm: VllmConfig) -> WeightBridge:
-                client, gpus = ServerClient(vllm, stop.check), [] if world is None else world.gpus
-                folder = sent / name
-                return BroadcastBridge(options, policy, weights, client, vllm.url, folder, length, dtype, tell, gpus)
+        def sender(name: str, server: Server) -> WeightBridge:
+            client, gpus = ServerClient(server, stop.check), [] if world is None else world.gpus
+            folder = sent / name
+            return BroadcastBridge(config, policy, weights, client, server.url, folder, length, dtype, tell, gpus)
 
-            return _to_servers(config.vllm, sender)
-        case LoraRestart() as options:
-            return build_restart(config, options, MergedModels.of(config, policy), policy, last_version, stop)
-        case CheckpointRestart() as options:
-            models = CheckpointModels(config.model.name, checkpoints)
-            return build_restart(config, options, models, policy, last_version, stop)
+        return _to_servers(config.server, sender)
+    merged = config.trains_adapter
+    models = MergedModels.of(config, policy) if merged else CheckpointModels(config.model_name, checkpoints)
+    return build_restart(config, models, policy, last_version, stop)
 
 
-def weights_folder(options: Broadcast, log_dir: Path) -> Path:
+def weights_folder(options: BridgeConfig, log_dir: Path) -> Path:
     """Return the folder for the transport `disk`; this run's own, because it is deleted."""
-    if options.root is None:
+    if options.broadcast_root is None:
         return log_dir / "weights"
-    return options.root.absolute() / f"grpo-weights-{sha256(bytes(log_dir)).hexdigest()[:12]}"
+    return options.broadcast_root.absolute() / f"grpo-weights-{sha256(bytes(log_dir)).hexdigest()[:12]}"
 
 
 def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> CommonBridge | None:
     """Return the bridge of a process other than rank 0 to its own server; None: only rank 0 updates servers."""
-    if not isinstance(config.bridge, SharedVllm):
+    if config.weight_bridge_mode != "shared_vllm":
         return None
     assert isinstance(policy, SharedWeights)
-    return _common(config, config.bridge, policy, world)
+    return _common(config, policy, world)
 
 
 def _common(
     config: TrainConfig,
-    options: SharedVllm,
     policy: SharedWeights,
     world: World,
     check_stop: Callable[[], None] = lambda: None,
 ) -> CommonBridge:
     """Return a process's bridge to its own server, or to its worker of the only server."""
-    if shards_weights(config):
-        client, seq_len = CommonClient(config.vllm, world, check_stop), config.model.seq_len
-        own = SharedBridge(options, policy, client, seq_len, all_written=lambda: world.gather(None))
+    if config.shards_weights:
+        client, seq_len = CommonClient(config.server, world, check_stop), config.seq_len
+        own = SharedBridge(config, policy, client, seq_len, all_written=lambda: world.gather(None))
         return ShardedBridge(own, policy, world)
-    own = SharedBridge(options, policy, ServerClient(config.vllm.each[world.rank], check_stop), config.model.seq_len)
-    return PairedBridge(own, policy, world, [vllm.url for vllm in config.vllm.each])
+    own = SharedBridge(config, policy, ServerClient(config.server.each[world.rank], check_stop), config.seq_len)
+    return PairedBridge(own, policy, world, [vllm.url for vllm in config.server.each])
 
 
-def _to_servers(config: VllmConfig, open_bridge: OpenBridge) -> WeightBridge:
+def _to_servers(config: Server, open_bridge: OpenBridge) -> WeightBridge:
     """Return one bridge to all servers; if a run lists them, they may change."""
     if config.roster is not None:
         return ElasticServers(config.roster, config, open_bridge)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_common.errors import Problem
 from grpo_common.status import NOTICE
 from grpo_trainer.alignment.proof import Change, Proof
-from grpo_trainer.config.bridge import RestartOptions
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.files import folders_named, remove_remains, whole_folder
@@ -110,8 +110,8 @@ class MergedModels:
         """Return the models that a run's configuration asks for."""
         assert isinstance(policy.model, PeftModel)
         dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
-        root, keep = config.checkpoints.save_path, config.checkpoints.keep_checkpoints
-        return cls(config.model.name, policy.model, load_tokenizer(config.model), dtype, root, keep)
+        root, keep = config.save_path, config.keep_checkpoints
+        return cls(config.model_name, policy.model, load_tokenizer(config), dtype, root, keep)
 
     def export(self, version: int) -> str:
         if not self._has_effect():
@@ -158,7 +158,7 @@ class _Served:
     infos: tuple[BridgeInfo, ...]
 
 
-class CheckpointRestart(WeightBridge):
+class RestartBridge(WeightBridge):
     """The `none` and `lora_restart` bridges.
 
     Args:
@@ -170,7 +170,7 @@ class CheckpointRestart(WeightBridge):
 
     def __init__(
         self,
-        config: RestartOptions,
+        config: BridgeConfig,
         models: ServedModels,
         launched: Sequence[Launched],
         seq_len: int,
@@ -269,19 +269,18 @@ class CheckpointRestart(WeightBridge):
             problems.append(Problem(f"{started}: policy_version", str(info.policy_version), str(version)))
         if info.model_name != path:
             problems.append(Problem(f"{started}: model_name", info.model_name, path))
-        problems += problems_of(info, self._seq_len, by="give it --vllm-extra-args")
+        problems += problems_of(info, self._seq_len, by="give it --server.extra-args")
         if problems:
             raise BridgeError.of(problems)
 
 
 def build_restart(
     config: TrainConfig,
-    options: RestartOptions,
     models: ServedModels,
     policy: Policy,
     last_version: int,
     stop: StopSignal,
-) -> CheckpointRestart:
+) -> RestartBridge:
     """Return a bridge that owns its servers; if one of them exits unexpectedly, every wait of the trainer ends.
 
     Raises:
@@ -291,8 +290,8 @@ def build_restart(
     servers = owned_servers(config, on_gpu=on_gpu, check_stop=stop.check)
     dtype = config.trainer_dtype(on_gpu=on_gpu)
     launched = []
-    for server, vllm in zip(servers, config.vllm.each, strict=True):
+    for server, vllm in zip(servers, config.server.each, strict=True):
         client = ServerClient(vllm, stop.check)
         stop.watch(server.check)
-        launched.append(Launched(server, client, Proof(policy.model, client, dtype) if options.proof else None))
-    return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)
+        launched.append(Launched(server, client, Proof(policy.model, client, dtype) if config.proof else None))
+    return RestartBridge(config, models, launched, config.seq_len, last_version)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_served
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.errors import BridgeError, GrpoError, ServerError
 from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Sum
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OpenBridge = Callable[[str, VllmConfig], WeightBridge]
+OpenBridge = Callable[[str, Server], WeightBridge]
 """Returns the bridge to a server by the server's name and settings; it is entered later."""
 
 JOIN_SECONDS = 5.0
@@ -87,7 +87,7 @@ class ElasticServers(SeveralServers):
         open_bridge: makes the bridge to one server.
     """
 
-    def __init__(self, folder: Path, config: VllmConfig, open_bridge: OpenBridge) -> None:
+    def __init__(self, folder: Path, config: Server, open_bridge: OpenBridge) -> None:
         super().__init__({}, MOST_AT_ONCE)
         self._folder = folder
         self._config = config

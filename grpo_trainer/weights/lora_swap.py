@@ -16,7 +16,7 @@ from peft import PeftModel
 from grpo_common.errors import Problem
 from grpo_trainer.alignment.adapter import AdapterChange
 from grpo_trainer.alignment.proof import Proof, Proved
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.model.quantised import other_files
@@ -41,7 +41,7 @@ class LoraSwap(WeightBridge):
         proved: result of the proof; None: no proof ran.
     """
 
-    def __init__(self, config: LoraOnly, model: PeftModel, server: ServerClient, root: Path, seq_len: int) -> None:
+    def __init__(self, config: BridgeConfig, model: PeftModel, server: ServerClient, root: Path, seq_len: int) -> None:
         self._config = config
         self._model = model
         self._server = server
@@ -73,7 +73,7 @@ class LoraSwap(WeightBridge):
             "bridge lora_only: server %s, vLLM %s on %s, %s, boot %s",
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,
         )  # fmt: skip
-        wanted = None if self._config.transport == "auto" else self._config.transport
+        wanted = None if self._config.lora_transport == "auto" else self._config.lora_transport
         packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
         keep_files = info.keep_versions + 1  # files outlive their version by one
         self.transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
@@ -82,22 +82,22 @@ class LoraSwap(WeightBridge):
     def _check(self, info: BridgeInfo) -> None:
         """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
         problems = problems_of(info, self._seq_len, model=self._model)
-        rank, wanted = "--max-lora-rank", f"{self._config.r} or more"
-        fix = f"start it with --max-lora-rank {self._config.r}"
+        rank, wanted = "--max-lora-rank", f"{self._config.lora_r} or more"
+        fix = f"start it with --max-lora-rank {self._config.lora_r}"
         if info.max_lora_rank is None:
             summary = "the inference server was started without LoRA"
             problems.append(Problem(rank, wanted=wanted, fix=fix, summary=summary))
-        elif info.max_lora_rank < self._config.r:
+        elif info.max_lora_rank < self._config.lora_r:
             summary = "the inference server takes smaller adapters than --lora-r"
             problems.append(Problem(rank, str(info.max_lora_rank), wanted, fix, summary))
         if differ := other_files(self._model, info.quantization):
             summary = "the inference server has another base model"
             fix = "use one --model on both sides; the trainer reads files of GPTQ and AWQ as plain weights"
             problems.append(Problem("--model-name", *differ, fix, summary))
-        if info.lora_name != self._config.name:
+        if info.lora_name != self._config.lora_name:
             summary = "the inference server has another name for its adapters"
             fix = "name them alike on both sides"
-            problems.append(Problem("--lora-name", self._config.name, info.lora_name, fix, summary))
+            problems.append(Problem("--lora-name", self._config.lora_name, info.lora_name, fix, summary))
         if problems:
             raise BridgeError.of(problems)
 
@@ -116,7 +116,7 @@ class LoraSwap(WeightBridge):
         return self.proved.noise
 
     def publish(self, version: int) -> Published:
-        name = version_name(self._config.name, version)
+        name = version_name(self._config.lora_name, version)
         if version == self._published:
             return Published(version, name, quiet(version))
         started = time.perf_counter()

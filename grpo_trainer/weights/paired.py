@@ -70,7 +70,7 @@ class PairedBridge(CommonBridge):
                 field="boot_id",
                 got=", ".join(boots),
                 wanted="another server for each process",
-                fix="give all processes the same --vllm-port and --vllm-also",
+                fix="give all processes the same --server.port and --server.also",
             )
 
     def _prove(self) -> float | None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import BridgeError, CommonBridgeError, CommonError, ServerError
 from grpo_trainer.optim.landed import sampled
@@ -37,7 +37,7 @@ class CommonClient(ServerClient):
     Each method raises a `CommonBridgeError` on all ranks if the request fails.
     """
 
-    def __init__(self, config: VllmConfig, world: World, check_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: Server, world: World, check_stop: Callable[[], None] = lambda: None) -> None:
         super().__init__(config, check_stop)
         self._world = world
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
-from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import Metric
 from grpo_trainer.policy import SharedWeights
@@ -45,7 +45,7 @@ class SharedBridge(WeightBridge):
 
     def __init__(
         self,
-        config: SharedVllm,
+        config: BridgeConfig,
         policy: SharedWeights,
         server: ServerClient,
         seq_len: int,

@@ -73,7 +73,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from grpo_trainer.bench.models import numbered_tokenizer
-    from grpo_trainer.config.bridge import LoraOnly
+    from grpo_trainer.config.bridge import BridgeConfig
 
     on_gpu = torch.cuda.is_available()
     shape = SHAPES[options.shape]
@@ -115,7 +115,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
         disable_tqdm=True,
         shuffle_dataset=False,
     )
-    names = list(LoraOnly(mode="lora_only").target_modules)
+    names = list(BridgeConfig(weight_bridge_mode="lora_only").lora_target_modules)
     adapter = LoraConfig(
         r=options.lora_r, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM"
     ) if options.lora_r else None  # fmt: skip

@@ -18,7 +18,7 @@ from environments.api import wire
 from grpo_common.status import VARIABLE, Status, StatusWriter, parse
 from grpo_trainer import phases
 from grpo_trainer.batch.batching import ReadyBatch, ready
-from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.metrics.types import reduce
@@ -92,9 +92,9 @@ def feed_and_client(
     api: Api, *, check_stop: Callable[[], None] = do_nothing, at: Progress | None = None, **options: object
 ) -> tuple[BatchFeed, RolloutClient]:
     progress = at or Progress()
-    config = RolloutConfig.model_validate({"url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
+    config = RolloutConfig.model_validate({"atropos_url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
     client = RolloutClient(config, registration(starting_step=progress.step), check_stop)
-    train = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
+    train = TrainConfig(model_name="m", seq_len=10, batch_size=2)
     made = BatchFeed(client, config, GroupFilter(None, str), lambda batch: ready(batch, train), check_stop)
     made.begin(progress)
     return made, client
@@ -228,7 +228,7 @@ def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
     with running("-m", "http.server", str(port := free_port()), "--bind", "127.0.0.1", log=tmp_path / "log"):
         url = f"http://127.0.0.1:{port}"
         wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
-        rollouts = RolloutClient(RolloutConfig(url=url, rollout_timeout=1), registration(), lambda: None)
+        rollouts = RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=1), registration(), lambda: None)
         with pytest.raises(ServerError) as refused:
             rollouts.register()
         assert refused.value.field == f"POST {url}/register" and refused.value.got.startswith("501 ")
@@ -270,7 +270,7 @@ def test_refusals_come_in_words(tmp_path: Path, body: bytes, content_type: str, 
     with server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        rollouts = RolloutClient(RolloutConfig(url=url, rollout_timeout=5), registration(), lambda: None)
+        rollouts = RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=5), registration(), lambda: None)
         with pytest.raises(ServerError) as refused:
             rollouts.register()
     assert refused.value.got == got
@@ -467,7 +467,7 @@ def test_a_status_that_does_not_come_ends_no_wait_for_an_evaluation(monkeypatch:
             raise said
         return httpx.Response(200, json=said)
 
-    client = RolloutClient(RolloutConfig(url="http://api"), registration(), do_nothing)
+    client = RolloutClient(RolloutConfig(atropos_url="http://api"), registration(), do_nothing)
     with httpx.Client(base_url="http://api", transport=httpx.MockTransport(answer)) as http:
         monkeypatch.setattr(client, "_http", http)
         client.wait_until_alone(60)

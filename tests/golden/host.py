@@ -167,7 +167,9 @@ def _exported(engine: Any, folder: Path, on_gpu: bool) -> BridgeConfigFile:
 def _options(folder: Path, on_gpu: bool) -> ModelConfig:
     attention = ATTENTION.get(folder.name, "sdpa")
     dtype = "bfloat16" if folder.name in IN_16_BITS else "auto"
-    return ModelConfig.model_validate({"name": str(folder), "attention": attention, "device": "auto", "dtype": dtype})
+    return ModelConfig.model_validate(
+        {"model_name": str(folder), "attention": attention, "device": "auto", "dtype": dtype}
+    )
 
 
 def _compare(engine: Any, folder: Path, attached: PreTrainedModel, first: Tensor) -> Figures:

@@ -37,7 +37,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
+from grpo_trainer.config.bridge import ALL_LINEAR, BridgeConfig
 from grpo_trainer.model.lora import add_adapter
 
 FOLDER: Final = Path(__file__).parent
@@ -250,7 +250,13 @@ def adapted_modules(architecture: str) -> tuple[str, ...]:
 
 def with_adapter(architecture: str, model: PreTrainedModel) -> PeftModel:
     """The model with a random adapter, which changes what it computes."""
-    wrapped = add_adapter(model, LoraOnly(r=8, alpha=16, target_modules=adapted_modules(architecture)), seed=0)
+    wrapped = add_adapter(
+        model,
+        BridgeConfig(
+            weight_bridge_mode="lora_only", lora_r=8, lora_alpha=16, lora_target_modules=adapted_modules(architecture)
+        ),
+        seed=0,
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():

@@ -11,7 +11,7 @@ import torch
 
 from grpo_trainer.alignment.probes import ask, gap, probe_prompts
 from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.server_client import ServerClient
 from tests.integration.serving import Serving, serving
 from vllm_server.protocol import BridgeInfo
@@ -44,7 +44,7 @@ def test_the_server_says_so(server: tuple[str, Serving]) -> None:
 def test_samples_are_near_the_trainers_policy(server: tuple[str, Serving]) -> None:
     """With an adapter in 16 bits on the base in 8: near the adapted model, and far from the base model."""
     way, made = server
-    client = ServerClient(VllmConfig(port=int(made.url.rpartition(":")[2])))
+    client = ServerClient(Server(port=int(made.url.rpartition(":")[2])))
     model, loaded = made.publish()
     model = model.to(device="cuda", dtype=torch.bfloat16)
     probes = ask(client, probe_prompts(model.config.vocab_size, 200), 48, name=loaded.adapter_name)

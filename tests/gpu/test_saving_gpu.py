@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_trainer.batch.batching import ready
-from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import CheckpointConfig, RolloutConfig, TrainConfig
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.policy import AllWeights
@@ -27,7 +27,7 @@ from vllm_server.protocol.page_lock import page_lock
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GROUP = [sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)]
-CONFIG = TrainConfig(model=ModelConfig(name="tiny", device="cuda", dtype="float32"), training_steps=100)
+CONFIG = TrainConfig(model_name="tiny", device="cuda", dtype="float32", training_steps=100)
 
 
 def test_a_copy_is_page_locked_and_does_not_change_with_the_gpu() -> None:

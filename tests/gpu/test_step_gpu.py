@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_trainer.batch.microbatches import Packed, split
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.engine.attention import NONE_SHARED, arguments, packed_attention
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.metrics.types import reduce
@@ -114,7 +114,7 @@ def test_an_adapters_step_is_the_padded_one(shared: str, compiled: str, checkpoi
     """In bfloat16, so to its rounding."""
     base: Any = tiny("qwen2", hidden_size=64, num_hidden_layers=3)
     base.to("cuda", torch.bfloat16).requires_grad_(False)
-    model = add_adapter(base, LoraOnly(mode="lora_only", r=8), seed=0)
+    model = add_adapter(base, BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
     fill_b(model)
     loss, gradient = gradients_of(Trainer(copy.deepcopy(model), settings(packing="off")))
     more = {"checkpointing": checkpointing, "max_tokens_per_microbatch": 40, "share_prompts": shared}

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from grpo_trainer import loop
-from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_all_weights
@@ -54,8 +53,8 @@ class NoBridge(contextlib.nullcontext[Any]):
 
 def policy_of(config: TrainConfig, *_: Any) -> Policy:
     """All weights come without a tokenizer here, and are saved rounded."""
-    if isinstance(config.bridge, CheckpointRestart):
-        return AllWeights(load_all_weights(config.model), None, torch.bfloat16)
+    if config.weight_bridge_mode == "none":
+        return AllWeights(load_all_weights(config), None, torch.bfloat16)
     return build_policy(config)
 
 

@@ -57,7 +57,7 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
     config = settings(model, folder, ports[::-1] if fault == "another's server" else ports, **own, **options)
-    world = meet(config, address) if on_one_gpu else join(config.distributed, on_gpu=torch.cuda.is_available())
+    world = meet(config, address) if on_one_gpu else join(config, on_gpu=torch.cuda.is_available())
     seen: dict[str, Any] = {}
     try:
         lead(config, world, seen) if world.leads else follow(config, world, fault, seen)
@@ -68,7 +68,7 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
 
 def meet(config: TrainConfig, address: str) -> World:
     """Connect processes that share a GPU, which NCCL refuses."""
-    rank, size = config.distributed.rank, config.distributed.processes
+    rank, size = config.rank, config.processes
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
@@ -112,7 +112,7 @@ def follow(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) 
     assert isinstance(policy, SharedWeights)
     seen["boot"] = policy.source.boot_id
     trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
     memory.watch(trainer)
     plant(fault, trainer, policy)
     bridge = build_followers_bridge(config, policy, world)

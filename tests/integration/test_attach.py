@@ -70,7 +70,7 @@ def test_a_model_attached_to_a_server(tmp_path: Path) -> None:
         config = read_bridge_config(tmp_path)
         info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
         assert (info.boot_id, info.bridge_config_path) == (config.boot_id, str(tmp_path / "vllm_bridge_config.json"))
-        model = attach_model(config, ModelConfig(name=str(server.model_folder)), torch.device("cpu"))
+        model = attach_model(config, ModelConfig(model_name=str(server.model_folder)), torch.device("cpu"))
         assert _difference(server, model) < TOLERANCE
         (tmp_path / "kept").mkdir()
         kept = write_config(tmp_path / "kept", config)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.alignment.probes import FAILED, Probe, probe_of, trainer_logprobs
-from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
@@ -80,11 +79,11 @@ class Sending:
         values |= {"seq_len": 128, "lr": 1e-2, "save_path": str(folder)}
         self.config = build(TrainConfig, values | options)
         policy = build_policy(self.config)
-        assert isinstance(policy, AllWeights) and isinstance(self.config.bridge, Broadcast)
+        assert isinstance(policy, AllWeights) and self.config.weight_bridge_mode == "broadcast"
         self.policy = policy
         self.trainer = Trainer(policy.model, self.config)
-        self.checkpoints = Checkpoints(self.config.checkpoints, policy, self.trainer.optimizer)
-        self.client = ServerClient(self.config.vllm)
+        self.checkpoints = Checkpoints(self.config, policy, self.trainer.optimizer)
+        self.client = ServerClient(self.config.server)
         self.folder = folder / "weights"
         self.bridge = self.bridge_to(server)
 
@@ -94,10 +93,10 @@ class Sending:
     def bridge_to(self, server: Serving) -> BroadcastBridge:
         """A bridge from the same weights to another server."""
         weights = PresentWeights(lambda: self.policy.tensors())  # a test may replace it
-        assert isinstance(self.config.bridge, Broadcast)
+        assert self.config.weight_bridge_mode == "broadcast"
         folder = self.folder / server.url.rpartition(":")[2]
-        client = ServerClient(at_url(self.config.vllm, server.url))
-        return BroadcastBridge(self.config.bridge, self.policy, weights, client, server.url, folder, 128, "float32")
+        client = ServerClient(at_url(self.config.server, server.url))
+        return BroadcastBridge(self.config, self.policy, weights, client, server.url, folder, 128, "float32")
 
     def ask(self, client: ServerClient | None = None) -> tuple[Probe, int]:
         client = client or self.client
@@ -106,7 +105,7 @@ class Sending:
 
     def assert_serves(self, version: int, server: Serving | None = None) -> Probe:
         """The server's logprobs are those of the weights that the trainer has now."""
-        probe, answered = self.ask(server and ServerClient(at_url(self.config.vllm, server.url)))
+        probe, answered = self.ask(server and ServerClient(at_url(self.config.server, server.url)))
         assert answered == version
         assert float((probe.server_logprobs - trainer_logprobs(self.policy.model, probe)).abs().mean()) < TOLERANCE
         return probe

@@ -88,7 +88,7 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
 def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, tmp_path: Path) -> None:
     """It is stopped, so that it still accepts connections; when it runs again, it is used again.
 
-    A trainer that restarts does not wait for it either: it would wait for --vllm-timeout.
+    A trainer that restarts does not wait for it either: it would wait for --server.startup-timeout.
     """
     run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
     with started(demo_model, run_dir, log, **options("broadcast", steps, **{"vllm-timeout": 5000})) as process:

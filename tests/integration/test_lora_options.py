@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from grpo_trainer.alignment import proof
 from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
 from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_model
@@ -40,10 +39,10 @@ class Side:
         lora = {"lora_keep_versions": KEEP_VERSIONS, "lora_root": str(server.adapter_root)}
         rank = {} if "lora_adapter" in options else {"lora_r": RANK}
         config = build(TrainConfig, {**values, **lora, **rank, "seq_len": 256, "device": "cpu", **options})
-        assert isinstance(config.bridge, LoraOnly)
-        self.model: PeftModel = add_adapter(load_model(config.model), config.bridge, seed=0)
-        self.client = ServerClient(config.vllm)
-        self.swap = LoraSwap(config.bridge, self.model, self.client, server.adapter_root, config.model.seq_len)
+        assert config.weight_bridge_mode == "lora_only"
+        self.model: PeftModel = add_adapter(load_model(config), config, seed=0)
+        self.client = ServerClient(config.server)
+        self.swap = LoraSwap(config, self.model, self.client, server.adapter_root, config.seq_len)
 
     def published(self) -> Probe:
         """What the server says once it has this side's adapter."""

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.engine import compiled
 from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.compiled import compile_layers, learn
@@ -137,7 +136,7 @@ def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
     """With every term of the loss."""
     results = []
     for choice, checkpointing in (("off", False), ("on", True)):
-        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        model = add_adapter(tiny_qwen(), BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
         fill_b(model)
         loss = {"loss": "grpo", **EVERYTHING}
         config = settings(packing="on", loss=loss, compile=choice, checkpointing=checkpointing)
@@ -187,15 +186,15 @@ def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) ->
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_what_is_compiled_before_there_are_weights_serves_the_model(mode: str, graphs: Any) -> None:
     packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
-    options = {"mode": mode, **({"r": 8, "share_base": True} if mode == "lora_only" else {})}
-    config = TrainConfig.model_validate({**settings(**packed, compile="on").model_dump(), "bridge": options})
+    options = {"lora_r": 8, "share_base": True} if mode == "lora_only" else {}
+    config = settings(**packed, compile="on", weight_bridge_mode=mode, **options)
     base = tiny("qwen2", num_hidden_layers=3)
     before = torch.get_rng_state()
     compile_ahead(config, build_without_weights(base.config, torch.float32, "sdpa", torch.device("cpu")))
     assert torch.equal(before, torch.get_rng_state())
     layers = graphs["unique_graphs"]
     assert layers == (2 if mode == "lora_only" else 1)  # the first one's input has no gradient under an adapter
-    lora = LoraOnly.model_validate(options) if mode == "lora_only" else None
+    lora = BridgeConfig.model_validate(options) if mode == "lora_only" else None
     model = base if lora is None else add_adapter(base.requires_grad_(False), lora, seed=0)
     Trainer(model, config).step(full_rollouts(), 0)
     assert graphs["unique_graphs"] == layers + 2  # and the head

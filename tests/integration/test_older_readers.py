@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from environments.demo_model.model import CHAT_TEMPLATE, build_tokenizer
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.model.export import export_model
 from grpo_trainer.model.lora import add_adapter
@@ -163,7 +163,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
         tokenizer.save_pretrained(folder / "base")
         model = base_model(kind)
         model.config._name_or_path = str(folder / "base")
-        options = LoraOnly.model_validate({"mode": "lora_only", "r": 8, "alpha": 64})
+        options = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_alpha": 64})
         adapted = add_adapter(base_model(kind).requires_grad_(False), options, seed=0)
         adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
         fill_b(adapted)

@@ -79,6 +79,6 @@ def test_train_alone_refuses_a_busy_port_before_it_starts_anything(demo_model: P
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("grpo: --vllm-port: ") and f"got {port}, " in line and f"pid {os.getpid()} " in line
+    assert line.startswith("grpo: --server.port: ") and f"got {port}, " in line and f"pid {os.getpid()} " in line
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "logs").exists()

@@ -20,8 +20,7 @@ from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.batch.batching import prepare
 from grpo_trainer.batch.microbatches import split
-from grpo_trainer.config.loss import LossConfig
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.routing import CHANGED
 from grpo_trainer.rollouts.filter import misfit
@@ -109,11 +108,9 @@ def at_the_trainer(completions: list[Completion]) -> Group:
 
 def gaps(model: nn.Module, dtype: Any, group: Group, replay: Any) -> tuple[Tensor, float]:
     """The trainer's logprobs minus the server's, token by token, and the share of experts that it would change."""
-    config = TrainConfig(
-        model=ModelConfig(name="m", dtype=dtype, logits_dtype="float32"), loss=LossConfig(routing_replay=replay)
-    )
+    config = TrainConfig(model_name="m", dtype=dtype, logits_dtype="float32", routing_replay=replay)
     forward = build_forward(model, config)
-    chosen = prepare(RolloutBatch("b", (group,)), config.loss, 128).sequences
+    chosen = prepare(RolloutBatch("b", (group,)), config, 128).sequences
     found, changed = [], []
     with torch.no_grad():
         for microbatch in split(chosen, 4, packed=forward.packed):

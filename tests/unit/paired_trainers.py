@@ -18,10 +18,8 @@ from unittest import mock
 import msgspec
 import torch
 
-from grpo_trainer.config.bridge import SharedVllm
-from grpo_trainer.config.distributed import BUCKET_BYTES
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
 from grpo_trainer.errors import CommonBridgeError, GrpoError, ServerError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
@@ -53,7 +51,7 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     values |= {"lr": 1e-3, "batch_size": 2, "adam_epsilon": 1e-3, "save_path": str(folder / "checkpoints")}
     values |= {"trainer_rank": rank, "world_size": size, "init_method": f"tcp://127.0.0.1:{port}"}
     config = build(TrainConfig, values | options)
-    world = join(config.distributed, on_gpu=False)
+    world = join(config, on_gpu=False)
     server = SharingServer()
     server.info = msgspec.structs.replace(server.info, boot_id=f"boot {0 if fault == 'one server' else rank}")
     server.model.to(served)
@@ -86,9 +84,9 @@ def work(config: TrainConfig, world: World, server: SharingServer, fault: str, r
     policy = SharedWeights(model, None, SimpleNamespace(boot_id=server.info.boot_id))  # type: ignore[arg-type]
     trainer = Trainer(model, config, world=world)
     torch.manual_seed(world.rank)  # so that ranks which round by themselves would differ
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
-    assert isinstance(config.bridge, SharedVllm)
-    own = SharedBridge(config.bridge, policy, server, 64)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    assert config.weight_bridge_mode == "shared_vllm"
+    own = SharedBridge(config, policy, server, 64)  # type: ignore[arg-type]
     urls = [f"http://server-{rank}" for rank in range(world.size)]
     bridge = own if world.alone else PairedBridge(own, policy, world, urls)
     with mock.patch.object(server, "close", lambda: None, create=True), bridge:

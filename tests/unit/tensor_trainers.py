@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.alignment.probes import logprobs_of
-from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.tensor_shards import cut_model
@@ -44,7 +43,7 @@ def main(rank: int, size: int, port: int, folder: Path) -> None:
     values: dict[str, Any] = {"model": "x", "weight_bridge_mode": "shared_vllm", "device": "cpu", "batch_size": 2}
     values |= {"lr": 1e-3, "adam_epsilon": 1e-3, "seq_len": 64, "save_path": str(folder)}
     values |= {"trainer_rank": rank, "world_size": size, "init_method": f"tcp://127.0.0.1:{port}"}
-    world = join(build(TrainConfig, values).distributed, on_gpu=False)
+    world = join(build(TrainConfig, values), on_gpu=False)
     torch.save({name: trained(name, values, world) for name in CASES}, folder / f"rank{rank}of{size}.pt")
 
 
@@ -66,8 +65,8 @@ def trained(name: str, values: dict[str, Any], world: World) -> dict[str, Any]:
     model = random_model(name)
     config = build(TrainConfig, values | {key: value for key, value in CASES[name][2].items() if key != "served"})
     shard = cut_model(model, world.rank, world.size) if not world.alone else None
-    assert isinstance(config.bridge, SharedVllm)
-    choose_trained(model, config.bridge)
+    assert config.weight_bridge_mode == "shared_vllm"
+    choose_trained(model, config)
     trainer = Trainer(model, config, world=world)
     torch.manual_seed(world.rank)  # so that ranks which round by themselves would differ
     losses, norms = [], []

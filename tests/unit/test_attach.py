@@ -48,7 +48,9 @@ TOKENS = torch.randint(2, VOCABULARY, (1, 90), generator=torch.Generator().manua
 
 def options(server: StandIn, architecture: str = "", **more: Any) -> ModelConfig:
     attention = ATTENTION.get(architecture, "sdpa")
-    return ModelConfig.model_validate({"name": str(server.folder), "device": "cpu", "attention": attention, **more})
+    return ModelConfig.model_validate(
+        {"model_name": str(server.folder), "device": "cpu", "attention": attention, **more}
+    )
 
 
 def attached(server: StandIn, architecture: str = "", **more: Any) -> PreTrainedModel:
@@ -176,7 +178,7 @@ def test_what_is_saved_is_what_was_loaded(tmp_path: Path) -> None:
     ids=lambda config: config.model_type,
 )  # fmt: skip
 def test_nothing_is_random_in_training_mode(config: Any) -> None:
-    model = freeze(AutoModelForCausalLM.from_config(config), ModelConfig(name="x"))
+    model = freeze(AutoModelForCausalLM.from_config(config), ModelConfig(model_name="x"))
     assert model.training
     assert torch.equal(logprobs(model), logprobs(model))
 
@@ -318,14 +320,14 @@ def test_another_model_is_refused_by_the_field_that_differs(
     setattr(other, field, value)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError) as refused:
-        attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+        attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "other")), CPU)
     assert (refused.value.field, refused.value.got) == (f"--model-name: {field}", str(value))
 
 
 def test_another_architecture_is_refused(qwen: StandIn, tmp_path: Path) -> None:
     random_model("qwen3").config.save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError) as refused:
-        attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+        attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "other")), CPU)
     assert refused.value.field.startswith("--model-name: ") and refused.value.got != refused.value.wanted
 
 
@@ -333,7 +335,7 @@ def test_the_same_model_in_another_folder_is_taken(qwen: StandIn, tmp_path: Path
     copy = random_model("qwen2").config
     copy.initializer_range = 0.5  # without effect on a model that is there
     copy.save_pretrained(tmp_path / "copy")
-    attach_model(qwen.config, options(qwen, name=str(tmp_path / "copy")), CPU)
+    attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "copy")), CPU)
 
 
 def test_a_server_whose_model_cant_be_read_is_refused(qwen: StandIn) -> None:

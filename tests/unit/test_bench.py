@@ -37,9 +37,10 @@ from grpo_trainer.bench.loop import (
 from grpo_trainer.bench.models import SHAPES, ensure_model
 from grpo_trainer.bench.publish import SyncOptions, publish_figures, server_spec, trainer_config
 from grpo_trainer.bench.step import StepOptions, completion_lengths, step_flops, synthetic_batch
-from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
+from grpo_trainer.config.bridge import ALL_LINEAR, BridgeConfig
 from grpo_trainer.config.options import Section, build
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.machine import Gpu
@@ -66,10 +67,14 @@ def test_size_of_an_adapter() -> None:
 def test_model_of_a_shape_is_written_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
     folder, shape = tmp_path / "model", SHAPES["tiny"]
     ensure_model(shape, folder, torch.float32)
-    model = load_model(ModelConfig(name=str(folder), device="cpu"))
+    model = load_model(ModelConfig(model_name=str(folder), device="cpu"))
     assert model.num_parameters() == shape.parameters
     lora = sum(
-        p.numel() for name, p in add_adapter(model, LoraOnly(r=16), seed=0).named_parameters() if "lora_" in name
+        p.numel()
+        for name, p in add_adapter(
+            model, BridgeConfig(weight_bridge_mode="lora_only", lora_r=16), seed=0
+        ).named_parameters()
+        if "lora_" in name
     )
     assert lora == shape.adapter_parameters(16, ALL_LINEAR)
     written = (folder / "model.safetensors").stat().st_mtime_ns
@@ -133,12 +138,12 @@ def config_of(argv: Sequence[str]) -> RunConfig:
 def test_loop_is_a_run_with_its_defaults(shape: str, most: int) -> None:
     config = config_of(run_process(build(LoopOptions, {"shape": shape}), Path("m"), Path("r"), ()).argv)
     trainer, (environment,) = config.trainer, config.environments
-    assert (trainer.sequences_per_step, trainer.training_steps, trainer.model.seq_len) == (256, 25, 256 + 1024)
-    assert trainer.compute.max_tokens_per_microbatch == most
+    assert (trainer.sequences_per_step, trainer.training_steps, trainer.seq_len) == (256, 25, 256 + 1024)
+    assert trainer.max_tokens_per_microbatch == most
     assert environment.name == ENVIRONMENT
     assert environment.env == {"group_size": "8", "prompt_tokens": "256", "completion_mean": "350.0"}
     defaults = build_run({}, {"model_name": "m"})
-    assert trainer.checkpoints.checkpoint_interval == defaults.trainer.checkpoints.checkpoint_interval
+    assert trainer.checkpoint_interval == defaults.trainer.checkpoint_interval
     assert config.server.extra_args == ()
 
 

@@ -120,7 +120,7 @@ def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfig
     path = write_config(tmp_path, both)
     assert read_bridge_config(path, 0, 2).ipc_handles == config.ipc_handles
     assert read_bridge_config(path, 1, 2).ipc_handles == both.further_ranks[0].ipc_handles
-    refused(path, "tp_degree", "2", wanted="1", fix="--tensor-parallel-size 2")
+    refused(path, "tp_degree", "2", wanted="1", fix="--server.tensor-parallel-size 2")
     with pytest.raises(BridgeError) as caught:
         read_bridge_config(write_config(tmp_path, config), 1, 2)
     assert caught.value.field.endswith("tp_degree") and caught.value.got == "1"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.config.bridge import Broadcast
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights import broadcast
 from grpo_trainer.weights.broadcast import BroadcastBridge
@@ -70,7 +70,7 @@ def reach(
     monkeypatch.setattr(broadcast, "senders", found)
     monkeypatch.setattr(broadcast, "REASON_SECONDS", 5.0)
     monkeypatch.setattr(broadcast.TrainerPlace, "of", lambda tensor: TrainerPlace("own", "here"))
-    config: Any = SimpleNamespace(transport="auto", staging=staging, in_flight="keep")
+    config: Any = SimpleNamespace(broadcast_transport="auto", broadcast_staging=staging, in_flight="keep")
     nothing: Any = None
     talks: Any = server
     url, folder = "http://host", Path("/none")
@@ -124,7 +124,9 @@ def test_memory_that_a_trainer_process_plans_to_use_is_not_taken_for_staging(
 def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
     """It is deleted at the end, so it is never the folder that the user names, nor another run's."""
     root, one, other = tmp_path / "root", tmp_path / "one", tmp_path / "other"
-    asked = Broadcast(mode="broadcast", transport="disk", root=root)
+    asked = BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk", broadcast_root=root)
     first = weights_folder(asked, one)
     assert first.parent == root and first == weights_folder(asked, one) != weights_folder(asked, other)
-    assert weights_folder(Broadcast(mode="broadcast", transport="disk"), one) == one / "weights"
+    assert (
+        weights_folder(BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk"), one) == one / "weights"
+    )

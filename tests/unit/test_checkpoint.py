@@ -11,8 +11,8 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.config.bridge import LoraOptions
-from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.bridge import ALL_LINEAR
+from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.policy import Adapter, AllWeights
@@ -24,7 +24,7 @@ from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 
 
 def trainer_with(**options: Any) -> Trainer:
-    config = TrainConfig(model=ModelConfig(name="tiny"), training_steps=100)
+    config = TrainConfig(model_name="tiny", training_steps=100)
     return Trainer(tiny_lora(**options), config)
 
 
@@ -38,7 +38,7 @@ def checkpoints(trainer: Trainer, folder: Path, **options: object) -> Checkpoint
 def trainer_of_all_weights(seed: int = 0) -> Trainer:
     model = tiny_qwen(seed)
     model.requires_grad_(True)
-    return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+    return Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
 
 
 ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
@@ -191,7 +191,11 @@ def test_auto_takes_the_final_adapter_of_a_run_that_is_to_go_further(tmp_path: P
         ({"alpha": 512}, "--lora-alpha", "512.0", "32.0"),
         (
             {"target_modules": ("v_proj", "up_proj")},
-            *("--lora-target-modules", str(["up_proj", "v_proj"]), str(sorted(LoraOptions().target_modules))),
+            *(
+                "--lora-target-modules",
+                str(["up_proj", "v_proj"]),
+                str(sorted(ALL_LINEAR)),
+            ),
         ),
     ],
 )
@@ -211,7 +215,7 @@ def test_a_checkpoint_of_other_trained_layers_is_refused_by_their_names(tmp_path
     def trainer_of_layer(number: int) -> Trainer:
         model = tiny_qwen(0).requires_grad_(False)
         model.get_submodule(f"model.layers.{number}").requires_grad_(True)
-        return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+        return Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
 
     first = trainer_of_layer(0)
     first.step(ROLLOUTS, 0)
@@ -241,7 +245,7 @@ def test_hyperparameters_are_those_of_the_flags_not_of_the_checkpoint(tmp_path: 
     trainer = trainer_with()
     trainer.step(ROLLOUTS, 0)
     checkpoints(trainer, tmp_path).save(Progress(1, 1))
-    config = TrainConfig(model=ModelConfig(name="tiny"), optimizer=OptimizerConfig(adam_beta2=0.9, weight_decay=0.1))
+    config = TrainConfig(model_name="tiny", adam_beta2=0.9, weight_decay=0.1)
     second = Trainer(tiny_lora(), config)
     checkpoints(second, tmp_path).resume()
     (group,) = second.optimizer.param_groups

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, Proof
-from grpo_trainer.config.bridge import RestartOptions
-from grpo_trainer.config.train import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.policy import AllWeights
@@ -23,9 +23,9 @@ from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.checkpoint_restart import (
     CheckpointModels,
-    CheckpointRestart,
     Launched,
     MergedModels,
+    RestartBridge,
 )
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
@@ -107,10 +107,10 @@ class Bridge:
         self.servers = [FakeServer(each) for each in (fault, *faults_of_others)]
         self.server = self.servers[0]
         self.model, self.change, models = (lora if mode == "lora_restart" else full)(base, self.root, keep)
-        options = RestartOptions(vllm_restart_interval=interval)
+        options = BridgeConfig(vllm_restart_interval=interval)
         fakes: list[Any] = [*self.servers]
         launched = [Launched(fake, fake, Proof(self.model, fake, "float32")) for fake in fakes]
-        self.bridge = CheckpointRestart(options, models, launched, 64, last)
+        self.bridge = RestartBridge(options, models, launched, 64, last)
 
     def folders(self) -> list[str]:
         return sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
@@ -126,7 +126,7 @@ def lora(base: str, root: Path, keep: int) -> Made:
 
 def full(base: str, root: Path, keep: int) -> Made:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    trainer = Trainer(model, TrainConfig(model=ModelConfig(name=base)))
+    trainer = Trainer(model, TrainConfig(model_name=base))
     config = CheckpointConfig(save_path=root, keep_checkpoints=keep)
     checkpoints = Checkpoints(config, AllWeights(model, None), trainer.optimizer)
 
@@ -273,7 +273,7 @@ def test_exports_of_a_process_that_was_killed_go_when_its_run_goes_on(
 ) -> None:
     base = str(save_tiny(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    optimizer = Trainer(model, TrainConfig(model=ModelConfig(name=base))).optimizer
+    optimizer = Trainer(model, TrainConfig(model_name=base)).optimizer
     root = tmp_path / "run"
     for name in ("step_2", "version_9"):
         (root / name).mkdir(parents=True)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import unique_leaves
+from grpo_trainer.config.options import options_of
 from grpo_trainer.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_help_is_one_screen_with_what_matters_first(command: str) -> None:
 
 def test_all_of_them_have_a_row_with_their_whole_name() -> None:
     rows = flags_of(said("train", "--help-all"))
-    assert {flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags} <= rows
+    assert {flag for leaf in options_of(TrainConfig) for flag in leaf.flags} <= rows
     names = flags_of(said("run", "--help-all"))
     assert {"--server.gpu-memory-utilization", "--server.pipeline-parallel-size", "--env", "--config"} <= names
 

@@ -226,7 +226,7 @@ def test_an_environments_state_stays_in_its_folder(tmp_path: Path, name: str) ->
 def test_a_home_folder_in_a_file_names_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = build(TrainConfig, {"model_name": "m", "resume": "~/runs/a/checkpoints/step_3"})
-    assert config.checkpoints.resume == "/home/me/runs/a/checkpoints/step_3"
+    assert config.resume == "/home/me/runs/a/checkpoints/step_3"
 
 
 def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_resuming_a_damaged_run_fuzz(damage: list[tuple[Path, tuple[str, float, 
         policy = build_policy(config)
         trainer = Trainer(policy.model, config)
         with suppress(UserError):
-            progress = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms).resume()
+            progress = Checkpoints(config, policy, trainer.optimizer, trainer.norms).resume()
             assert progress.step in (3, 4)
             keep_steps(folder / "samples.jsonl", progress.step)
             build_metric_log(config, RunConsole(Console(quiet=True), 9), progress.step).close()

@@ -20,7 +20,7 @@ from environments.maths.judge import MathJudge
 from environments.threads import Threads
 from environments.tokenizers import after_thinking
 from grpo_trainer.cli import app
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
 
 # ---------------------------------------------------------------- how they are written
 

@@ -24,9 +24,8 @@ from transformers import Gemma3Config
 
 from grpo_trainer import follower
 from grpo_trainer.batch.batching import deal, ready
-from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.errors import (
     CommonDriftError,
     CommonError,

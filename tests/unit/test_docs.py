@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_trainer.cli import app
-from grpo_trainer.config.learning_rate import unusual
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.rules import unusual_lr
+from grpo_trainer.config.run import build_run
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +62,8 @@ def test_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyP
         CliRunner().invoke(app, ["run", *words], catch_exceptions=False)
     assert len(accepted) == len(found)
     for config in accepted:
-        name = config.trainer.model.name
-        assert unusual(config.trainer, DEMO_PARAMETERS if name == "runs/demo-model" else None) is None
+        name = config.trainer.model_name
+        assert unusual_lr(config.trainer, DEMO_PARAMETERS if name == "runs/demo-model" else None) is None
 
 
 def test_file_of_a_run_that_the_docs_show_is_accepted() -> None:

@@ -25,7 +25,8 @@ from rich.console import Console
 
 from grpo_common.errors import Problem
 from grpo_trainer import machine as machines
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor import checks, trials
 from grpo_trainer.doctor.before_start import (

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from grpo_trainer import dry_run
 from grpo_trainer.cli import app
-from grpo_trainer.config.run import RunConfig, build_run, read_toml
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served, State, in_use, read_served
 from grpo_trainer import server_client
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.server_client import present
@@ -73,14 +73,14 @@ class Run:
         rows = [Member(f"server-{url[-1]}", url, "here", state, boot) for url, state, boot in members]
         (self.folder / MEMBERS_FILE).write_bytes(msgspec.json.encode(rows))
 
-    def open(self, name: str, vllm: VllmConfig) -> Bridge:
+    def open(self, name: str, vllm: Server) -> Bridge:
         self.opened.setdefault(vllm.url, []).append(bridge := self.make())
         return bridge
 
     def servers(self) -> ElasticServers:
         """As `grpo run` starts it with the two servers A and B, published once."""
         self.list((A, "starting", 1), (B, "starting", 1))
-        config = present(VllmConfig(host="127.0.0.1", port=1, roster=self.folder))
+        config = present(Server(host="127.0.0.1", port=1, roster=self.folder))
         return ElasticServers(self.folder, config, self.open)
 
 
@@ -219,7 +219,7 @@ def test_a_server_that_restarted_while_it_was_waited_for_stays(run: Run) -> None
 
 def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) -> None:
     run.list((A, "restarting", 2), (B, "running", 1), (C, "running", 1))
-    config = present(VllmConfig(port=9001, also=("127.0.0.1:9002",), roster=run.folder))
+    config = present(Server(port=9001, also=("127.0.0.1:9002",), roster=run.folder))
     assert [each.url for each in config.each] == [B, C]
 
 
@@ -237,7 +237,7 @@ def test_a_trainer_that_starts_again_does_not_wait_for_a_silent_server(
             up.callback(health.shutdown)
         urls = [f"http://127.0.0.1:{port}" for port in (silent.getsockname()[1], health.server_port)]
         run.list((urls[0], "running", 1), (urls[1], "running", 1), (C, "starting", 2))
-        config = VllmConfig(roster=run.folder)
+        config = Server(roster=run.folder)
         assert [each.url for each in present(config).each] == [*urls, C], "at the start of a run all are waited for"
         (run.folder / SERVED_FILE).write_bytes(msgspec.json.encode({url: Served(1, 5) for url in urls}))
         assert [each.url for each in present(config).each] == ([urls[1]] if one_answers else [*urls, C])

@@ -21,7 +21,8 @@ from environments.__main__ import main
 from environments.demo_model.model import build_tokenizer
 from environments.running.trial import REPORT_VARIABLE, report
 from grpo_common.errors import Problem
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.launch import trial
 from grpo_trainer.launch.trial import Outcome, trying
 from tests.stand_ins import Scripted

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import ModelError
 from grpo_trainer.model.export import INDEX_FILE, checkpoint_name, export_model, plan_shards
 from grpo_trainer.model.lora import add_adapter
@@ -121,7 +121,7 @@ def test_a_merged_model_computes_what_the_adapter_does(
 ) -> None:
     base = make()  # type: ignore[call-arg]
     base.requires_grad_(False)
-    options = LoraOnly.model_validate({"mode": "lora_only", "r": 8, "rslora": rslora})
+    options = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_rslora": rslora})
     model = add_adapter(base, options, seed=0)
     fill_b(model)
     export_model(model, None, tmp_path, torch.float32)
@@ -142,7 +142,7 @@ def test_no_bit_of_the_model_in_memory_changes(tmp_path: Path) -> None:
 
 def test_merging_is_exact_before_it_is_rounded(tmp_path: Path) -> None:
     base = tiny_qwen().to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    model = add_adapter(base, LoraOnly.model_validate({"mode": "lora_only", "r": 8}), seed=0)
+    model = add_adapter(base, BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8}), seed=0)
     fill_b(model)
     layer: Any = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -197,7 +197,7 @@ def test_an_adapter_on_one_of_two_tied_modules_is_refused(tmp_path: Path) -> Non
     model = tied_qwen()
     first, second = (model.get_submodule(f"model.layers.{number}.mlp.up_proj") for number in (0, 1))
     second.weight = first.weight
-    options = LoraOnly.model_validate({"mode": "lora_only", "r": 8, "layers": "1"})
+    options = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_layer_indices": "1"})
     adapted = add_adapter(model, options, seed=0)
     with pytest.raises(ModelError) as error:
         export_model(adapted, None, tmp_path, torch.float32)

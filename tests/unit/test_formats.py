@@ -25,7 +25,8 @@ from grpo_common.errors import UserError
 from grpo_common.formats import FormatError, check_format, check_sqlite
 from grpo_common.roster import in_use
 from grpo_trainer.cli import app
-from grpo_trainer.config.train import RolloutConfig, VllmConfig
+from grpo_trainer.config.server import Server
+from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.fleet import FOLDER as REQUESTS
 from grpo_trainer.launch.fleet import Answer, Request, answer_all
@@ -223,7 +224,7 @@ async def closed_after(client: Any, ask: Callable[[Any, str], Awaitable[object]]
 def test_clients_refuse_a_newer_server(tmp_path: Path) -> None:
     info = msgspec.to_builtins(msgspec.structs.replace(bridge_info(), format=2))
     with answering(answers_of(bridge_info=info, health={})) as url:
-        client = ServerClient(VllmConfig(host="127.0.0.1", port=int(url.rpartition(":")[2])))
+        client = ServerClient(Server(host="127.0.0.1", port=int(url.rpartition(":")[2])))
         with refused(tmp_path, url, ServerError):
             client.wait_until_ready()
         with refused(tmp_path, url, PeerError):
@@ -234,7 +235,7 @@ def test_clients_refuse_a_newer_rollout_api(tmp_path: Path) -> None:
     registered = {"register": {"uuid": 1, "format": 2}, "register_env": {"status": "success", "format": 2}}
     with answering(answers_of(**registered)) as url:
         with refused(tmp_path, url, ServerError):
-            RolloutClient(RolloutConfig(url=url, rollout_timeout=5), registration(4), lambda: None).register()
+            RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=5), registration(4), lambda: None).register()
         config = BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url, retry_timeout=5.0)
         with refused(tmp_path, url, PeerError):
             asyncio.run(closed_after(RolloutApi(config), RolloutApi.register))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, unusual
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.rules import unusual_lr
+from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog
 from grpo_trainer.metrics.health import (
@@ -192,10 +192,10 @@ def config(mode: str, **flags: object) -> TrainConfig:
 
 def test_the_default_learning_rate_suits_what_is_trained() -> None:
     for mode, rate in (("none", ALL_WEIGHTS_LR), ("shared_vllm", ALL_WEIGHTS_LR), ("lora_only", ADAPTER_LR)):
-        assert config(mode).optimizer.lr == rate
-        assert config(mode, weight_decay=0.1).optimizer.lr == rate
-        assert config(mode, lr=3e-4).optimizer.lr == 3e-4
-    assert build(TrainConfig, {"model_name": "m"}).optimizer.lr == ALL_WEIGHTS_LR
+        assert config(mode).lr == rate
+        assert config(mode, weight_decay=0.1).lr == rate
+        assert config(mode, lr=3e-4).lr == 3e-4
+    assert build(TrainConfig, {"model_name": "m"}).lr == ALL_WEIGHTS_LR
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_the_default_learning_rate_suits_what_is_trained() -> None:
 def test_a_learning_rate_out_of_the_usual_range_is_warned_of(
     mode: str, rate: float, parameters: int | None, better: str
 ) -> None:
-    problem = unusual(config(mode, lr=rate), parameters)
+    problem = unusual_lr(config(mode, lr=rate), parameters)
     assert (problem is not None) == bool(better)
     if problem is not None:
         assert problem.field == "--lr" and f"--lr {float(better):g}" in problem.fix

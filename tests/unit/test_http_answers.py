@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_common.http import Complaint, address, complaint, may_pass
-from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.server import Server
 from vllm_server.errors import ServeError
 
 MSGPACK = "application/msgpack"
@@ -32,7 +32,7 @@ def test_address_of_a_url(host: str, shown: str) -> None:
 
 
 def test_servers_at_ipv6_addresses() -> None:
-    config = VllmConfig(host="::1", port=9001, also=("[fd00::2]:9002",))
+    config = Server(host="::1", port=9001, also=("[fd00::2]:9002",))
     assert [each.url for each in config.each] == ["http://[::1]:9001", "http://[fd00::2]:9002"]
     assert config.each[1].host == "fd00::2"  # as a socket has it
 

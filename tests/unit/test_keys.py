@@ -12,7 +12,8 @@ import pytest
 
 from grpo_trainer import files
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
@@ -46,7 +47,7 @@ def test_a_server_on_another_machine_gets_a_key_that_its_clients_have(tmp_path: 
     with pytest.raises(FatalError):
         check_key("10.0.0.2", ())
     trainer = build(TrainConfig, made.config_files[tmp_path / "config" / "trainer.toml"])
-    assert trainer.vllm.api_key == "door-1"
+    assert trainer.server.api_key == "door-1"
     assert made.config_files[tmp_path / "config" / "env-arithmetic.toml"]["openai"]["api_key"] == "door-1"
 
 
@@ -93,7 +94,7 @@ def test_a_key_of_the_users_stays(tmp_path: Path) -> None:
 def test_each_run_has_its_own_long_key(tmp_path: Path) -> None:
     config = a_run(tmp_path, server__replicas="2")
     places = place_run(config, NODES, on_gpu=True)
-    keys = {str(with_key(config, places).trainer.vllm.api_key) for _ in range(10)}
+    keys = {str(with_key(config, places).trainer.server.api_key) for _ in range(10)}
     assert len(keys) == 10 and min(map(len, keys)) >= 32
 
 

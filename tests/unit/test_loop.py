@@ -17,10 +17,9 @@ import pytest
 from grpo_trainer import loop
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.bench import step as bench_step
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.checkpoints import CheckpointConfig
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import (
     BridgeError,
     CommonWeightsError,
@@ -149,8 +148,7 @@ class Fakes:
 
 
 def run(fakes: Any, steps: int, interval: str = "10m") -> None:
-    saving = CheckpointConfig(checkpoint_interval=interval)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=steps, checkpoints=saving)
+    config = TrainConfig(model_name="m", training_steps=steps, checkpoint_interval=interval)
     run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes)
 
 
@@ -208,7 +206,7 @@ def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before() -> N
                 time.sleep(0.001)
 
     fakes: Any = Hanging(True, True)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
+    config = TrainConfig(model_name="m", training_steps=2)
     with pytest.raises(HungError) as ended:
         run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes, watch=watch)
     assert said_of(ended.value) >= SAVED | {"1", "2"}  # the second step hung, the first is saved
@@ -224,7 +222,7 @@ def test_the_wait_for_the_last_evaluation_is_no_step_that_hangs() -> None:
             fakes.events.append("unwatched")
 
     fakes: Any = Fakes(False)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=1)
+    config = TrainConfig(model_name="m", training_steps=1)
     run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes, watch=Watch(60.0))
     step = ["watched", "publish 5", "unwatched", "report last 1", "watched", "save 1/5 b5", "settle ", "unwatched"]
     assert fakes.events[-10:-2] == step
@@ -304,7 +302,7 @@ def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
             raise ServerError("gone")
 
     fakes: Any = Spoiling(True, True)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=5)
+    config = TrainConfig(model_name="m", training_steps=5)
     with pytest.raises(GrpoError) as ended:
         run_steps(config, Progress(3, 5), fakes, fakes, fakes, fakes, fakes, world=world)
     assert said_of(ended.value) >= {"step_3", "--resume"}
@@ -341,7 +339,7 @@ def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
             return {}
 
     fakes: Any = Resumed(True, True, True, True)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=4)
+    config = TrainConfig(model_name="m", training_steps=4)
     run_steps(config, Progress(3, 90, ("a",)), fakes, fakes, fakes, fakes, fakes)
     assert begun == [Progress(3, 101, ("a",), VersionOffsets((VersionOffset(101, 11),)))]
     assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
@@ -357,7 +355,7 @@ def test_an_adapter_is_not_sent_again_under_a_name_that_was_used() -> None:
             return SimpleNamespace(pack_seconds=0.1, answer=answer)
 
     server: Any = None
-    swap = Sending(LoraOnly(r=8), tiny_lora(), server, Path(), 64)
+    swap = Sending(BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), tiny_lora(), server, Path(), 64)
     names = [swap.publish(version).name for version in (0, 0, 1, 1, 1, 2)]
     assert names == [f"policy-v{version}" for version in (0, 0, 1, 1, 1, 2)]
     assert sent == [0, 1, 2]

@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build, dump
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
@@ -34,9 +34,9 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=TOKENS).logits
 
 
-def bridge(**options: object) -> LoraOnly:
-    made = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **options}).bridge
-    assert isinstance(made, LoraOnly)
+def bridge(**options: object) -> BridgeConfig:
+    made = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **options})
+    assert made.weight_bridge_mode == "lora_only"
     return made
 
 
@@ -88,7 +88,7 @@ def test_modules_that_vllm_need_not_serve_are_refused(target: str, kind: str | N
 def test_a_model_without_linear_modules_says_so() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
     with pytest.raises(ModelError) as refused:
-        add_adapter(model, LoraOnly(target_modules=("c_attn",)), seed=0)
+        add_adapter(model, BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("c_attn",)), seed=0)
     assert (refused.value.got, refused.value.wanted) == ("c_attn", "none")
     assert "c_attn (Conv1D)" in refused.value.summary
 
@@ -108,8 +108,8 @@ def test_an_adapter_to_start_from_is_that_adapter(tmp_path: Path, options: dict[
 def test_rank_scale_modules_and_layers_come_from_the_adapter_and_survive_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, lora_alpha=12, use_rslora=True, layers_to_transform=[1])
     made = bridge(lora_adapter=str(path))
-    assert (made.r, made.alpha, made.rslora, made.layers) == (8, 12.0, True, "1")
-    assert made.target_modules == ("q_proj", "up_proj")
+    assert (made.lora_r, made.lora_alpha, made.lora_rslora, made.lora_layer_indices) == (8, 12.0, True, "1")
+    assert made.lora_target_modules == ("q_proj", "up_proj")
     config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter": str(path)})
     assert build(TrainConfig, dump(config, only_set=True)) == config
 

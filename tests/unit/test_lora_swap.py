@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.transports.transport import Sent
@@ -33,7 +33,7 @@ class Confirming:
 @pytest.fixture
 def bridge() -> LoraSwap:
     nothing: Any = None
-    bridge = LoraSwap(LoraOnly(mode="lora_only"), nothing, nothing, Path(), 64)
+    bridge = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only"), nothing, nothing, Path(), 64)
     bridge.transport = Confirming()
     return bridge
 

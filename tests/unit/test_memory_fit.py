@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import fitting
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, known_layers, measure
@@ -197,10 +197,11 @@ def test_states_gradients_and_master_weights_are_counted() -> None:
     def held(optimizer: str, *, master: bool = False, grad_dtype: str = "weights") -> float:
         config = TrainConfig.model_validate(
             {
-                "model": ModelConfig(name="tiny"),
-                "optimizer": {"optimizer": optimizer},
-                "compute": {"grad_dtype": grad_dtype},
-                "bridge": {"mode": "shared_vllm", "master_weights": master},
+                "model_name": "tiny",
+                "optimizer": optimizer,
+                "grad_dtype": grad_dtype,
+                "weight_bridge_mode": "shared_vllm",
+                "master_weights": master,
             }
         )
         return fitting.held_later(weights, config)

@@ -13,10 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.bench.models import SHAPES
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.distributed import BUCKET_BYTES
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
 from grpo_trainer.engine.recompute import measure
 from grpo_trainer.errors import ModelError
 from grpo_trainer.memory import (
@@ -187,7 +186,7 @@ def test_estimates_agree_with_what_a_model_keeps(adapter: bool) -> None:
     model.to(torch.bfloat16).train()
     if adapter:
         model.requires_grad_(False)
-        modules = list(LoraOnly(mode="lora_only").target_modules)
+        modules = list(BridgeConfig().lora_target_modules)
         model = get_peft_model(model, LoraConfig(r=8, target_modules=modules), autocast_adapter_dtype=True)
         use_few_kernels(model)
     decoder = model.get_base_model().model if adapter else model.model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, Phi3Config, Phi3ForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
 
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import not_trainable
@@ -25,7 +25,7 @@ def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None
         resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5,
     )  # fmt: skip
     PhiForCausalLM(config).save_pretrained(tmp_path)
-    model = load_model(ModelConfig(name=str(tmp_path), device="cpu"))
+    model = load_model(ModelConfig(model_name=str(tmp_path), device="cpu"))
     tokens = torch.tensor([[1, 2, 3, 4]])
     assert model.training
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_long_rope_has_one_kind_of_factors_whatever_stands_beside_a_text(
         return Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope))
 
     phi(1.0).save_pretrained(tmp_path)
-    model = load_model(ModelConfig(name=str(tmp_path), device="cpu", seq_len=seq_len)).eval()
+    model = load_model(ModelConfig(model_name=str(tmp_path), device="cpu", seq_len=seq_len)).eval()
     tokens = torch.randint(1, 64, (1, seq_len))
     alone, beside = model(input_ids=tokens[:, :10]).logits, model(input_ids=tokens).logits[:, :10]
     torch.testing.assert_close(alone, beside)
@@ -54,10 +54,10 @@ def test_long_rope_has_one_kind_of_factors_whatever_stands_beside_a_text(
 
 
 def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
-    model = load_model(ModelConfig(name=str(save_tiny(tmp_path)), device="cpu", dtype="bfloat16"))
+    model = load_model(ModelConfig(model_name=str(save_tiny(tmp_path)), device="cpu", dtype="bfloat16"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    adapted = add_adapter(model, LoraOnly(r=8), seed=0)
+    adapted = add_adapter(model, BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
@@ -81,7 +81,7 @@ def test_decoders_are_taken_with_or_without_an_architecture() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_weights_are_trained_in_fp32_whatever_the_forward_pass_computes_in(tmp_path: Path, dtype: str) -> None:
-    config = ModelConfig.model_validate({"name": str(save_tiny(tmp_path)), "device": "cpu", "dtype": dtype})
+    config = ModelConfig.model_validate({"model_name": str(save_tiny(tmp_path)), "device": "cpu", "dtype": dtype})
     model = load_all_weights(config)
     logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
     assert logits.dtype == getattr(torch, dtype)
@@ -93,7 +93,7 @@ def test_all_weights_are_trained_in_fp32_whatever_the_forward_pass_computes_in(t
 
 def test_a_missing_model_is_told_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
-        load_model(ModelConfig(name=f"{tmp_path}/none"))
+        load_model(ModelConfig(model_name=f"{tmp_path}/none"))
     assert (refused.value.field, refused.value.got) == ("--model-name", f"{tmp_path}/none")
 
 
@@ -108,7 +108,7 @@ def test_devices_and_dtypes() -> None:
 
 def test_modules_that_the_model_lacks_are_named_with_those_it_has() -> None:
     with pytest.raises(ModelError) as refused:
-        add_adapter(tiny_qwen(), LoraOnly(target_modules=("q", "w")), seed=0)
+        add_adapter(tiny_qwen(), BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("q", "w")), seed=0)
     assert (refused.value.field, refused.value.got) == ("--lora-target-modules", "q,w")
     assert refused.value.wanted.startswith("down_proj, ")
 

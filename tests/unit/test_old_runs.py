@@ -66,7 +66,7 @@ def config_of(folder: Path) -> TrainConfig:
 
 def trainer_of(config: TrainConfig, policy: Policy) -> tuple[Trainer, Checkpoints]:
     trainer = Trainer(policy.model, config)
-    return trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
+    return trainer, Checkpoints(config, policy, trainer.optimizer, trainer.norms)
 
 
 def check_optimizer(trainer: Trainer, saved: Mapping[str, Any], steps: int) -> None:
@@ -145,7 +145,7 @@ def test_all_weights_are_resumed_from_the_checkpoint_before_the_kill(tmp_path: P
     config = config_of(folder)
     source = msgspec.json.decode((folder / "config" / FILE_NAME).read_bytes(), type=BridgeConfigFile)
     assert (source.schema_version, source.num_params) == (1, 10)
-    policy = SharedWeights(load_model(config.model).requires_grad_(True), None, source)
+    policy = SharedWeights(load_model(config).requires_grad_(True), None, source)
     trainer, checkpoints = trainer_of(config, policy)
     progress = checkpoints.resume()
     policy.write_loaded()

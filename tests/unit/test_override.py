@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build, override
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
@@ -25,16 +25,16 @@ def made(by: dict[str, Any], file: dict[str, Any] = FILE) -> TrainConfig:
 
 
 def test_a_flag_wins_by_whichever_of_its_names() -> None:
-    bridge = made({"lora_r": 16, "lr": 1e-4}).bridge
-    assert isinstance(bridge, LoraOnly) and (bridge.r, bridge.alpha) == (16, 32.0)
+    bridge = made({"lora_r": 16, "lr": 1e-4})
+    assert bridge.weight_bridge_mode == "lora_only" and (bridge.lora_r, bridge.lora_alpha) == (16, 32.0)
 
 
 @pytest.mark.parametrize(
     ("by", "bridge"),
     [
-        ({"weight_bridge_mode": "none"}, CheckpointRestart),
-        ({"weight_bridge_mode": "shared_vllm"}, SharedVllm),
-        ({"single_copy": True}, SharedVllm),
+        ({"weight_bridge_mode": "none"}, BridgeConfig),
+        ({"weight_bridge_mode": "shared_vllm"}, BridgeConfig),
+        ({"single_copy": True}, BridgeConfig),
     ],
 )
 def test_another_mode_takes_the_files_options_of_its_own_along(
@@ -42,16 +42,16 @@ def test_another_mode_takes_the_files_options_of_its_own_along(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         config = made(by)
-    assert isinstance(config.bridge, bridge) and config.optimizer.lr == 1e-3
+    assert isinstance(config, bridge) and config.lr == 1e-3
     assert [record.args for record in caplog.records] == [
-        ("--weight-bridge-mode", config.bridge.mode, "lora-rank, lora_alpha")
+        ("--weight-bridge-mode", config.weight_bridge_mode, "lora-rank, lora_alpha")
     ]
 
 
 def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogCaptureFixture) -> None:
     assert made({"weight_bridge_mode": "lora_only"}) == made({})
     restart = made({"weight_bridge_mode": "lora_restart", "lora_r": 16}, {**FILE, "lora_keep_versions": 4})
-    assert restart.bridge.model_dump(include={"mode", "r", "alpha"}) == {"mode": "lora_restart", "r": 16, "alpha": 32.0}
+    assert (restart.weight_bridge_mode, restart.lora_r, restart.lora_alpha) == ("lora_restart", 16, 32.0)
     (warning,) = caplog.records
     assert warning.args == ("--weight-bridge-mode", "lora_restart", "lora_keep_versions")
 
@@ -59,14 +59,14 @@ def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogC
 @pytest.mark.parametrize("file", [{"single_copy": True}, {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}])
 def test_single_copy_is_a_mode_in_a_file_too_and_can_be_undone(file: dict[str, Any]) -> None:
     file = {"model": "m", **file}
-    assert isinstance(made({"weight_bridge_mode": "lora_only"}, file).bridge, LoraOnly)
-    assert isinstance(made({"single_copy": False, "weight_bridge_mode": "none"}, file).bridge, CheckpointRestart)
-    assert isinstance(made({}, file).bridge, SharedVllm)
+    assert made({"weight_bridge_mode": "lora_only"}, file).weight_bridge_mode == "lora_only"
+    assert made({"single_copy": False, "weight_bridge_mode": "none"}, file).weight_bridge_mode == "none"
+    assert made({}, file).weight_bridge_mode == "shared_vllm"
 
 
 def test_no_single_copy_undoes_the_files() -> None:
-    assert isinstance(made({"single_copy": False}, {"model": "m", "single_copy": True}).bridge, CheckpointRestart)
-    assert isinstance(made({"single_copy": False}).bridge, LoraOnly)
+    assert made({"single_copy": False}, {"model": "m", "single_copy": True}).weight_bridge_mode == "none"
+    assert made({"single_copy": False}).weight_bridge_mode == "lora_only"
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_what_is_wrong_by_itself_stays_an_error(
 @pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
 def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
     file = read_toml(ROOT / "configs" / "quickstart.toml")
-    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.bridge.mode == mode
+    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.weight_bridge_mode == mode

@@ -121,7 +121,7 @@ def test_one_that_is_never_ready_is_told_with_the_limit_and_ended(tmp_path: Path
         with pytest.raises(ProcessFailedError) as error:
             owned.wait_ready()
     assert error.value.field == "server" and "/health" in error.value.got
-    assert "0 s" in error.value.wanted and "--vllm-timeout" in str(error.value)
+    assert "0 s" in error.value.wanted and "--server.startup-timeout" in str(error.value)
     assert pid is not None and not alive([pid])
 
 
@@ -205,5 +205,5 @@ def test_a_busy_port_is_refused_with_its_holder(tmp_path: Path) -> None:
         config = build(TrainConfig, {"model": "m", "vllm_port": port, "save_path": str(tmp_path)})
         with pytest.raises(PortBusyError) as error:
             owned_servers(config, on_gpu=False, check_stop=lambda: None)
-    assert error.value.field == "--vllm-port"
+    assert error.value.field == "--server.port"
     assert str(port) in error.value.got and f"pid {os.getpid()}" in error.value.got

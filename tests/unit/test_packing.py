@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.batch.microbatches import Packed, layout
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.forward import MIXES, MORE_THAN_HEAD, build_forward
 from grpo_trainer.errors import ConfigError
@@ -116,10 +116,12 @@ def settings(**changes: Any) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "batch_size": 100,
-            "model": ModelConfig(name="tiny", seq_len=32, gradient_checkpointing=changes.pop("checkpointing", False)),
-            "optimizer": {"max_grad_norm": 0},
-            "loss": changes.pop("loss", {}),
-            "compute": changes,
+            "model_name": "tiny",
+            "seq_len": 32,
+            "gradient_checkpointing": changes.pop("checkpointing", False),
+            "max_grad_norm": 0,
+            **changes.pop("loss", {}),
+            **changes,
         }
     )
 
@@ -174,7 +176,7 @@ def test_every_loss_term_with_an_adapter(checkpointing: bool) -> None:
     """Policy, KL to the model without it, entropy, supervision, distillation."""
     results = []
     for form in FORMS.values():
-        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        model = add_adapter(tiny_qwen(), BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
         fill_b(model)
         config = settings(**form, loss={"loss": "gspo", **EVERYTHING}, checkpointing=checkpointing)
         results.append(one_step(model, config))
@@ -223,7 +225,7 @@ def test_the_rest_of_the_program_sees_the_model_as_it_was() -> None:
 )
 def test_logits_on_a_cpu_are_exact_where_it_is_asked_for(asked: str, wanted: torch.dtype) -> None:
     config = settings(packing="on")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"logits_dtype": asked})})
+    config = config.model_copy(update={"logits_dtype": asked})
     plan = build_forward(tiny("qwen2").bfloat16(), config).plan
     assert plan.dtype == torch.bfloat16 and plan.logits_dtype == wanted
 
@@ -244,12 +246,12 @@ CAPPED = {"head_dim": 8, "final_logit_softcapping": 30.0}
 @pytest.mark.parametrize("masters", [False, True], ids=["16 bits", "fp32 that computes in 16"])
 def test_a_models_own_logits_are_exact_too(kind: str, changes: dict[str, Any], masters: bool) -> None:
     """Proofs take them, and models that do more to them."""
-    config = TrainConfig(model=ModelConfig(name="tiny", dtype="bfloat16", logits_dtype="float32"), training_steps=9)
+    config = TrainConfig(model_name="tiny", dtype="bfloat16", logits_dtype="float32", training_steps=9)
     plain = tiny(kind, **changes) if masters else tiny(kind, **changes).bfloat16()
     model = copy.deepcopy(plain)
     for each in (plain, model):
         if masters:
-            compute_in(each, config.model)
+            compute_in(each, config)
     forward = build_forward(model, config)
     assert (forward.head is None) == bool(changes)  # what does more to its logits is asked for them
     tokens = torch.randint(0, VOCAB, (2, 9))
@@ -327,7 +329,7 @@ def test_weights_in_fp32_compute_in_16_bits_under_autocast(packing: str) -> None
     for part in (model, model.base_model):
         part.forward = torch.autocast("cpu", torch.bfloat16)(part.forward)
     config = settings(packing=packing)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    config = config.model_copy(update={"dtype": "bfloat16"})
     trainer = Trainer(model, config)
     assert trainer.forward.plan.dtype == torch.bfloat16 and trainer.forward.head is not None
     (microbatch,) = trainer.ready(full_rollouts()).microbatches

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.places import Node, Place, gpus_of_run, place_run
@@ -115,11 +116,11 @@ def test_everybody_knows_where_the_servers_are() -> None:
     assert second.argv[second.argv.index("--host") + 1] == "10.0.0.1"
     assert second.ready_url == "http://10.0.0.1:9124/health" and not second.place.is_here
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert [vllm.url for vllm in trainer.vllm.each] == ["http://127.0.0.1:9123", "http://10.0.0.1:9124"]
+    assert [vllm.url for vllm in trainer.server.each] == ["http://127.0.0.1:9123", "http://10.0.0.1:9124"]
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]["openai"]
     assert environment["base_url"] == "http://127.0.0.1:9123/v1,http://10.0.0.1:9124/v1"
     far = build(TrainConfig, plan(a_run(), 1, 1).config_files[Path("/runs/a/config/trainer.toml")])
-    assert far.vllm.url == "http://10.0.0.1:9123"
+    assert far.server.url == "http://10.0.0.1:9123"
 
 
 def test_trainers_on_two_nodes_meet_at_the_heads_address() -> None:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.bridge import SharedServer
-from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.config.environments import environment_command
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.processes import RunConfig, environment_command
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process, started_again
 from grpo_trainer.run import empty_old_queue
@@ -134,7 +132,7 @@ def test_server_seed_of_the_user_stays() -> None:
 def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> None:
     made = plan({"weight_bridge_mode": mode, "vllm_api_key": "door-1", "rollout_api_key": "door-2"})
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert (trainer.vllm.api_key, trainer.rollouts.api_key) == ("door-1", "door-2")
+    assert (trainer.server.api_key, trainer.rollout_api_key) == ("door-1", "door-2")
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert (environment["openai"]["api_key"], environment["env"]["rollout_api_key"]) == ("door-1", "door-2")
     api = made.processes[0]
@@ -230,8 +228,8 @@ def test_both_ends_agree_on_ports_lora_and_folders() -> None:
     assert option(server.argv, "--lora-keep-versions") == "6"
     assert option(server.argv, "--lora-root") == "/runs/a/adapters"
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert trainer.vllm.port == 9123 and trainer.rollouts.url == "http://127.0.0.1:8123"
-    assert trainer.log_dir == Path("/runs/a") and trainer.checkpoints.save_path == Path("/runs/a/checkpoints")
+    assert trainer.server.port == 9123 and trainer.atropos_url == "http://127.0.0.1:8123"
+    assert trainer.log_dir == Path("/runs/a") and trainer.save_path == Path("/runs/a/checkpoints")
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["env"]["rollout_server_url"] == "http://127.0.0.1:8123"
     assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
@@ -248,12 +246,12 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
     server = made.processes[1]
     assert "--shared-weights" in server.argv
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert isinstance(trainer.bridge, SharedServer) and trainer.shares_weights
-    assert str(trainer.bridge.config_path) == option(server.argv, "--bridge-config-path")
-    assert str(trainer.bridge.config_path).startswith("/runs/a/config/")
+    assert trainer.weight_bridge_mode in ("shared_vllm", "lora_only") and trainer.shares_weights
+    assert str(trainer.vllm_config_path) == option(server.argv, "--bridge-config-path")
+    assert str(trainer.vllm_config_path).startswith("/runs/a/config/")
     assert ("--max-lora-rank" in server.argv) == ("share_base" in flags)
-    assert option(server.argv, "--dtype") == trainer.model.dtype
-    assert option(server.argv, "--logits-dtype") == trainer.model.logits_dtype == "model"
+    assert option(server.argv, "--dtype") == trainer.dtype
+    assert option(server.argv, "--logits-dtype") == trainer.logits_dtype == "model"
     if on_gpu:
         assert option(server.argv, "--gpu-memory-utilization") == "0.45" and "--enforce-eager" not in server.argv
 
@@ -430,8 +428,8 @@ def test_each_trainer_that_shares_weights_has_a_server_on_its_gpu(
     ranks = [process.env["LOCAL_RANK"] for process in made.processes if process.name.startswith("trainer")]
     assert ranks == ["0", "1"]
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert isinstance(trainer.bridge, SharedServer) and trainer.bridge.config_path is None
-    assert [vllm.port for vllm in trainer.vllm.each] == [9123, 9124]
+    assert trainer.weight_bridge_mode in ("shared_vllm", "lora_only") and trainer.vllm_config_path is None
+    assert [vllm.port for vllm in trainer.server.each] == [9123, 9124]
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["openai"]["base_url"].count(",") == 1
 
@@ -465,7 +463,7 @@ def test_several_servers_are_processes_on_gpus_of_their_own_and_everybody_knows_
     assert [option(server.argv, "--port") for server in servers] == ["9123", "9124", "9125"]
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0", "1,2", "3"]
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert [vllm.url for vllm in trainer.vllm.each] == [f"http://127.0.0.1:{port}" for port in (9123, 9124, 9125)]
+    assert [vllm.url for vllm in trainer.server.each] == [f"http://127.0.0.1:{port}" for port in (9123, 9124, 9125)]
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["openai"]["base_url"] == ",".join(f"http://127.0.0.1:{port}/v1" for port in (9123, 9124, 9125))
 
@@ -474,7 +472,7 @@ def test_several_servers_of_a_trainer_that_starts_them_itself() -> None:
     made = plan_of_three(weight_bridge_mode="none", **{"server.gpus": "0;1;2"})
     assert names_of(made) == [["api", "trainer", "env-arithmetic"]]
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert [(vllm.port, vllm.gpus) for vllm in trainer.vllm.each] == [(9123, "0"), (9124, "1"), (9125, "2")]
+    assert [(vllm.port, vllm.gpus) for vllm in trainer.server.each] == [(9123, "0"), (9124, "1"), (9125, "2")]
 
 
 def test_of_several_servers_the_first_shares_its_base_with_the_trainer() -> None:
@@ -493,7 +491,7 @@ def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() 
     ("flags", "field", "got", "helps"),
     [
         ({"vllm_also": "h:1"}, "--vllm-also", "", "--server.replicas"),
-        ({"vllm_gpus": "0;1;2"}, "--vllm-gpus", "", "--server.gpus"),
+        ({"server.roster": "/r"}, "--server.roster", "", "--run-dir"),
     ],
 )
 def test_several_servers_that_can_not_be_are_refused(flags: dict[str, Any], field: str, got: str, helps: str) -> None:
@@ -522,6 +520,6 @@ def test_a_trainers_servers_that_can_not_be_are_refused(
 
 def test_a_trainers_servers() -> None:
     given = {"model": "m", "weight_bridge_mode": "lora_only", "vllm_also": "h:9001, g:9002", "vllm_api_key": "k"}
-    each = build(TrainConfig, given).vllm.each
+    each = build(TrainConfig, given).server.each
     assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
     assert all(vllm.api_key == "k" and vllm.also == () for vllm in each)

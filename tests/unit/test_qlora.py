@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
@@ -52,14 +52,14 @@ def base(folder: Path, layer_scale: float = 0.3) -> Path:
 
 
 def loaded(folder: Path, *, in_4_bits: bool) -> PeftModel:
-    model = load_model(ModelConfig(name=str(folder), device="cpu", load_in_4bit=in_4_bits))
-    return add_adapter(model, LoraOnly(r=8), seed=0)
+    model = load_model(ModelConfig(model_name=str(folder), device="cpu", load_in_4bit=in_4_bits))
+    return add_adapter(model, BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
 
 
 @needs_bitsandbytes
 def test_linear_modules_are_in_4_bits_and_near_their_weights(tmp_path: Path) -> None:
     folder = base(tmp_path, 1.0)
-    model = load_model(ModelConfig(name=str(folder), device="cpu", load_in_4bit=True))
+    model = load_model(ModelConfig(model_name=str(folder), device="cpu", load_in_4bit=True))
     own = AutoModelForCausalLM.from_pretrained(folder)
     before, after = (dict(m.named_modules()) for m in (own, model))
     for name, module in before.items():
@@ -155,6 +155,6 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path, quantised:
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": quantised}))
     with pytest.raises(ModelError) as refused:
-        load_model(ModelConfig(name=str(tmp_path), device="cpu", load_in_4bit=True))
+        load_model(ModelConfig(model_name=str(tmp_path), device="cpu", load_in_4bit=True))
     assert refused.value.field.startswith("--model-name")
     assert refused.value.got in ("awq", str(tmp_path))  # the second: transformers can't read the configuration

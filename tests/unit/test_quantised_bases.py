@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError
 from grpo_trainer.model.load import load_model
@@ -99,7 +99,7 @@ def test_files_of_another_layout_are_refused(tmp_path: Path, tensors: dict[str, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plain_model_computes_what_gptqmodel_does(method: str) -> None:
-    model = load_model(ModelConfig(name=str(MADE / method), device="cpu")).eval()
+    model = load_model(ModelConfig(model_name=str(MADE / method), device="cpu")).eval()
     with torch.no_grad():
         own = model(torch.tensor([PROMPT])).logits.log_softmax(-1)[0]
     recorded = torch.tensor(json.loads((MADE / method / RECORD).read_text()))
@@ -141,7 +141,7 @@ def test_files_that_were_not_compared_with_vllm_are_refused(
 ) -> None:
     name = changed(tmp_path, method, **settings)
     with pytest.raises(ModelError) as refused:
-        load_model(ModelConfig(name=name, device="cpu"))
+        load_model(ModelConfig(model_name=name, device="cpu"))
     assert refused.value.field == "--model-name" and {*settings, f"({method}),"} <= set(refused.value.summary.split())
 
 
@@ -154,14 +154,14 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool)
         kept = {name: each for name, each in tensors.items() if "layers.1.mlp.up_proj" not in name}
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError) as refused:
-        load_model(ModelConfig(name=str(folder), device="cpu"))
+        load_model(ModelConfig(model_name=str(folder), device="cpu"))
     assert refused.value.field == f"--model-name {folder}" and refused.value.got.startswith("no ")
 
 
 def test_a_method_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
     name = changed(tmp_path, "gptq", quant_method="hqq")
     with pytest.raises(ModelError) as refused:
-        load_model(ModelConfig(name=name, device="cpu"))
+        load_model(ModelConfig(model_name=name, device="cpu"))
     assert refused.value.field == f"--model-name {name}"
 
 
@@ -186,7 +186,7 @@ def test_trainer_and_server_have_files_of_one_method(
         mark(model.get_base_model(), own)
     assert other_files(model, served) == differ
     nothing: Any = None
-    bridge = LoraSwap(LoraOnly(mode="lora_only", r=8), model, nothing, Path(), 64)
+    bridge = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), model, nothing, Path(), 64)
     info = msgspec.structs.replace(INFO, quantization=served)
     if differ is None:
         bridge._check(info)  # pyright: ignore[reportPrivateUsage]
@@ -201,8 +201,8 @@ def test_trainer_and_server_have_files_of_one_method(
 
 
 def test_an_adapter_is_merged_into_the_plain_weights(tmp_path: Path) -> None:
-    base = load_model(ModelConfig(name=str(MADE / "awq"), device="cpu"))
-    adapted: PeftModel = add_adapter(base, LoraOnly(r=8), seed=0)
+    base = load_model(ModelConfig(model_name=str(MADE / "awq"), device="cpu"))
+    adapted: PeftModel = add_adapter(base, BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
     fill_b(adapted)
     save_adapter(adapted, tmp_path)
     output = export_checkpoint(ExportOptions(tmp_path, tmp_path / "out", merge=True, dtype="float32"))

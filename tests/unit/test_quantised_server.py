@@ -37,30 +37,30 @@ def trainer_of(**given: object) -> TrainConfig:
 
 @pytest.mark.parametrize("given", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
 def test_samples_of_8_bits_are_corrected_by_default(given: dict[str, Any]) -> None:
-    loss = trainer_of(**given).loss
+    loss = trainer_of(**given)
     assert (loss.ratio_against, loss.correction, loss.is_level, loss.is_cap) == ("trainer", "truncate", "token", 2.0)
-    assert trainer_of(**given, ratio_against="rollout").loss.correction == "none"
-    assert trainer_of(**given, is_correction="mask", is_cap=3).loss.correction == "mask"
+    assert trainer_of(**given, ratio_against="rollout").correction == "none"
+    assert trainer_of(**given, is_correction="mask", is_cap=3).correction == "mask"
 
 
 @pytest.mark.parametrize("given", [{"server.quantization": "fp8"}, {"server.kv_cache_dtype": "fp8"}])
 def test_the_same_in_a_run(given: dict[str, Any]) -> None:
     options = {"model_name": "m", "weight_bridge_mode": "lora_only", **given}
-    assert build_run({}, options).trainer.loss.correction == "truncate"
-    assert build_run({}, {**options, "is_correction": "mask"}).trainer.loss.correction == "mask"
-    assert build_run({}, {**options, "ratio_against": "rollout"}).trainer.loss.correction == "none"
+    assert build_run({}, options).trainer.correction == "truncate"
+    assert build_run({}, {**options, "is_correction": "mask"}).trainer.correction == "mask"
+    assert build_run({}, {**options, "ratio_against": "rollout"}).trainer.correction == "none"
 
 
 def test_other_servers_are_as_ever() -> None:
     config = trainer_of()
-    assert (config.loss.ratio_against, config.loss.correction) == ("rollout", "none")
+    assert (config.ratio_against, config.correction) == ("rollout", "none")
     argv = server_process(config, python="python", on_gpu=True, model="m").argv
     assert not {"--quantization", "--kv-cache-dtype", "--return-routed-experts"} & {*argv}
 
 
 def test_the_server_is_started_so() -> None:
     run = build_run({}, {"model_name": "m", "server.quantization": "fp8", "server.kv_cache_dtype": "fp8"})
-    assert run.trainer.vllm.in_8_bits
+    assert run.trainer.server.in_8_bits
     argv = server_process(run.trainer, python="python", on_gpu=True, model="m").argv
     assert argv[argv.index("--quantization") + 1] == argv[argv.index("--kv-cache-dtype") + 1] == "fp8"
     routed = server_process(trainer_of(routing_replay="server"), python="python", on_gpu=True, model="m").argv

@@ -37,7 +37,7 @@ def test_logprobs_are_vllms_without_and_with_an_adapter(tmp_path: Path, architec
     save_model(architecture, tmp_path)
     attention = ATTENTION.get(architecture, "sdpa")
     dtype = "bfloat16" if architecture in IN_16_BITS else "float32"
-    options = {"name": str(tmp_path), "attention": attention, "device": "cpu", "dtype": dtype}
+    options = {"model_name": str(tmp_path), "attention": attention, "device": "cpu", "dtype": dtype}
     model: Any = load_model(ModelConfig.model_validate(options)).eval()
 
     def off(wanted: list[float]) -> Tensor:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from environments.config import BaseEnvConfig, ServerConfig
 from grpo_common.errors import Problem, UserError
 from grpo_common.redaction import is_secret, redact, redacted, redacted_arguments, redacted_text
-from grpo_trainer.config.options import leaves
-from grpo_trainer.config.run import ApiProcess, RunOptions, build_run
-from grpo_trainer.config.server import ServerProcess
+from grpo_trainer.config.options import options_of
+from grpo_trainer.config.processes import ApiProcess, RunOptions
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.stored import run_file
-from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.dry_run import as_json, rows_of
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.process import Process
@@ -50,9 +50,9 @@ def test_is_secret_names_of_figures(name: str) -> None:
 
 
 def test_is_secret_own_options() -> None:
-    options = {leaf.key for section in (RunOptions, TrainConfig, ServerProcess, ApiProcess) for leaf in leaves(section)}
+    options = {leaf.key for section in (RunOptions, TrainConfig, ApiProcess) for leaf in options_of(section)}
     options |= {*BaseEnvConfig.model_fields, *ServerConfig.model_fields}
-    secrets = {"vllm_api_key", "rollout_api_key", "teacher_api_key", "api_key"}
+    secrets = {"server.api_key", "rollout_api_key", "teacher_api_key", "api_key"}
     assert {name for name in options if is_secret(name)} == secrets
 
 
@@ -140,9 +140,10 @@ def test_a_problem_shows_no_secret() -> None:
 
 def test_trackers_and_logs_of_processes_get_no_secret(tmp_path: Path) -> None:
     config = TrainConfig(
-        model=ModelConfig(name="m"),
-        logging=LogConfig.model_validate({"wandb_project": "p"}),
-        rollouts=RolloutConfig.model_validate({"api_key": "hunter2", "url": "http://u:hunter3@h:1"}),
+        model_name="m",
+        wandb_project="p",
+        rollout_api_key="hunter2",
+        atropos_url="http://u:hunter3@h:1",
     )
     assert "hunter" not in json.dumps(public(config))
     log = tmp_path / "server.log"

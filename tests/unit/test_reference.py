@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import load_all_weights
@@ -84,7 +83,7 @@ def test_without_its_adapter_a_model_is_the_base_and_what_was_accumulated_stays(
 
 
 def config(path: Path, **loss: object) -> TrainConfig:
-    values = {"model": ModelConfig(name=str(path), device="cpu"), "loss": loss, "optimizer": {"lr": 1e-2}}
+    values = {"model_name": str(path), "device": "cpu", "lr": 1e-2, **loss}
     return TrainConfig.model_validate(values)
 
 
@@ -98,10 +97,10 @@ def test_where_all_weights_are_trained_it_is_the_model_that_the_run_began_with(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     settings = config(save_tiny(tmp_path), **options)
-    trainer = Trainer(load_all_weights(settings.model), settings)
+    trainer = Trainer(load_all_weights(settings), settings)
     kls = [reduce(trainer.step(ROLLOUTS, 0).metrics)["alignment/kl_reference"] for _ in range(3)]
     assert kls[0] == 0 < kls[1] < kls[2]
-    resumed = load_all_weights(settings.model)
+    resumed = load_all_weights(settings)
     nudge(resumed)
     again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
     assert again > 1e-4  # not from where this process began
@@ -116,14 +115,14 @@ def test_kl_reference_of_a_started_adapter(tmp_path: Path, reference: str, first
     save_adapter(trained, adapter)
     given = {"model_name": str(base), "device": "cpu", "weight_bridge_mode": "lora_only", "lora_adapter": str(adapter)}
     settings = build(TrainConfig, given | {"kl_beta": 0.1, "kl_reference": reference, "lr": 1e-2})
-    assert isinstance(settings.bridge, LoraOnly)
-    trainer = Trainer(add_adapter(tiny_qwen(), settings.bridge, seed=5), settings)
+    assert settings.weight_bridge_mode == "lora_only"
+    trainer = Trainer(add_adapter(tiny_qwen(), settings, seed=5), settings)
     kls = [reduce(trainer.step(ROLLOUTS, 0).metrics)["alignment/kl_reference"] for _ in range(3)]
     if first is None:
         assert kls[0] > 1e-4
     else:
         assert kls[0] == first < kls[1] < kls[2]
-    resumed = add_adapter(tiny_qwen(), settings.bridge, seed=5)
+    resumed = add_adapter(tiny_qwen(), settings, seed=5)
     nudge(resumed)
     again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
     assert again > 1e-4, "a resumed run keeps the reference of its start"
@@ -137,7 +136,7 @@ def test_there_is_none_unless_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_penalty_pulls_the_policy_back(tmp_path: Path) -> None:
     """Without a spread of rewards there is the penalty alone."""
     settings = config(save_tiny(tmp_path), kl_beta=1.0, kl_estimator="k2")
-    model = load_all_weights(settings.model)
+    model = load_all_weights(settings)
     nudge(model)
     trainer = Trainer(model, settings)
     dull = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5, 6], 1.0)])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, place_run
 from grpo_trainer.launch.plan import ProcessSpec, plan_run

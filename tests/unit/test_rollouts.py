@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from environments.api import wire
 from grpo_trainer.batch.batching import ready
-from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
@@ -29,7 +29,7 @@ from grpo_trainer.trainer import Trainer
 from tests.unit.factories import VOCAB, TinyModel, sample
 from vllm_server.protocol import PROOF_VERSION
 
-CONFIG = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
+CONFIG = TrainConfig(model_name="m", seq_len=10, batch_size=2)
 
 # ---------------------------------------------------------------- decoding
 
@@ -184,7 +184,7 @@ class Api:
 
 
 def feed(api: Any) -> BatchFeed:
-    groups = GroupFilter(VOCAB, api.environment_name, CONFIG.model.seq_len)
+    groups = GroupFilter(VOCAB, api.environment_name, CONFIG.seq_len)
     return BatchFeed(api, RolloutConfig(prefetch=False), groups, lambda one: ready(one, CONFIG), lambda: None)
 
 

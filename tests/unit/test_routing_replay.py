@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.alignment.drift import DriftAlarm
 from grpo_trainer.batch.microbatches import MicroBatch, split
-from grpo_trainer.config.loss import LossConfig
-from grpo_trainer.config.train import ComputeConfig, ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.routing import CHANGED, ROUTERS
 from grpo_trainer.errors import ConfigError, DriftError
@@ -33,9 +32,11 @@ def forward_of(model: nn.Module, source: str, packing: str = "off", share: str =
     return build_forward(
         model,
         TrainConfig(
-            model=ModelConfig(name="m", dtype="float32"),
-            loss=LossConfig(routing_replay=source),  # pyright: ignore[reportArgumentType]
-            compute=ComputeConfig(packing=packing, share_prompts=share),  # pyright: ignore[reportArgumentType]
+            model_name="m",
+            dtype="float32",
+            routing_replay=source,  # pyright: ignore[reportArgumentType]
+            packing=packing,  # pyright: ignore[reportArgumentType]
+            share_prompts=share,  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -212,7 +213,7 @@ def test_experts_of_something_else_are_noticed(kind: str, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [None, of_another_layer])
 def test_trainer_stops_before_it_learns_with_experts_of_something_else(fault: Fault | None) -> None:
     model = model_of("mixtral")
-    config = TrainConfig(model=ModelConfig(name="m", dtype="float32"), loss=LossConfig(routing_replay="server"))
+    config = TrainConfig(model_name="m", dtype="float32", routing_replay="server")
     trainer = Trainer(model, config)
     trainer.alarm = DriftAlarm(0.0, "stop", "lora_only")
     chosen = with_experts(model, sequences(2), *shape_of(model))

@@ -119,7 +119,7 @@ ROWS = [
     in_train(
         rules.routing,
         {"routing_replay": "server", "pipeline_parallel_size": 2},
-        *("--pipeline-parallel-size", "2, and --routing-replay server", "--tensor-parallel-size"),
+        *("--server.pipeline-parallel-size", "2, and --routing-replay server", "--server.tensor-parallel-size"),
     ),
     in_run(
         rules.quantised_server,
@@ -160,7 +160,7 @@ ROWS = [
     in_train(
         rules.shared_weights,
         {**SHARED, "dtype": "bfloat16", "vllm_dtype": "float32"},
-        *("--vllm-dtype", "float32", "--dtype bfloat16"),
+        *("--server.dtype", "float32", "--dtype bfloat16"),
     ),
     in_run(
         rules.shared_weights,
@@ -172,13 +172,13 @@ ROWS = [
         {**SHARED, "dtype": "float16"},
         *("--dtype", "float16", "--master-weights"),
     ),
-    in_train(rules.pairs, {**SHARED, "vllm_also": "h:9001"}, "--vllm-also", "2 servers: h:9001", "1: a server"),
+    in_train(rules.pairs, {**SHARED, "vllm_also": "h:9001"}, "--server.also", "2 servers: h:9001", "1: a server"),
     in_run(
         rules.pairs,
         {**SHARED, "server.replicas": "3", "server.gpus": "0;1;2"},
         *("--server.replicas", "3 servers", "1: a server for each trainer process (--trainer-gpus)"),
     ),
-    in_train(rules.pairs, {**SHARED, **TWO}, "--vllm-also", "1 servers", "2: a server for each trainer process"),
+    in_train(rules.pairs, {**SHARED, **TWO}, "--server.also", "1 servers", "2: a server for each trainer process"),
     in_run(
         rules.pairs,
         {**SHARE_BASE, "trainer_gpus": 2, "server.replicas": 1},
@@ -251,9 +251,11 @@ ROWS = [
     in_train(
         rules.servers,
         {**LORA, "vllm_also": "h:9001,h:9001"},
-        *("--vllm-also", "127.0.0.1:9001, h:9001, h:9001", "once"),
+        *("--server.also", "127.0.0.1:9001, h:9001, h:9001", "once"),
     ),
-    in_train(rules.servers, {**LORA, "vllm_also": "h:9001", "vllm_gpus": "0"}, "--vllm-gpus", "0", "0;1"),
+    in_train(rules.servers, {**LORA, "vllm_also": "h:9001", "vllm_gpus": "0"}, "--server.gpus", "0", "0;1"),
+    in_train(rules.servers, {**LORA, "vllm_port": 0}, "--server.port", "0", "1 to 65535"),
+    in_train(rules.servers, {**LORA, "server.replicas": 2}, "--server.replicas", "2", "--server.also"),
     in_run(rules.servers, REPLICAS | {"server.gpus": "0;1"}, "--server.gpus", "0;1", "0;1;2"),
     in_run(
         rules.servers,

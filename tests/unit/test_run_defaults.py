@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_trainer.cli import app
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Gpu, Machine
@@ -52,11 +52,11 @@ def parsed(*words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> RunCon
 
 
 def test_a_run_trains_an_adapter_and_grpo_train_all_weights() -> None:
-    assert isinstance(made().trainer.bridge, LoraOnly) and made().trainer.training_steps == 100
+    assert made().trainer.weight_bridge_mode == "lora_only" and made().trainer.training_steps == 100
     train = build(TrainConfig, {"model_name": "m"})
-    assert isinstance(train.bridge, CheckpointRestart) and train.training_steps == 10
-    assert isinstance(made({"single_copy": True}).trainer.bridge, SharedVllm)
-    assert isinstance(made(file={"trainer": {"single-copy": True}}).trainer.bridge, SharedVllm)
+    assert train.weight_bridge_mode == "none" and train.training_steps == 10
+    assert made({"single_copy": True}).trainer.weight_bridge_mode == "shared_vllm"
+    assert made(file={"trainer": {"single-copy": True}}).trainer.weight_bridge_mode == "shared_vllm"
 
 
 @pytest.mark.parametrize(
@@ -150,28 +150,28 @@ def test_with_two_environments_the_larger_group_counts() -> None:
 )
 def test_the_learning_rate_suits_bridge_and_size(shape: ModelShape | None, mode: str, rate: float) -> None:
     config = made({"weight_bridge_mode": mode})
-    assert chosen(config, CPU, shape).trainer.optimizer.lr == rate
-    assert chosen(made({"weight_bridge_mode": mode, "lr": 7e-5}), CPU, shape).trainer.optimizer.lr == 7e-5
+    assert chosen(config, CPU, shape).trainer.lr == rate
+    assert chosen(made({"weight_bridge_mode": mode, "lr": 7e-5}), CPU, shape).trainer.lr == 7e-5
 
 
 def test_the_sequence_length_has_room_for_the_answers() -> None:
     def length(*words: str, **flags: Any) -> int:
-        return made(flags, words=words).trainer.model.seq_len
+        return made(flags, words=words).trainer.seq_len
 
     assert length("--env.max_tokens", "4096") == 4096 + 1024 and length("--env.max_tokens", "256") == 2048
     assert length("--env.max_tokens", "4096", seq_len=4200) == 4200
-    assert chosen(made(words=("--env.max_tokens", "9000")), CPU, SMALL).trainer.model.seq_len == 8192
+    assert chosen(made(words=("--env.max_tokens", "9000")), CPU, SMALL).trainer.seq_len == 8192
 
 
 def test_the_sequence_length_is_at_most_the_models() -> None:
-    assert chosen(made(), CPU, TINY).trainer.model.seq_len == 128
-    assert chosen(made(), CPU, SMALL).trainer.model.seq_len == 2048
-    assert chosen(made({"seq_len": 256}), CPU, TINY).trainer.model.seq_len == 256, "doctor refuses it"
+    assert chosen(made(), CPU, TINY).trainer.seq_len == 128
+    assert chosen(made(), CPU, SMALL).trainer.seq_len == 2048
+    assert chosen(made({"seq_len": 256}), CPU, TINY).trainer.seq_len == 256, "doctor refuses it"
 
 
 def test_microbatches_are_as_large_as_memory_allows() -> None:
     def tokens(size: int, **flags: Any) -> int | None:
-        return chosen(made(flags), gpu(size), LARGE).trainer.compute.max_tokens_per_microbatch
+        return chosen(made(flags), gpu(size), LARGE).trainer.max_tokens_per_microbatch
 
     assert tokens(80) == 16_384
     smaller = tokens(44)
@@ -183,7 +183,7 @@ def test_microbatches_are_as_large_as_memory_allows() -> None:
 def test_microbatches_are_chosen_by_the_plan_that_the_start_shows() -> None:
     def tokens(machine: Machine, **flags: Any) -> int:
         config = chosen(made(flags), machine, SMALL)
-        limit = config.trainer.compute.max_tokens_per_microbatch
+        limit = config.trainer.max_tokens_per_microbatch
         text = described(config, machine, SMALL)
         assert limit is not None and ("memory planned" in text) == (machine in (roomy, tight) and not flags)
         return limit
@@ -214,14 +214,14 @@ def test_the_start_says_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("words", "path", "value"),
     [
-        (["--learning-rate", "3e-4"], "trainer.optimizer.lr", 3e-4),
-        (["--learning_rate=3e-4"], "trainer.optimizer.lr", 3e-4),
-        (["--beta", "0.04"], "trainer.loss.kl_beta", 0.04),
-        (["--eval-steps", "5"], "trainer.rollouts.eval_every", 5),
-        (["--eval_steps", "5"], "trainer.rollouts.eval_every", 5),
+        (["--learning-rate", "3e-4"], "trainer.lr", 3e-4),
+        (["--learning_rate=3e-4"], "trainer.lr", 3e-4),
+        (["--beta", "0.04"], "trainer.kl_beta", 0.04),
+        (["--eval-steps", "5"], "trainer.eval_every", 5),
+        (["--eval_steps", "5"], "trainer.eval_every", 5),
         (["--prompts_per_step", "5"], "options.prompts_per_step", 5),
         (["--server.max_model_len", "99"], "server.max_model_len", 99),
-        (["--log_kl"], "trainer.loss.log_kl", True),
+        (["--log_kl"], "trainer.log_kl", True),
         (["--num-generations", "4"], "env.group_size", "4"),
         (["--num_generations=4"], "env.group_size", "4"),
         (["--group-size", "4"], "env.group_size", "4"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from environments.demo_model.model import build_tokenizer
-from grpo_trainer.config.checkpoints import CheckpointConfig
-from grpo_trainer.config.train import LogConfig, LossConfig, ModelConfig, TrainConfig
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import a_sample, keep_steps, read_file, read_rows
@@ -118,9 +118,9 @@ def test_characters_of_several_tokens_stay_whole() -> None:
 @pytest.mark.parametrize("count", [0, 4])
 def test_nothing_is_written_with_0_or_without_a_tokenizer(tmp_path: Path, count: int) -> None:
     silent = TrainConfig(
-        model=ModelConfig(name=str(tmp_path)),
-        checkpoints=CheckpointConfig(save_path=tmp_path / "run"),
-        logging=LogConfig(log_samples=count),
+        model_name=str(tmp_path),
+        save_path=tmp_path / "run",
+        log_samples=count,
     )
     assert build_sample_log(silent, 0) is None
     assert not (tmp_path / "run").exists()
@@ -132,9 +132,9 @@ def test_samples_show_the_spaces_that_were_sampled(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     log = build_sample_log(
         TrainConfig(
-            model=ModelConfig(name=str(tmp_path / "model")),
-            checkpoints=CheckpointConfig(save_path=tmp_path / "run"),
-            logging=LogConfig(log_samples=1),
+            model_name=str(tmp_path / "model"),
+            save_path=tmp_path / "run",
+            log_samples=1,
         ),
         0,
     )
@@ -203,7 +203,7 @@ def test_the_loop_logs_them_with_the_step(capsys: pytest.CaptureFixture[str]) ->
             return f"of step {step}"
 
     fakes: Any = FakesWithSamples(True, True)
-    two = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
+    two = TrainConfig(model_name="m", training_steps=2)
     run_steps(two, Progress(0, 0), fakes, fakes, fakes, fakes, fakes, fakes)
     seen = [event for event in fakes.events if event.startswith(("samples", "choose")) or event == "write"]
     assert seen == ["choose", "write", "samples 1", "choose", "write", "samples 2"]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_trainer.config.checkpoints import CheckpointConfig
+from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.optim import FusedAdamW
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from grpo_trainer import files
-from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
@@ -43,7 +43,7 @@ ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
 def trainer() -> Trainer:
     model = tiny_qwen()
     model.requires_grad_(True)
-    return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+    return Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
 
 
 class Weights(AllWeights):
@@ -481,7 +481,7 @@ def test_an_update_changes_nothing_before_it_has_waited_for_a_copy(dtype: torch.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.requires_grad_(True)
-    one = Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+    one = Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
 
     def state() -> bytes:
         file = io.BytesIO()
@@ -525,8 +525,7 @@ def test_a_step_that_explodes_is_skipped_and_a_resumed_trainer_knows_the_norms_b
     def one_that_skips() -> Trainer:
         model = tiny_qwen()
         model.requires_grad_(True)
-        options = OptimizerConfig(grad_spike_factor=100.0)
-        return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100, optimizer=options))
+        return Trainer(model, TrainConfig(model_name="tiny", training_steps=100, grad_spike_factor=100.0))
 
     def norms_of(one: Trainer) -> Checkpoints:
         config = CheckpointConfig(save_path=tmp_path, resume="auto")

@@ -18,7 +18,7 @@ import pytest
 
 from grpo_common.http import CLIENT_IDLE_S
 from grpo_trainer import quick_post, server_client
-from grpo_trainer.config.train import VllmConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START
 from grpo_trainer.server_client import ServerClient, wait_for_servers
@@ -59,7 +59,7 @@ def server(answers: list[object | None]) -> Iterator[tuple[ServerClient, list[by
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        client = ServerClient(VllmConfig(port=listening.getsockname()[1]))
+        client = ServerClient(Server(port=listening.getsockname()[1]))
         yield client, heard
         client.close()
         thread.join(10)
@@ -152,7 +152,7 @@ def fenced(kind: type[Fenced], **settings: Any) -> Iterator[ServerClient]:
     kind.heard.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), kind) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        client = ServerClient(VllmConfig(port=listening.server_port, **settings))
+        client = ServerClient(Server(port=listening.server_port, **settings))
         yield client
         client.close()
         listening.shutdown()
@@ -203,13 +203,13 @@ def test_a_refused_update_carries_the_servers_reason_and_leaves_the_connection_u
 
 def test_an_update_of_a_server_that_does_not_listen_or_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
-    with closing(ServerClient(VllmConfig(port=free_port()))) as client, pytest.raises(ServerError) as missing:
+    with closing(ServerClient(Server(port=free_port()))) as client, pytest.raises(ServerError) as missing:
         client.begin_update(begin)
     assert missing.value.got.startswith("ConnectError") and missing.value.field.endswith("/bridge/update/begin")
     monkeypatch.setattr(server_client, "ANSWER_SECONDS", 0.2)
     with (
         socket.create_server(("127.0.0.1", 0)) as mute,
-        closing(ServerClient(VllmConfig(port=mute.getsockname()[1]))) as client,
+        closing(ServerClient(Server(port=mute.getsockname()[1]))) as client,
         pytest.raises(ServerError) as unanswered,
     ):
         client.begin_update(begin)
@@ -254,7 +254,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClie
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()
-    client = ServerClient(VllmConfig(port=listening.server_port, roster=tmp_path))
+    client = ServerClient(Server(port=listening.server_port, roster=tmp_path))
     yield client
     client.close()
     Slow.awake.set()
@@ -328,7 +328,7 @@ def connections_of_two_requests() -> int:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Patient) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        client = ServerClient(VllmConfig(port=listening.server_port))
+        client = ServerClient(Server(port=listening.server_port))
         by_name(client)
         by_name(client)
         client.close()
@@ -338,9 +338,9 @@ def connections_of_two_requests() -> int:
 
 def test_servers_that_do_not_come_are_waited_for_as_long_as_is_said_and_that_is_a_phase() -> None:
     START.begin("connect", time.time())
-    config = VllmConfig(port=free_port(), also=(f"127.0.0.1:{free_port()}",), startup_timeout=0.3)
+    config = Server(port=free_port(), also=(f"127.0.0.1:{free_port()}",), startup_timeout=0.3)
     with pytest.raises(ServerError) as error:
         wait_for_servers(config, lambda: None)
-    assert error.value.field == "--vllm-timeout"
+    assert error.value.field == "--server.startup-timeout"
     seconds = START.end()
     assert seconds is not None and seconds[SERVER] >= 0.3

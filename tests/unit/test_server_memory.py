@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_trainer.bench.models import SHAPES
-from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.doctor.before_start import warn_of_memory
 from grpo_trainer.machine import Gpu
 from grpo_trainer.memory import SERVER_WORKSPACE
@@ -87,7 +87,7 @@ def shared_run(**flags: Any) -> RunConfig:
 
 def share_of(config: RunConfig, shape: str = "7b", gpus: int = 1) -> float:
     found = with_room(config, replace(MACHINE, gpus=(H200,) * gpus), SHAPES[shape])
-    assert found.server.gpu_memory_utilization == found.trainer.vllm.gpu_memory_utilization
+    assert found.server.gpu_memory_utilization == found.trainer.server.gpu_memory_utilization
     return found.server.gpu_memory_utilization
 
 
@@ -110,7 +110,9 @@ def test_a_share_that_was_chosen_or_does_not_help_stays(caplog: pytest.LogCaptur
     assert share_of(shared_run(**{"server.extra_args": "--kv-cache-memory-bytes,9000000000"})) == 0.45
     unnumbered = shared_run(**{"server.gpus": "GPU-b"})  # the plan does not know whether the trainer has another one
     assert share_of(unnumbered, gpus=2) == 0.45
-    assert "gpu_memory_utilization" not in with_room(shared_run(), machine, SHAPES["7b"]).trainer.vllm.model_fields_set
+    assert (
+        "gpu_memory_utilization" not in with_room(shared_run(), machine, SHAPES["7b"]).trainer.server.model_fields_set
+    )
     on_cluster = shared_run(cluster="auto")
     assert with_room(on_cluster, MACHINE, SHAPES["7b"]) is on_cluster
 

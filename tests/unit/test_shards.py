@@ -144,7 +144,7 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     config = config_with()
     whole, model = plain(APART), cut_model(APART)
     draw_weights(model, seed=3)
-    for each in (freeze(whole, config.model), freeze(model, config.model)):
+    for each in (freeze(whole, config), freeze(model, config)):
         each.requires_grad_(True)
     fitting.fit(build_forward(whole, config), config, list(whole.parameters()))
     with with_rest(model):  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
         model = build_model(copy.deepcopy(APART))  # packing chooses the attention in it
         config = config_with(compile=choice, **options)
         draw_weights(model, seed=3)
-        freeze(model, config.model).requires_grad_(True)
+        freeze(model, config).requires_grad_(True)
         trainer = Trainer(model, config)
         assert trainer.forward.plan.is_compiled == (choice == "on")
         assert (trainer.shards is None) == (choice == "off")
@@ -277,8 +277,8 @@ def test_all_of_a_cut_model_is_compiled_before_its_first_step(case: str, expecte
     config = config_with(compile="on", dtype=dtype, packing="off")
     model = cut_model(copy.deepcopy(APART), dtype=getattr(torch, dtype))
     draw_weights(model, seed=3)
-    freeze(model, config.model).requires_grad_(True)
-    compute_in(model, config.model)
+    freeze(model, config).requires_grad_(True)
+    compute_in(model, config)
     if case.startswith("frozen"):
         model.model.embed_tokens.requires_grad_(False)
     if case == "frozen first layer":
@@ -313,7 +313,7 @@ def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
     for build_model, choice in ((plain, "off"), (cut, "on")):
         model = build_model(APART)
         draw_weights(model, seed=3)
-        trainer = Trainer(freeze(model, config_with().model).requires_grad_(True), config_with(compile=choice))
+        trainer = Trainer(freeze(model, config_with()).requires_grad_(True), config_with(compile=choice))
         assert trainer.forward.compiled is None
         losses.append([reduce(trainer.step(ROLLOUTS, step).metrics)["train/loss"] for step in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)

@@ -15,8 +15,7 @@ from transformers import Qwen2ForCausalLM
 
 from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.alignment.proof import OTHER_WEIGHTS, UNSEEN
-from grpo_trainer.config.bridge import SharedVllm
-from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.policy import AllWeights, SharedWeights, choose_trained
@@ -132,14 +131,15 @@ class Made:
     def __init__(self, server: SharingServer | None = None, **options: Any) -> None:
         self.server = server or SharingServer()
         self.model = self.server.trainers_model()
-        self.config = SharedVllm.model_validate({"mode": "shared_vllm", **options})
+        self.config = TrainConfig.model_validate(
+            {"model_name": "tiny", "weight_bridge_mode": "shared_vllm", "lr": 1e-2, **options}
+        )
         choose_trained(self.model, self.config)
         source: Any = SimpleNamespace(boot_id=self.server.info.boot_id)
         self.policy = SharedWeights(self.model, None, source)
         client: Any = self.server
         self.bridge = SharedBridge(self.config, self.policy, client, 64)
-        train = TrainConfig(model=ModelConfig(name="tiny"), bridge=self.config, optimizer=OptimizerConfig(lr=1e-2))
-        self.trainer = Trainer(self.model, train)
+        self.trainer = Trainer(self.model, self.config)
 
     def checkpoints(self, folder: Path) -> Checkpoints:
         return Checkpoints(CheckpointConfig(save_path=folder, resume="auto"), self.policy, self.trainer.optimizer)
@@ -369,7 +369,7 @@ def test_a_resumed_version_is_none_that_the_server_has_seen(tmp_path: Path, serv
 def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path: Path) -> None:
     other = tiny_qwen(seed=5)
     other.requires_grad_(True)
-    trainer = Trainer(other, TrainConfig(model=ModelConfig(name="tiny")))
+    trainer = Trainer(other, TrainConfig(model_name="tiny"))
     config = CheckpointConfig(save_path=tmp_path)
     Checkpoints(config, AllWeights(other, None), trainer.optimizer).save(Progress(3, 3))
     made = Made()
@@ -422,7 +422,7 @@ def test_a_step_that_leaves_weights_that_are_not_finite_is_torn() -> None:
     """In 32 bits they are found after the write: the server must not generate with them."""
     made = Made()
     made.bridge.connect(0)
-    made.trainer.config = made.trainer.config.model_copy(update={"optimizer": OptimizerConfig(lr=1e39)})
+    made.trainer.config = made.trainer.config.model_copy(update={"lr": 1e39})
     with pytest.raises(TrainingError) as ended:
         made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
     assert ended.value.spoils_weights
@@ -444,7 +444,7 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_the_chosen_layers_are_trained() -> None:
-    made = Made(train_layers="1")
+    made = Made(train_layer_indices="1")
     before = made.weights()
     made.bridge.connect(0)
     made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
@@ -455,6 +455,6 @@ def test_only_the_chosen_layers_are_trained() -> None:
 
 def test_layers_that_the_model_lacks_are_named() -> None:
     with pytest.raises(ModelError) as refused:
-        Made(train_layers="1-3")
+        Made(train_layer_indices="1-3")
     assert (refused.value.field, refused.value.got) == ("--train-layer-indices", "2,3")
     assert refused.value.wanted == "0 to 1"

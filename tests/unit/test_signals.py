@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_trainer import cli, follower, run, signals
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, StoppedError
 from grpo_trainer.parallel.world import World
 from grpo_trainer.signals import StopSignal
@@ -65,7 +65,7 @@ def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch:
     monkeypatch.setattr(follower, "Trainer", trainer)
     try:
         with pytest.raises(ConfigError):
-            follower.follow(TrainConfig(model=ModelConfig(name="m")), World())
+            follower.follow(TrainConfig(model_name="m"), World())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -81,4 +81,4 @@ def test_a_trainer_process_that_follows_does_not_wait_for_its_server_after_a_sig
 
     monkeypatch.setattr(follower, "build_policy", build_policy)
     with pytest.raises(StoppedError):
-        follower.follow(TrainConfig(model=ModelConfig(name="m")), World())
+        follower.follow(TrainConfig(model_name="m"), World())

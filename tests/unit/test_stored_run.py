@@ -17,17 +17,9 @@ from typer.testing import CliRunner
 from grpo_trainer import __version__
 from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly
-from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.config.stored import (
-    OLD_OPTIONS,
-    RUN_FILE,
-    claim_folder,
-    link_latest,
-    newest_run,
-    next_folder,
-    run_file,
-)
+from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest, newest_run, next_folder
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.stored import OLD_OPTIONS, RUN_FILE, run_file
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
@@ -120,10 +112,9 @@ def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str,
     words = ("--env.group_size", "4", "--env.level=2", "--openai.timeout", "9")
     config = stored(folder, *words, env="word_problems", **flags)
     again = continued(folder)
-    assert again.run_dir == folder and again.trainer.checkpoints.resume == "auto"
+    assert again.run_dir == folder and again.trainer.resume == "auto"
     assert again.unset <= {"batch_size", "microbatch", "seq_len"}
-    checkpoints = again.trainer.checkpoints.model_copy(update={"resume": "never"})
-    trainer = again.trainer.model_copy(update={"checkpoints": checkpoints})
+    trainer = again.trainer.model_copy(update={"resume": "never"})
     assert (trainer, again.server, again.api) == (config.trainer, config.server, config.api)
     assert (again.options, again.environments) == (config.options, config.environments)
 
@@ -133,7 +124,8 @@ def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) ->
     tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
     tables["trainer"] |= dict.fromkeys(OLD_OPTIONS, True)
     (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
-    assert continued(tmp_path / "r").trainer.bridge == config.trainer.bridge
+    again = continued(tmp_path / "r").trainer
+    assert again.model_copy(update={"resume": "never"}) == config.trainer
 
 
 @pytest.mark.parametrize("of_reference", [{"kl_beta": 0.1}, {"log_kl": True}])
@@ -142,7 +134,7 @@ def test_a_run_of_before_the_option_keeps_its_reference(tmp_path: Path, of_refer
     tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
     del tables["trainer"]["kl_reference"]
     (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
-    assert continued(tmp_path / "r").trainer.loss.kl_reference == "base"
+    assert continued(tmp_path / "r").trainer.kl_reference == "base"
 
 
 def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +142,7 @@ def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(of_runs, "DEFAULTS", {"weight_bridge_mode": "none", "training_steps": 7})
     monkeypatch.setattr(of_runs, "PROMPTS", 5)
     for again in (continued(tmp_path / "r"), continued("auto", run_dir=str(tmp_path / "r"), model_name="m")):
-        assert isinstance(again.trainer.bridge, LoraOnly) and again.trainer.training_steps == 100
+        assert again.trainer.weight_bridge_mode == "lora_only" and again.trainer.training_steps == 100
         assert again.trainer.sequences_per_step == config.trainer.sequences_per_step
 
 
@@ -171,17 +163,17 @@ def test_the_command_that_continues_a_run_is_quoted_for_a_shell(tmp_path: Path) 
 def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     config = started(folder)
-    assert (config.trainer.model.seq_len, config.trainer.optimizer.lr) == (2048, 5e-4)
+    assert (config.trainer.seq_len, config.trainer.lr) == (2048, 5e-4)
     assert tomllib.loads((folder / RUN_FILE).read_text())["chosen"] == ["batch_size", "lr", "microbatch", "seq_len"]
     again = continued(folder)
-    assert (again.trainer.optimizer.lr, again.trainer.model.seq_len) == (5e-4, 2048)
-    assert again.trainer.compute.max_tokens_per_microbatch is None and "microbatch" in again.unset
+    assert (again.trainer.lr, again.trainer.seq_len) == (5e-4, 2048)
+    assert again.trainer.max_tokens_per_microbatch is None and "microbatch" in again.unset
     assert "lr" not in again.unset, "it stays"
     longer = continued(folder, "--env.max_tokens", "20000").trainer
-    assert (longer.model.seq_len, longer.sequences_per_step) == (20_000 + 1024, 256)
-    assert continued(folder, "--env.max_tokens", "100").trainer.model.seq_len == 2048
+    assert (longer.seq_len, longer.sequences_per_step) == (20_000 + 1024, 256)
+    assert continued(folder, "--env.max_tokens", "100").trainer.seq_len == 2048
     given = continued(folder, "--env.max_tokens", "100", seq_len=32_768)
-    assert given.trainer.model.seq_len == 32_768 and "seq_len" not in given.unset
+    assert given.trainer.seq_len == 32_768 and "seq_len" not in given.unset
     assert run_file(chosen(continued(folder), Machine(python="3.12", memory=24 * 10**9), TINY)).count(b"seq_len") == 2
 
 
@@ -189,8 +181,8 @@ def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     started(folder, seq_len=512, max_tokens_per_microbatch=1024, prompts_per_step=8, batch_size=4)
     again = continued(folder, "--env.max_tokens", "20000")
-    assert (again.trainer.model.seq_len, again.trainer.batch_size) == (512, 4)
-    assert again.trainer.compute.max_tokens_per_microbatch == 1024 and not again.unset & {"microbatch", "batch_size"}
+    assert (again.trainer.seq_len, again.trainer.batch_size) == (512, 4)
+    assert again.trainer.max_tokens_per_microbatch == 1024 and not again.unset & {"microbatch", "batch_size"}
 
 
 @pytest.mark.parametrize(
@@ -219,9 +211,9 @@ def test_flags_win_over_what_is_stored(tmp_path: Path) -> None:
     again = continued(
         tmp_path / "r", "--env.temperature=0.7", training_steps=9, weight_bridge_mode="lora_only", api__port=0
     )
-    assert again.trainer.training_steps == 9 and again.trainer.optimizer.lr == 1e-3 and again.api.port == 0
+    assert again.trainer.training_steps == 9 and again.trainer.lr == 1e-3 and again.api.port == 0
     assert again.environments[0].env == {"group_size": "4", "temperature": "0.7"}
-    assert isinstance(again.trainer.bridge, LoraOnly)
+    assert again.trainer.weight_bridge_mode == "lora_only"
     small = continued(tmp_path / "r", batch_size=4, gradient_accumulation_steps=2)
     assert small.trainer.sequences_per_step == 8
 
@@ -230,10 +222,10 @@ def test_resume_auto_takes_what_is_trained_and_not_where(tmp_path: Path) -> None
     mode = "broadcast"
     stored(tmp_path / "r", weight_bridge_mode=mode, trainer_gpus=2, server__replicas=2, server__gpus="0;1", trace=True)
     again = continued("auto", run_dir=str(tmp_path / "r"))
-    assert again.trainer.bridge.mode == mode
+    assert again.trainer.weight_bridge_mode == mode
     assert (again.options.trainer_gpus, again.server.replicas, again.options.trace) == (1, 1, False)
     nothing = continued("auto", run_dir=str(tmp_path / "other"), model_name="m")
-    assert isinstance(nothing.trainer.bridge, LoraOnly) and nothing.run_dir == tmp_path / "other"
+    assert nothing.trainer.weight_bridge_mode == "lora_only" and nothing.run_dir == tmp_path / "other"
 
 
 def test_resume_auto_without_a_folder_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,16 +234,16 @@ def test_resume_auto_without_a_folder_continues_the_newest_run(tmp_path: Path, m
     stored(Path("runs/001"), lr=1e-3)
     stored(Path("runs/002"), lr=2e-3)
     again = continued("auto")
-    assert again.run_dir == Path("runs/002") and again.trainer.optimizer.lr == 2e-3 and "run_dir" not in again.unset
+    assert again.run_dir == Path("runs/002") and again.trainer.lr == 2e-3 and "run_dir" not in again.unset
 
 
 def test_a_checkpoint_of_a_run_continues_that_run(tmp_path: Path) -> None:
     stored(tmp_path / "r", weight_bridge_mode="lora_restart")
     path = save_checkpoint(tmp_path / "r")
     again = continued(path)
-    assert again.run_dir == tmp_path / "r" and again.trainer.checkpoints.resume == str(path)
+    assert again.run_dir == tmp_path / "r" and again.trainer.resume == str(path)
     other = continued(path, run_dir=str(tmp_path / "new"))
-    assert other.run_dir == tmp_path / "new" and other.trainer.bridge.mode == "lora_restart"
+    assert other.run_dir == tmp_path / "new" and other.trainer.weight_bridge_mode == "lora_restart"
 
 
 def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path: Path) -> None:
@@ -260,8 +252,8 @@ def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path:
     for folder in (None, tmp_path / "r", tmp_path / "new"):
         trainer = continued(path, **({"run_dir": str(folder)} if folder else {})).trainer
         own = folder != tmp_path / "new"
-        assert trainer.logging.wandb_group == ("g" if own else None) and trainer.logging.wandb_project == "p"
-    assert continued(path, run_dir=str(tmp_path / "new"), wandb_group="other").trainer.logging.wandb_group == "other"
+        assert trainer.wandb_group == ("g" if own else None) and trainer.wandb_project == "p"
+    assert continued(path, run_dir=str(tmp_path / "new"), wandb_group="other").trainer.wandb_group == "other"
 
 
 @pytest.mark.parametrize(
@@ -343,14 +335,14 @@ def test_a_run_of_version_0_1_keeps_its_bridge(tmp_path: Path, resume: str) -> N
     (config / "env-word_problems.toml").write_text(OLD_ENVIRONMENT)
     flags = {"run_dir": str(tmp_path / "r")} if resume == "auto" else {}
     again = continued("auto" if resume == "auto" else tmp_path / "r", **flags)
-    assert isinstance(again.trainer.bridge, CheckpointRestart) and again.run_dir == tmp_path / "r"
+    assert again.trainer.weight_bridge_mode == "none" and again.run_dir == tmp_path / "r"
     assert (again.trainer.training_steps, again.trainer.sequences_per_step) == (60, 64)
-    assert (again.trainer.optimizer.lr, again.trainer.model.seq_len) == (1e-6, 64)
+    assert (again.trainer.lr, again.trainer.seq_len) == (1e-6, 64)
     assert again.server.dtype == "bfloat16" and again.server.replicas == (2 if resume == "folder" else 1)
     (environment,) = again.environments
     assert environment.name == "word_problems" and environment.env == {"group_size": 16, "level": "1-2"}
     assert environment.openai == {"timeout": 9.0}
-    assert again.trainer.rollouts.api_key is None and again.trainer.vllm.api_key is None
+    assert again.trainer.rollout_api_key is None and again.trainer.server.api_key is None
 
 
 @pytest.mark.parametrize(("mode", "lr"), [(None, 1e-6), ("shared_vllm", 1e-6), ("lora_only", 1e-5)])
@@ -363,16 +355,16 @@ def test_old_run_keeps_the_defaults_of_its_version(tmp_path: Path, mode: str | N
     again = chosen(again, Machine(python="3.12", memory=24 * 10**9), TINY)
     trainer = again.trainer
     assert (trainer.training_steps, trainer.batch_size, trainer.gradient_accumulation_steps) == (10, 2, 32)
-    assert (trainer.optimizer.lr, trainer.model.seq_len, trainer.logging.log_samples) == (lr, 2048, 0)
-    assert trainer.compute.max_tokens_per_microbatch is None
+    assert (trainer.lr, trainer.seq_len, trainer.log_samples) == (lr, 2048, 0)
+    assert trainer.max_tokens_per_microbatch is None
     assert continued(tmp_path, training_steps=20).trainer.training_steps == 20
 
 
 @pytest.mark.parametrize(("folder", "mode", "steps"), [(FINISHED, "lora_only", 4), (UNFINISHED, "shared_vllm", 1000)])
 def test_the_options_of_released_versions_are_read(folder: Path, mode: str, steps: int) -> None:
     again = continued(folder)
-    assert (again.trainer.bridge.mode, again.trainer.training_steps) == (mode, steps)
-    assert (again.trainer.sequences_per_step, again.trainer.model.dtype) == (16, "float32")
+    assert (again.trainer.weight_bridge_mode, again.trainer.training_steps) == (mode, steps)
+    assert (again.trainer.sequences_per_step, again.trainer.dtype) == (16, "float32")
     assert again.server.extra_args == ("--kv-cache-memory-bytes", "16777216")
     assert again.environments[0].env == {"low": "0", "high": "3", "group_size": "4"}
     assert again.environments[0].openai == {}
@@ -412,7 +404,7 @@ def test_a_stored_run_has_no_key_and_names_what_it_left_out(
             tmp_path / "r", "--env.teacher_url", "http://u:x@t", "--env.system_prompt=Add.", vllm_api_key="s3cret-3"
         )
     assert again.environments[0].env == {"teacher_url": "http://u:x@t", "system_prompt": "Add."}
-    assert again.trainer.vllm.api_key == "s3cret-3" and again.server.extra_args == ()
+    assert again.trainer.server.api_key == "s3cret-3" and again.server.extra_args == ()
     (warning,) = caplog.records
     assert "trainer.rollout_api_key" in str(warning.args)
 
@@ -428,7 +420,7 @@ def test_a_stored_run_keeps_values_in_which_a_secret_is_only_spoken_of(
     assert "left_out" not in tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
     again = continued(tmp_path / "r")
     assert again.environments == config.environments and again.environments[0].env["system_prompt"] == prompt
-    assert again.trainer.model.name == config.trainer.model.name
+    assert again.trainer.model_name == config.trainer.model_name
 
 
 # what a run can be repeated from ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo_trainer.batch.microbatches import split
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.doctor.checks import Case, decoder_only
@@ -58,7 +58,7 @@ def whole(folder: Path) -> PreTrainedModel:
 
 
 def part(folder: Path) -> PreTrainedModel:
-    return load_model(ModelConfig(name=str(folder), device="cpu"))
+    return load_model(ModelConfig(model_name=str(folder), device="cpu"))
 
 
 def test_the_text_part_is_loaded_without_the_others(tmp_path: Path, architecture: str) -> None:
@@ -119,12 +119,12 @@ def test_a_checkpoint_of_all_weights_is_the_whole_model(tmp_path: Path, architec
     base, folder = tmp_path / "base", tmp_path / "step_1"
     save_model(architecture, base)
     folder.mkdir()
-    policy = AllWeights(load_all_weights(ModelConfig(name=str(base), device="cpu")), None)
+    policy = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
     with torch.no_grad():
         policy.model.get_parameter("model.norm.weight").add_(0.5)
     policy.write(folder, policy.tensors())
     assert torch.equal(logits(whole(folder)), logits(policy.model))
-    again = AllWeights(load_all_weights(ModelConfig(name=str(base), device="cpu")), None)
+    again = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
     again.load(folder, policy.exact(policy.tensors()))
     assert torch.equal(logits(again.model), logits(policy.model))
     assert torch.equal(logits(load_causal_lm(folder)), logits(policy.model))
@@ -144,8 +144,8 @@ def test_weights_are_sent_under_the_whole_models_names(tmp_path: Path, architect
 def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     """With recurrent layers: the states of a packed row would pass from one sequence to the next."""
     save_model("qwen3_5", tmp_path)
-    options = {"name": str(tmp_path), "device": "cpu", "seq_len": 64}
-    config = TrainConfig.model_validate({"model": options, "compute": {"packing": "auto"}})
+    options = {"model_name": str(tmp_path), "device": "cpu", "seq_len": 64}
+    config = TrainConfig.model_validate({**options, "packing": "auto"})
     forward = build_forward(part(tmp_path), config)
     assert not forward.packed
 
@@ -158,7 +158,7 @@ def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
 
     alone = torch.cat([scores(9), scores(23), scores(31)])  # microbatches are sorted by length
     torch.testing.assert_close(scores(23, 9, 31), alone, rtol=0, atol=1e-5)
-    config = TrainConfig.model_validate({"model": options, "compute": {"packing": "on"}})
+    config = TrainConfig.model_validate({**options, "packing": "on"})
     with pytest.raises(ConfigError, match="linear_attention"):
         build_forward(part(tmp_path), config)
 
@@ -194,14 +194,18 @@ def test_files_without_the_text_part_are_refused(tmp_path: Path) -> None:
 def test_one_copy_of_the_weights_is_refused_with_the_reason(tmp_path: Path, architecture: str, reason: str) -> None:
     save_model(architecture, tmp_path)
     with pytest.raises(ModelError, match=reason) as refused:
-        build_skeleton(ModelConfig(name=str(tmp_path), device="cpu"))
+        build_skeleton(ModelConfig(model_name=str(tmp_path), device="cpu"))
     assert "broadcast" in refused.value.fix
 
 
 def test_an_adapter_on_the_matrix_that_vllm_copies_is_refused(tmp_path: Path) -> None:
     save_model("deepseek_v2", tmp_path)
     with pytest.raises(ModelError) as refused:
-        add_adapter(part(tmp_path), LoraOnly(r=8, target_modules=("q_proj", "kv_b_proj")), seed=0)
+        add_adapter(
+            part(tmp_path),
+            BridgeConfig(weight_bridge_mode="lora_only", lora_r=8, lora_target_modules=("q_proj", "kv_b_proj")),
+            seed=0,
+        )
     assert refused.value.got == "kv_b_proj" and "q_proj" in refused.value.wanted
 
 

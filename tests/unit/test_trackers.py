@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.logs import sinks
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import TensorBoardSink, TrackioSink, WandbSink, build_metric_log, run_id
@@ -18,10 +18,8 @@ from tests.processes import wait_for
 
 
 def config_of(folder: Path, *names: str, use_wandb: bool = False) -> TrainConfig:
-    logging = LogConfig.model_validate(
-        {"log_dir": folder, "log_to": names, "use_wandb": use_wandb, "wandb_project": "p", "wandb_group": "g"}
-    )
-    return TrainConfig(model=ModelConfig(name="m"), logging=logging, rollouts=RolloutConfig(api_key="secret"))
+    values = {"log_dir": folder, "log_to": names, "use_wandb": use_wandb, "wandb_project": "p", "wandb_group": "g"}
+    return TrainConfig.model_validate({"model_name": "m", "rollout_api_key": "secret", **values})
 
 
 def test_wandb_offline_is_written_below_the_log_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +94,7 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in sinks.SINKS:
         monkeypatch.setitem(sinks.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
     config = config_of(tmp_path, "tensorboard", "trackio", use_wandb=True)
-    assert config.logging.trackers == ("tensorboard", "trackio", "wandb")
+    assert config.trackers == ("tensorboard", "trackio", "wandb")
     log = build_metric_log(config, RunConsole(Console(file=(tmp_path / "out").open("w")), 3), 0)
     log.log(1, {"reward/mean": Mean(1.0)})
     log.close()

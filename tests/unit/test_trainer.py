@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from grpo_trainer.config.loss import LOSSES as BUILT_IN
-from grpo_trainer.config.train import ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.reference import FrozenWeights
@@ -29,7 +29,7 @@ from tests.unit.factories import VOCAB, TinyModel, batch, sample
 
 
 def config(**changes: object) -> TrainConfig:
-    values: dict[str, object] = {"model": ModelConfig(name="tiny"), "batch_size": 4, "training_steps": 10}
+    values: dict[str, object] = {"model_name": "tiny", "batch_size": 4, "training_steps": 10}
     return TrainConfig.model_validate({**values, **changes})
 
 
@@ -77,7 +77,7 @@ LOSSES: list[dict[str, object]] = [
 def trained_once(data: RolloutBatch, loss: dict[str, object], batch_size: int) -> tuple[dict[str, float], list[Tensor]]:
     """Metrics and gradients of a step."""
     model, other = TinyModel(), TinyModel(seed=1)
-    settings = config(batch_size=batch_size, loss=loss, optimizer={"max_grad_norm": 0})
+    settings = config(batch_size=batch_size, **loss, max_grad_norm=0)
     reference = FrozenWeights(model, {name: value.detach() for name, value in other.named_parameters()})
     trainer = Trainer(model, settings, reference=reference)
     return reduce(trainer.step(data, 0).metrics), gradients(trainer)
@@ -120,7 +120,7 @@ def test_a_step_raises_the_logprob_of_what_was_rewarded() -> None:
         return torch.log_softmax(logits, -1)[token].item()
 
     before = logprob_of(3), logprob_of(4)
-    trainer = Trainer(model, config(optimizer={"lr": 1e-2}))
+    trainer = Trainer(model, config(lr=1e-2))
     result = trainer.step(batch([good, bad]), 0)
     assert result.updated
     assert logprob_of(3) > before[0] and logprob_of(4) < before[1]
@@ -139,7 +139,7 @@ def test_a_step_without_a_spread_of_rewards_is_skipped_and_changes_nothing() -> 
 
 def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run() -> None:
     model = TinyModel()
-    trainer = Trainer(model, config(optimizer=OptimizerConfig(max_bad_steps=2)))
+    trainer = Trainer(model, config(max_bad_steps=2))
     poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
     before = copy.deepcopy(model.state_dict())
     assert not trainer.step(poisoned, 0).updated
@@ -162,7 +162,7 @@ def test_a_step_that_leaves_weights_that_are_not_finite_ends_the_run_before_they
 ) -> None:
     """In 32 bits torch's optimizer writes them, and the error tears the fence; in 16 bits nothing is written."""
     model = TinyModel().to(dtype)
-    trainer = Trainer(model, config(optimizer={"lr": 1e39}))
+    trainer = Trainer(model, config(lr=1e39))
     before = copy.deepcopy(model.state_dict())
     entered: list[str] = []
 
@@ -249,7 +249,7 @@ def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> No
     together, apart = TinyModel(), TinyModel()
     data = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
     loss: dict[str, object] = {"ratio_against": "trainer", "clip_eps": 0.01}
-    thrice = Trainer(together, config(loss={**loss, "updates_per_batch": 3}, optimizer={"lr": 1e-2}))
+    thrice = Trainer(together, config(**{**loss, "updates_per_batch": 3}, lr=1e-2))
     numbers = reduce(thrice.step(data, 0).metrics)
 
     def with_logprobs(one: Sample) -> Sample:
@@ -259,9 +259,9 @@ def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> No
         return replace(one, rollout_logprobs=before[one.positions - 1])
 
     then = replace(data, groups=(replace(data.groups[0], samples=tuple(map(with_logprobs, data.groups[0].samples))),))
-    once = Trainer(apart, config(loss=loss, optimizer={"lr": 1e-2}))
+    once = Trainer(apart, config(**loss, lr=1e-2))
     steps = [reduce(once.step(data, 0).metrics)]
-    once.config = config(loss={"clip_eps": 0.01}, optimizer={"lr": 1e-2})
+    once.config = config(clip_eps=0.01, lr=1e-2)
     steps += [reduce(once.step(then, 0).metrics) for _ in range(2)]
     torch.testing.assert_close(weights_of(together), weights_of(apart), rtol=0, atol=1e-7)
     assert steps[1]["grpo/clipped_fraction"] > 0  # so it does matter what they count from
@@ -274,9 +274,7 @@ def test_the_logprobs_before_the_first_update_cost_no_forward_pass() -> None:
         model = TinyModel()
         calls: list[int] = []
         model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        trainer = Trainer(
-            model, config(batch_size=100, loss={"updates_per_batch": updates, "ratio_against": "trainer"})
-        )
+        trainer = Trainer(model, config(batch_size=100, **{"updates_per_batch": updates, "ratio_against": "trainer"}))
         trainer.step(rollouts(), 0)
         assert len(calls) == updates
 
@@ -289,12 +287,12 @@ def test_a_stop_after_the_first_update_waits_for_the_last() -> None:
         if not torch.equal(weights_of(model), before):
             raise StoppedError(15)
 
-    trainer = Trainer(model, config(loss={"updates_per_batch": 3}), stop_once_changed)
+    trainer = Trainer(model, config(updates_per_batch=3), stop_once_changed)
     assert trainer.step(rollouts(), 0).updated
 
 
 def test_a_step_counts_as_landed_if_one_of_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(TinyModel(), config(loss={"updates_per_batch": 3}))
+    trainer = Trainer(TinyModel(), config(updates_per_batch=3))
     norms = iter([1.0, math.nan, 1.0])
     clip = trainer.holding.clip
     monkeypatch.setattr(trainer.holding, "clip", lambda limit: clip(limit) * next(norms))
@@ -305,7 +303,7 @@ def test_a_step_counts_as_landed_if_one_of_its_updates_did(monkeypatch: pytest.M
 def test_a_teachers_token_that_the_model_lacks_is_named() -> None:
     data = batch([sample([1], [2], 1.0, teacher=[{VOCAB: -0.1}]), sample([1], [3], 0.0)])
     with pytest.raises(TrainingError) as refused:
-        Trainer(TinyModel(), config(loss={"distill_coef": 1.0})).step(data, 0)
+        Trainer(TinyModel(), config(distill_coef=1.0)).step(data, 0)
     assert (refused.value.field, refused.value.got) == ("distill_token_ids", str(VOCAB))
     assert str(VOCAB) in refused.value.wanted.split()
 
@@ -322,7 +320,7 @@ def test_imitation_and_distillation_teach_without_a_spread_of_rewards(kind: str)
     model = TinyModel()
     shown = sample([1, 2], [3], 0.0, supervised=True) if kind == "supervised" else None
     shown = shown or sample([1, 2], [4], 0.0, teacher=[{3: -0.01}])
-    trainer = Trainer(model, config(loss={"distill_coef": 1.0}, optimizer={"lr": 1e-2}))
+    trainer = Trainer(model, config(distill_coef=1.0, lr=1e-2))
 
     def chance() -> float:
         with torch.no_grad():
@@ -344,7 +342,7 @@ def noted(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
 
 def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel().to(torch.bfloat16)
-    trainer = Trainer(model, config(optimizer={"lr": 1e-2}))
+    trainer = Trainer(model, config(lr=1e-2))
     events: list[str] = []
     prepare = trainer.optimizer.prepare
     monkeypatch.setattr(trainer.optimizer, "prepare", lambda: (events.append("prepared"), prepare()))
@@ -357,12 +355,12 @@ def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_schedule() -> None:
     """The last rate of 2,000 cosine steps is 6e-7 of --lr: hardly a 16-bit weight changes by so little."""
-    low = Trainer(TinyModel().to(torch.bfloat16), config(optimizer={"lr": 1e-15}))
+    low = Trainer(TinyModel().to(torch.bfloat16), config(lr=1e-15))
     with pytest.raises(TrainingError) as refused:
         low.step(rollouts(), 0)
     assert refused.value.field == "--lr"
     falls = {"lr": 1e-6, "lr_schedule": "cosine"}
-    last = Trainer(TinyModel().to(torch.bfloat16), config(optimizer=falls, training_steps=2000))
+    last = Trainer(TinyModel().to(torch.bfloat16), config(**falls, training_steps=2000))
     result = last.step(rollouts(), 1999)
     assert result.updated and reduce(result.metrics)["train/changed_fraction"] == 0
 
@@ -383,7 +381,7 @@ def test_16_bit_weights_without_a_landing_optimizer_are_refused() -> None:
 
 
 def test_paths_in_a_configuration_survive_validation() -> None:
-    assert config(checkpoints={"save_path": "x"}).log_dir == Path("x")
+    assert config(save_path="x").log_dir == Path("x")
 
 
 def test_gradients_over_64_microbatches() -> None:
@@ -405,7 +403,7 @@ def test_gradients_over_64_microbatches() -> None:
 
 def test_gradients_in_float32_on_request() -> None:
     model = TinyModel().to(torch.bfloat16)
-    trainer = Trainer(model, config(compute={"grad_dtype": "float32"}))
+    trainer = Trainer(model, config(grad_dtype="float32"))
     dtypes: list[torch.dtype | None] = []
     prepare = trainer.optimizer.prepare
 

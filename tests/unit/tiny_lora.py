@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.model.lora import add_adapter
 
 VOCAB = 64
@@ -33,9 +33,10 @@ def tiny_qwen(seed: int = 0, depth: int = 2) -> Qwen2ForCausalLM:
 
 
 def tiny_lora(depth: int = 2, **options: Any) -> PeftModel:
-    return add_adapter(
-        tiny_qwen(depth=depth), LoraOnly.model_validate({"mode": "lora_only", "r": 8, **options}), seed=0
-    )
+    """Return an adapter of rank 8 on a tiny model; options by their names without `lora_`, `layers` by this name."""
+    named = {"lora_layer_indices" if name == "layers" else f"lora_{name}": value for name, value in options.items()}
+    config = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, **named})
+    return add_adapter(tiny_qwen(depth=depth), config, seed=0)
 
 
 def fill_b(model: PeftModel, seed: int = 1) -> None:

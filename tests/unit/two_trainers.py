@@ -44,8 +44,8 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     values |= {"save_path": str(folder / f"checkpoints{size}"), "background_writes": False}
     values |= {"trainer_rank": rank, "world_size": size, "init_method": f"tcp://127.0.0.1:{port}"}
     config = build(TrainConfig, values | options)
-    seed_generators(config.model.seed)
-    world = join(config.distributed, on_gpu=False)
+    seed_generators(config.seed)
+    world = join(config, on_gpu=False)
     print("joined", flush=True)
     if world.leads:
         with world:
@@ -57,7 +57,7 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
 def lead(config: TrainConfig, world: World, written: Path) -> None:
     policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
     progress = checkpoints.resume()
     if checkpoints.safe_path is not None:
         world.give_all(Restore(checkpoints.safe_path))

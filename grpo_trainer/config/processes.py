@@ -1,0 +1,288 @@
+"""What `grpo run` starts: options of the run, of the rollout API and of environments, and the folder of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from environments.running import settings_check
+from environments.running.settings_check import BUILT_IN
+from grpo_common.errors import Problem, collected
+from grpo_common.roster import FOLDER
+from grpo_common.suggest import OF_FILES, nearest
+from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.server import Server
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.values import LARGEST_PORT, Arguments
+from grpo_trainer.errors import ConfigError
+
+RUNS = Path("runs")
+"""Parent folder of the runs that are started without `--run-dir`."""
+LATEST = "latest"
+"""In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
+QUEUE_FILE = "queue.sqlite"
+"""In a run's folder."""
+TRACE_FILE = "trace.json"
+"""In a run's folder, with `--trace`."""
+
+PROMPTS = 32
+"""Prompts a step by default."""
+
+
+class EnvironmentProcess(Section):
+    """Environment."""
+
+    name: str = option(
+        "arithmetic",
+        help=f"{', '.join(BUILT_IN)}, or the module or file of your own environment.",
+        flags=("--env",),
+    )
+    env: dict[str, Any] = Field(default_factory=dict)
+    openai: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    rewards: tuple[Any, ...] = ()
+
+    @property
+    def reward_sources(self) -> list[str]:
+        """The files and modules of its reward functions."""
+        return settings_check.reward_sources(self.rewards)
+
+
+class ApiProcess(Section):
+    """Rollout API."""
+
+    port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
+    store: Path | None = option(
+        None,
+        help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
+        "--run-dir).",
+    )
+    extra_args: Arguments = option((), help="More arguments for `grpo api`, comma-separated.")
+
+    @field_validator("extra_args")
+    @classmethod
+    def _hold_no_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(word.partition("=")[0] == "--api-key" for word in value):
+            raise ConfigError(
+                "a list of processes would show the key",
+                got="--api-key",  # and not the key
+                wanted="other arguments than --api-key",
+                fix="use --rollout-api-key, or ROLLOUT_API_KEY",
+            )
+        return value
+
+
+class RunOptions(Section):
+    """Run."""
+
+    run_dir: Path | None = option(
+        None,
+        help=f"Folder of the run: logs, metrics, checkpoints (default: the next of {RUNS}/001, {RUNS}/002, …). "
+        f"{RUNS}/latest is a link to the newest of these.",
+    )
+    prompts_per_step: int | None = option(
+        None,
+        help=f"Prompts in a step, each with --env.group_size answers (default: {PROMPTS}). Microbatches are as large "
+        "as memory allows. --batch-size and --gradient-accumulation-steps say the same by other numbers.",
+        ge=1,
+    )
+    trace: bool = option(
+        False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
+    )
+    try_environments: bool = option(
+        True,
+        help="Try the environments before anything starts: import, setup, one item, its prompt, two scores.",
+        flags=("--try",),
+    )
+    trainer_gpus: int = option(
+        1,
+        help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "
+        "each GPU also has a server, or a shard of a tensor-parallel server.",
+        ge=1,
+    )
+    cluster: str | None = option(
+        None,
+        help="Run on the machines of a Ray cluster: auto, or the HOST:PORT of its head (default: on this machine). "
+        "This machine must belong to it.",
+    )
+    cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
+    allow_changed_data: bool = option(
+        False,
+        help="Only warn if a resumed run's data set differs from the one that it began with. The fingerprint "
+        "is in data/ of --run-dir.",
+    )
+    max_restarts: int = option(
+        3,
+        help="How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run "
+        "ends. A trainer continues from its last checkpoint. Servers restart with broadcast, and with lora_only "
+        "without --share-base.",
+        ge=0,
+    )
+
+
+class RunConfig(Section):
+    """Everything that `grpo run` starts."""
+
+    options: RunOptions
+    trainer: TrainConfig
+    api: ApiProcess = ApiProcess()
+    environments: tuple[EnvironmentProcess, ...] = (EnvironmentProcess(),)
+    unset: frozenset[str] = frozenset()
+    """Options that nobody gave, and that the start chooses by the model and the machine: `run_dir`, `lr`, `seq_len`,
+    `batch_size` and `microbatch` (`--max-tokens-per-microbatch`)."""
+
+    @property
+    def server(self) -> Server:
+        return self.trainer.server
+
+    @property
+    def run_dir(self) -> Path:
+        return self.options.run_dir or next_folder()
+
+    @property
+    def store(self) -> Path | None:
+        """Where the rollout API keeps its queue; None: in memory."""
+        if self.api.store is None:
+            return self.run_dir / QUEUE_FILE
+        return None if str(self.api.store) == "none" else self.api.store
+
+    @property
+    def roster(self) -> Path | None:
+        """Folder with the list of servers; None: they stay the same for the whole run."""
+        return (self.run_dir / FOLDER).absolute() if self.trainer.servers_may_change else None
+
+    @property
+    def trace_file(self) -> Path | None:
+        """Where processes record what they do; None: nowhere."""
+        return (self.run_dir / TRACE_FILE).absolute() if self.options.trace else None
+
+
+# ---- environments
+
+
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
+    """Return what follows `python -m` to run an environment: a built-in by its short name, or the user's module or
+    file, with `:CLASS` where it has several classes.
+
+    Args:
+        said: the flag or command that named it, for the message.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name in BUILT_IN:
+        return (BUILT_IN[name].module,)
+    module = name.partition(":")[0]
+    if module.endswith(DATA_FILES):
+        raise ConfigError(
+            "a data file is not an environment",
+            field=said,
+            got=name,
+            wanted="the module or the Python file of an environment",
+            fix=f"train on the data set by --data {name} --reward FILE.py:FUNCTION",
+        )
+    if module.endswith(".py") or "/" in module:
+        if Path(module).is_file():
+            return ("environments", name)
+    elif not re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", module):  # no path, and no flag of `python -m`
+        wanted = f"one of {', '.join(BUILT_IN)}, or the module or file of your own, such as my_envs.task"
+        raise ConfigError("no name of a module", field=said, got=repr(name), wanted=wanted)
+    elif "." in module or PathFinder.find_spec(module, [str(Path.cwd()), *sys.path]):
+        return ("environments", name)
+    known = ", ".join(BUILT_IN)
+    near = _nearest_file(Path(module).stem if "/" in module or module.endswith(".py") else module)
+    if module.endswith(".py") or "/" in module:
+        raise ConfigError(
+            "no such file",
+            field=said,
+            got=name,
+            wanted="a Python file",
+            fix=f"did you mean {near}?" if near else "correct the path",
+        )
+    raise ConfigError(
+        f"no module of this name in {Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})",
+        field=said,
+        got=name,
+        wanted=f"one of {known}, or the module or file of your own",
+        fix=f"did you mean {'.'.join(near.with_suffix('').parts)} ({near})?"
+        if near
+        else f"start in the folder of your own {name}.py, or name it by its package, such as my_envs.{name}",
+    )
+
+
+def _nearest_file(name: str) -> Path | None:
+    """The Python file most like an environment's name, in the current folder or one below it; None: none is alike."""
+    files = {path.stem: path for pattern in ("*/*.py", "*.py") for path in Path().glob(pattern)}
+    near = nearest(name, files, OF_FILES)
+    return None if near is None else files[near]
+
+
+def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Problem]:
+    """Return what is wrong in environments' own tables: an unknown environment or key, a value that is not legal."""
+    found: list[Problem] = []
+    for environment in environments:
+        with collected(found):
+            environment_command(environment.name)
+        own: list[Problem] = []
+        with collected(own):
+            settings_check.check(environment.name, environment.env)
+        with collected(own):
+            settings_check.check_server(environment.openai)
+        with collected(own):
+            settings_check.check_data(environment.name, environment.data, environment.rewards)
+        found += [replace(each, field=f"--env {environment.name}: {each.field}") for each in own]
+    return found
+
+
+# ---- folders
+
+
+def next_folder(parent: Path = RUNS) -> Path:
+    """Return the path of the next numbered run, such as runs/007. Another run may take it first: see `claim_folder`."""
+    return parent / f"{max(_numbers(parent), default=0) + 1:03d}"
+
+
+def claim_folder(parent: Path = RUNS) -> Path:
+    """Make the folder of the next numbered run, which no other process gets."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = next_folder(parent)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue  # another process was faster
+        return folder
+
+
+def link_latest(folder: Path) -> None:
+    """Point `runs/latest` to a numbered run's folder, which holds something by now: an empty one may be removed."""
+    link, new = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
+    if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
+        with suppress(OSError):  # a file system without links
+            new.symlink_to(folder.name)
+            new.replace(link)
+
+
+def newest_run(parent: Path = RUNS) -> Path | None:
+    """Return the folder of the newest run that was started without `--run-dir`; None: there is none."""
+    numbered = [folder for number in _numbers(parent) if (folder := parent / f"{number:03d}").is_dir()]
+    if numbered:
+        return max(numbered, key=lambda folder: int(folder.name))
+    return parent / LATEST if (parent / LATEST).is_dir() else None
+
+
+def _numbers(parent: Path) -> Iterator[int]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from (int(path.name) for path in parent.iterdir() if re.fullmatch(r"\d{3,}", path.name))
