@@ -37,7 +37,7 @@ from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.supervisor import Supervisor
-from grpo_trainer.launch.trial import Trials, refuse_failed, trying
+from grpo_trainer.launch.trial import Trials, trying
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.machine import Machine, look
@@ -89,7 +89,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials
     """Run on this machine, or on a cluster, once the environments have been tried."""
     ports = {} if cluster else claim_ports(wanted_ports(config))  # a cluster's are those of its machines
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    refuse_failed(trials.outcomes(say), say)
+    trials.check(say)
 
     machine, shape = look(), shape_of(config.trainer.model_name)
     on_gpu = machine.serves_on_gpu

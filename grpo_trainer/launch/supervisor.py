@@ -14,22 +14,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import httpx
-import msgspec
 
 from grpo_common.status import TRAINED
 from grpo_common.text import printable
 from grpo_trainer.errors import ProcessFailedError
-from grpo_trainer.files import replace_file
 from grpo_trainer.launch.fleet import Fleet, Row
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, started_again
 from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait
+from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait, complete_report
 from grpo_trainer.signals import Arrivals, ending_signals
 
 SHUTDOWN_SECONDS = 9.5
@@ -42,18 +39,6 @@ IN_A_ROW_SECONDS = 600.0
 """After a process was ready and has run for longer than this, its count of restarts begins at 0 again."""
 PLACE_SECONDS = 2.0
 """Between two attempts to start a process that has no machine, or could not be started."""
-
-
-class StartReport(msgspec.Struct, frozen=True):
-    """Durations of one start: `start.json`, which the trainer writes and the supervisor completes."""
-
-    seconds: float
-    """From the command to the first trained step."""
-    phases: dict[str, float]
-    """Seconds of each of the trainer's phases, which sum to `seconds`."""
-    servers: dict[str, dict[str, float]] = {}
-    """For each server, `ready`: the seconds from its start to its first answer."""
-    format: int = 1
 
 
 class Supervisor:
@@ -198,10 +183,8 @@ class Supervisor:
         trainers = [process for process in self.processes if process.spec.ends_run]
         if not self.begun and any(process.status.phase == TRAINED for process in trainers):
             self.begun = True
-            if self._report is not None and (report := read_report(self._report)) is not None:
-                whole = msgspec.json.encode(msgspec.structs.replace(report, servers=self._ready_after))
-                with suppress(OSError):  # the run does not depend on this file
-                    replace_file(self._report, msgspec.json.format(whole, indent=1))
+            if self._report is not None:
+                complete_report(self._report, self._ready_after)
         self.waits = () if self.begun else tuple(self._present_waits())
 
     def _show_notices(self, process: Process) -> None:
@@ -411,11 +394,3 @@ def _blame(row: Row) -> tuple[bool, bool, bool]:
     """
     code = row.process.exit_code if row.process is not None else None
     return (code or 0) >= 0, code == os.EX_TEMPFAIL, row.spec.ends_run
-
-
-def read_report(path: Path) -> StartReport | None:
-    """Return the report in a file; None: there is no such file, or it is no report."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=StartReport)
-    except (OSError, msgspec.MsgspecError):
-        return None

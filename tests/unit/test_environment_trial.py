@@ -24,7 +24,7 @@ from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.launch import trial
-from grpo_trainer.launch.trial import Outcome, trying
+from grpo_trainer.launch.trial import Trial, trying
 from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def run_of(name: str, model: Path, **env: object) -> RunConfig:
     return build_run(file, {"model_name": str(model), "weight_bridge_mode": "lora_only"})
 
 
-def tried(name: str, model: Path, **env: object) -> Outcome:
+def tried(name: str, model: Path, **env: object) -> Trial:
     with trying(run_of(name, model, **env)) as trials:
         (outcome,) = trials.outcomes()
     return outcome

@@ -26,9 +26,9 @@ from grpo_common.roster import Member, Served, in_use, read_members, read_served
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.launch.supervisor import read_report
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import adapter_state
+from grpo_trainer.phases import read_report
 from grpo_trainer.policy import Policy, SharedWeights, build_policy
 from grpo_trainer.report.read import read_run
 from grpo_trainer.saving.checkpoint import Checkpoints

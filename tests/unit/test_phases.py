@@ -12,8 +12,7 @@ import pytest
 
 from grpo_trainer import phases
 from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
-from grpo_trainer.launch.supervisor import StartReport, read_report
-from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_at, report_start
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, StartReport, Wait, read_report, report_at, report_start
 
 
 class Clock:

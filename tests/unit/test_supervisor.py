@@ -28,8 +28,8 @@ from grpo_trainer.launch import process
 from grpo_trainer.launch import supervisor as supervisor_module
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.process import START_STOP_SECONDS, Process
-from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor, read_report
-from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait, read_report
 from grpo_trainer.phases import SERVER as WAITS_FOR_SERVER
 from tests.processes import found_in, free_port, once, wait_for
 
