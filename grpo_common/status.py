@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from grpo_common.text import PrintableFormatter
+from grpo_common.text import PrintableFormatter, printable
 
 VARIABLE = "GRPO_STATUS"
 """Environment variable with the path of this process's file."""
@@ -28,8 +28,8 @@ TRAINED = "trained"
 KEPT, BURST, PAUSE_SECONDS = 16, 10, 5.0
 """How many notices the file holds, and how many are written at once, then one in so many seconds: an environment may
 warn of each sample."""
-LINES, CHARACTERS = 17, 500
-"""Of a notice that has a stack, and of each of its lines."""
+LINES, CHARACTERS, STACK_CHARACTERS = 17, 500, 200
+"""Of a notice that has a stack, of its first line, and of each other line."""
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -104,7 +104,8 @@ class StatusWriter(logging.Handler):
             record.message = record.getMessage()
             text = (self.formatter or PrintableFormatter()).formatMessage(record)
             text = f"{record.levelname} {text}" if record.levelno >= logging.WARNING else text
-            text = "\n".join(line[: CHARACTERS + 1] for line in text.split("\n")[:LINES])
+            first, *stack = text.split("\n")[:LINES]
+            text = "\n".join([printable(first, CHARACTERS), *(printable(line, STACK_CHARACTERS) for line in stack)])
             notice = Notice(self._count, text, bool(getattr(record, "waits", False)), missed)
             self.update(notices=(*self._status.notices, notice)[-KEPT:])
 

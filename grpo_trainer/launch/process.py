@@ -40,6 +40,8 @@ START_STOP_SECONDS = 5.0
 KILL_SECONDS = 1.0
 """Time for the kernel to remove killed processes."""
 POLL_SECONDS = 0.1
+STATUS_BYTES = 1 << 20
+"""Of a status file, that are read; a whole one has fewer."""
 
 CAUSE, CAUSES = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*"), 3
 """The first lines that name an exception are shown with the last ones, which may only pass it on. Nothing is decided by
@@ -145,7 +147,8 @@ class Process:
     def said(self) -> bytes:
         """Return the content of its status file."""
         try:
-            return Path(self.spec.env[VARIABLE]).read_bytes()
+            with Path(self.spec.env[VARIABLE]).open("rb") as file:
+                return file.read(STATUS_BYTES)
         except (KeyError, OSError):
             return b""
 

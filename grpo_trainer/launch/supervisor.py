@@ -31,8 +31,8 @@ from grpo_trainer.signals import Arrivals, ending_signals
 
 SHUTDOWN_SECONDS = 9.5
 """Most seconds from the first signal until the last process is gone; more only if one needs longer to save."""
-STACK_CHARACTERS = 200
-"""Of each line of a notice after its first."""
+LONGEST_NOTICE = 600
+"""Characters of a line of a notice. The process has cut it already, and said how much; but it may write anything."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before the first restart, and before any."""
 IN_A_ROW_SECONDS = 600.0
@@ -194,9 +194,9 @@ class Supervisor:
             first, *stack = notice.text.split("\n")
             before = f"; {notice.missed} warnings before it are not shown" if notice.missed else ""
             more = f" (in {process.log_path}{before})" if stack or before else ""
-            self._tell_user(f"{process.name}: {printable(first)}{more}")
+            self._tell_user(f"{process.name}: {printable(first, LONGEST_NOTICE)}{more}")
             for line in stack:
-                self._tell_user(f"{process.name}: {printable(line, STACK_CHARACTERS)}")
+                self._tell_user(f"{process.name}: {printable(line, LONGEST_NOTICE)}")
 
     def _present_waits(self) -> Iterator[Wait]:
         """Yield what servers that are not ready, and the trainer, do now."""
@@ -296,7 +296,7 @@ class Supervisor:
         self._tell_user(f"{spec.name}: {how}; {names}: restart {done + 1} of {self._most} in {pause:g} s")
         self._put_off(group, pause)
         if (process.exit_code or 0) > 0 and process.progress:
-            self._tell_user(f"{spec.name}: its last line: {printable(process.progress, STACK_CHARACTERS)}")
+            self._tell_user(f"{spec.name}: its last line: {process.progress}")
 
     def _may_restart(self, process: Process) -> bool:
         spec = process.spec
