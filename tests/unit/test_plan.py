@@ -330,17 +330,17 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        environment_command("chess")
-    assert (error.value.field, error.value.got) == ("--env", "chess")
+        environment_command("xiangqi")
+    assert (error.value.field, error.value.got) == ("--env", "xiangqi")
     assert (
         "arithmetic, dataset, gsm8k, verifiers, word_problems" in error.value.wanted
-        and "my_envs.chess" in error.value.fix
+        and "my_envs.xiangqi" in error.value.fix
     )
     assert environment_command("arithmetic") == ("environments.arithmetic",)
-    assert environment_command("my.chess") == ("environments", "my.chess")
+    assert environment_command("my.xiangqi") == ("environments", "my.xiangqi")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chess.py").touch()
-    for name in ("chess", "chess.py", "./chess.py", "chess.py:Chess", str(tmp_path / "chess.py")):
+    (tmp_path / "xiangqi.py").touch()
+    for name in ("xiangqi", "xiangqi.py", "./xiangqi.py", "xiangqi.py:Chess", str(tmp_path / "xiangqi.py")):
         assert environment_command(name) == ("environments", name)
 
 
