@@ -196,19 +196,16 @@ class Devices:
 
 @dataclass(frozen=True)
 class Server:
-    """How the inference server is spread.
-
-    Attributes:
-        replicas: of the model, in one server or in several.
-        placed: the devices that are its own; None: the first `workers`.
-    """
+    """How the inference server is spread."""
 
     gpu_share: float
     max_model_len: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     replicas: int = 1
+    """Of the model, in one server or in several."""
     placed: tuple[int, ...] | None = None
+    """The devices that are its own; None: the first `workers`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Server:
@@ -261,20 +258,17 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What lies where.
-
-    Attributes:
-        kv_tokens: tokens of the server's key-value cache, in all replicas.
-        recomputed: layers whose activations are recomputed in the backward pass, of how many.
-        saved: by device, the bytes that a trainer which chooses this number would save by recomputing all layers.
-    """
+    """What lies where."""
 
     rows: tuple[MemoryRow, ...]
     devices: Devices
     kv_tokens: int
+    """Of the server's key-value cache, in all replicas."""
     max_model_len: int
     recomputed: tuple[int, int]
+    """Layers whose activations are recomputed in the backward pass, of how many."""
     saved: Mapping[int, int]
+    """By device, the bytes that a trainer which chooses this number would save by recomputing all layers."""
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -330,20 +324,15 @@ def device_name(devices: Devices, index: int) -> str:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a memory plan is made of.
-
-    Attributes:
-        config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
-        server: the inference server, which `--weight-bridge-mode` may make share its weights.
-        trainers: processes, on the first devices; each with all weights, or a part where they are sharded, or in a
-            server's memory.
-    """
+    """What a memory plan is made of."""
 
     config: TrainConfig
+    """Its `--device cuda:N` says which GPU is the trainer's."""
     model: ModelShape
     server: Server
     devices: Devices
     trainers: int = 1
+    """Processes, on the first devices."""
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelShape, machine: Machine) -> Setup:

@@ -168,16 +168,16 @@ def packages(case: MachineCase) -> Iterator[Finding]:
             yield fail(name, "not installed", wanted, f"pip install 'grpo-trainer[{build}]'")
             continue
         version, got = Version(text), f"{package} {text}" if name == "vllm" else text
-        if name == "vllm" and version < Version("0.2.dev0"):  # 0.1.devN: built from its repository without tags
+        if name == "vllm" and machine.on_gpu and not machine.serves_on_gpu:
+            fix = "pip install 'grpo-trainer[gpu]'"
+            yield fail(name, f"{got} on a machine with a GPU", "the CUDA build", fix)
+        elif name == "vllm" and version < Version("0.2.dev0"):  # 0.1.devN: built from its repository without tags
             fix = f"if the run fails, pip install '{package}=={VLLM_RUN}.*'"
             yield warn(name, f"{got}, a build from source of unknown version", wanted, fix)
         elif version not in SpecifierSet(wanted, prereleases=True):
             yield fail(name, got if name == "vllm" else f"{name} {text}", wanted, f"pip install '{package}{wanted}'")
         elif name == "vllm" and version.release[:2] > Version(VLLM_RUN).release:
             yield warn(name, got, f"{VLLM_RUN}, the newest that was run", f"pip install '{package}=={VLLM_RUN}.*'")
-        elif name == "vllm" and machine.on_gpu and not machine.serves_on_gpu:
-            fix = "pip install 'grpo-trainer[gpu]'"
-            yield fail(name, f"{got} on a machine with a GPU", "the CUDA build", fix)
         else:
             yield ok(name, got)
 

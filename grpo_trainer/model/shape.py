@@ -142,8 +142,8 @@ def read_shape(folder: Path, config: Mapping[str, Any]) -> ModelShape:
     from transformers import AutoConfig
 
     try:
-        defaults = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # unknown, or not to be read: see the doctor
+        defaults = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().to_dict()
+    except Exception:  # transformers does not know it, or can't read it: the check `decoder-only` says why
         defaults = {}
     text = {key: value for part in (defaults, *config_parts(config)) for key, value in part.items()}
     return ModelShape.from_config({key: value for key, value in text.items() if key != "text_config"})
