@@ -26,6 +26,7 @@ from grpo_trainer.memory import (
     Server,
     Setup,
     advice,
+    held,
     layer_bytes_per_token,
 )
 from grpo_trainer.model.lora_linear import use_few_kernels
@@ -93,56 +94,52 @@ def test_sizes_that_a_config_omits_are_those_of_transformers_class(tmp_path: Pat
     assert shape_of(str(tmp_path)) is None
 
 
-def test_all_weights_in_mode_none() -> None:
-    count = SMALL.parameters
-    found = parts(trainer())
-    assert found["trainer", "weights"] == 4 * count  # fp32,
-    assert found["trainer", "weights, cast"] == 2 * 2 * SMALL.layer_parameters  # computed with in bfloat16
-    assert found["trainer", "gradients"] == 4 * count
-    assert found["trainer", "optimizer states"] == 8 * count
-    assert ("trainer", "reference") not in found
-    assert parts(trainer(kl_beta=0.1))["trainer", "reference"] == 2 * count
-    assert ("trainer", "reference") not in parts(trainer(kl_beta=0.1, ref_offload=True))
-    assert parts(trainer(optimizer="adamw_8bit"))["trainer", "optimizer states"] == int((2 + 8 / 256) * count)
+ALL, LAYERS = SMALL.parameters, 2 * SMALL.layer_parameters
+ADAPTER = SMALL.adapter_parameters(8, ("q_proj", "v_proj"))
+SOME = {"lora_r": 8, "lora_target_modules": "q_proj,v_proj"}
+HEAD = 20 * 32 * (4 + 25)
+"""Logits of 20 tokens, 4 bytes each, and 25 of what is computed from them."""
 
 
-def test_shared_weights_are_the_servers() -> None:
-    count = SMALL.parameters
-    found = parts(trainer("shared_vllm", master_weights=True))
-    assert ("trainer", "weights") not in found and found["server", "weights"] == 2 * count
-    assert found["trainer", "gradients"] == 2 * count and found["trainer", "master weights"] == 4 * count
-    some = parts(trainer("shared_vllm", train_layer_indices="1"))
-    assert some["trainer", "optimizer states"] == 8 * SMALL.layer_parameters
+@pytest.mark.parametrize(
+    ("mode", "flags", "trainers", "wanted"),
+    [
+        # fp32, computed with in bfloat16; of the head's 32 x 8 weights a copy, its gradient and their own
+        ("none", {}, 1, {"weights": 4 * ALL, "weights, cast": 2 * LAYERS, "gradients": 4 * ALL}),
+        ("none", {}, 1, {"optimizer states": 8 * ALL, "reference": 0, "head": HEAD + 256 * (2 + 2 + 4)}),
+        ("none", {"kl_beta": 0.1}, 1, {"reference": 2 * ALL}),
+        ("none", {"kl_beta": 0.1, "ref_offload": True}, 1, {"reference": 0}),
+        ("none", {"optimizer": "adamw_8bit"}, 1, {"optimizer states": (2 + 8 / 256) * ALL}),
+        ("none", {"sharding": "none"}, 4, {"weights": 4 * ALL, "gradients": 4 * ALL, "gradient bucket": 256 << 20}),
+        # a quarter each, and what comes together to compute: two layers, one's gradient, and what is in no layer
+        ("none", {}, 4, {"weights": ALL, "gradients": ALL, "optimizer states": 2 * ALL, "gradient bucket": 0}),
+        ("none", {}, 4, {"weights, cast": 0, "gathered weights": 10 * LAYERS / 2 + 2 * (2 * 32 * 8 + 8)}),
+        ("shared_vllm", {}, 1, {"weights": 0, "gradients": 2 * ALL, "head": HEAD + 256 * 2, "master weights": 0}),
+        ("shared_vllm", {"master_weights": True}, 1, {"master weights": 4 * ALL}),
+        ("shared_vllm", {"train_layer_indices": "1"}, 1, {"optimizer states": 8 * LAYERS / 2, "head": HEAD}),
+        # pairs of trainer and server share the states only; a trainer of each shard holds its part of everything
+        ("shared_vllm", {"master_weights": True}, 2, {"gradients": 2 * ALL, "master weights": 2 * ALL}),
+        ("shared_vllm", {}, 2, {"optimizer states": 4 * ALL, "gradient bucket": 256 << 20}),
+        ("shared_vllm", {"tensor_parallel_size": 2}, 2, {"weights": 0, "gradients": ALL, "optimizer states": 4 * ALL}),
+        ("shared_vllm", {"tensor_parallel_size": 2}, 2, {"head": (HEAD + 256 * 2) / 2, "gradient bucket": 0}),
+        ("lora_only", SOME, 1, {"weights": 2 * ALL, "adapter": 4 * ADAPTER, "gradients": 4 * ADAPTER, "head": HEAD}),
+        ("lora_only", {**SOME, "share_base": True}, 1, {"weights": 0, "optimizer states": 8 * ADAPTER}),
+        ("lora_only", {"load_in_4bit": True}, 1, {"weights": 0.52 * LAYERS + 2 * (ALL - LAYERS)}),
+    ],
+)
+def test_what_a_trainer_holds(mode: str, flags: dict[str, Any], trainers: int, wanted: dict[str, float]) -> None:
+    found = held(trainer(mode, **flags), SMALL, trainers, on_gpu=True)
+    assert {what: found[what] for what in wanted} == wanted
 
 
-def test_pairs_of_server_and_trainer_share_the_states_only() -> None:
-    options = trainer("shared_vllm", optimizer="adamw_8bit", master_weights=True)
-    server = Server(gpu_share=0.5, max_model_len=10, replicas=2)
-    setup = Setup(options, SMALL, server, Devices("cuda", 10**12, 2), trainers=2)
-    rows = setup.plan().rows
-    count = SMALL.parameters
-    for device in (0, 1):
-        found = {(row.owner, row.what): row.nbytes for row in rows if row.device == device}
-        assert ("trainer", "weights") not in found and found["server", "weights"] == 2 * count
-        assert found["trainer", "gradients"] == 2 * count
-        assert found["trainer", "optimizer states"] == int((2 + 8 / 256) * count / 2)
-        assert found["trainer", "master weights"] == 2 * count
-        assert found["trainer", "gradient bucket"] == 256 << 20
-    assert {row.device for row in rows} == {0, 1}
-
-
-def test_an_adapter() -> None:
-    adapter = SMALL.adapter_parameters(8, ("q_proj", "v_proj"))
-    found = parts(trainer("lora_only", lora_r=8, lora_target_modules="q_proj,v_proj", lora_keep_versions=3))
-    assert found["trainer", "weights"] == 2 * SMALL.parameters
-    assert found["trainer", "adapter"] == found["trainer", "gradients"] == 4 * adapter
-    assert found["trainer", "optimizer states"] == 8 * adapter
-    assert found["server", "adapter slots"] == 2 * adapter * (3 + 4)
-    assert ("trainer", "weights") not in parts(trainer("lora_only", share_base=True))
+def test_servers_hold_weights_and_slots_for_adapters() -> None:
+    found = parts(trainer("lora_only", **SOME, lora_keep_versions=3))
+    assert found["server", "adapter slots"] == 2 * ADAPTER * (3 + 4) and found["server", "weights"] == 2 * ALL
     assert ("server", "adapter slots") not in parts(trainer("lora_restart"))
-    four_bits = parts(trainer("lora_only", load_in_4bit=True))["trainer", "weights"]
-    outside = SMALL.parameters - 2 * SMALL.layer_parameters
-    assert four_bits == int(0.52 * 2 * SMALL.layer_parameters + 2 * outside)
+    server, devices = Server(gpu_share=0.5, max_model_len=10, replicas=2), Devices("cuda", 10**12, 2)
+    rows = Setup(trainer("shared_vllm"), SMALL, server, devices, trainers=2).plan().rows
+    for owner in ("trainer", "server"):  # in pairs, with each GPU's memory for one of them
+        assert {row.device for row in rows if row.owner == owner} == {0, 1}
 
 
 def test_activations_and_head() -> None:
@@ -155,10 +152,6 @@ def test_activations_and_head() -> None:
     layer = 20 * 320  # 2 sequences of 10
     found = parts(trainer())
     assert found["trainer", "activations"] == 3 * layer  # 2 layers, and the gradients of one's
-    # Logits of 20 tokens, 4 bytes and 25 of what is computed from them; of 32 x 8 weights in fp32 a copy, its gradient
-    # and their own.
-    assert found["trainer", "head"] == 20 * 32 * (4 + 25) + 32 * 8 * (2 + 2 + 4)
-    assert parts(lora)["trainer", "head"] == 20 * 32 * (4 + 25)
     kept = parts(trainer(gradient_checkpointing=True))["trainer", "activations"]
     assert kept == 2 * 20 * 8 * 2 + 2 * layer  # each layer's input; one layer whole, and its gradients
     assert parts(trainer(max_tokens_per_microbatch=10))["trainer", "activations"] == 3 * layer // 2
@@ -216,41 +209,9 @@ def test_the_servers_share() -> None:
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
 
 
-def test_a_shard_of_each_matrix_is_held_without_weights() -> None:
-    """The trainer's part of the server's shards: half of gradients and states, of all 7B's heads and columns."""
-    devices, held = replace(H200, count=2), []
-    for n in (1, 2):
-        config, server = trainer("shared_vllm", tensor_parallel_size=n), Server(0.3, 10, tensor_parallel=n)
-        rows = Setup(config, SEVEN_B, server, devices, n).plan().rows
-        held.append({row.what: row.nbytes for row in rows if (row.device, row.owner) == (0, "trainer")})
-    whole, half = held
-    for what in ("gradients", "optimizer states", "head"):
-        assert half[what] == whole[what] // 2
-    assert "weights" not in half and "gradient bucket" not in half
-    assert half["activations"] < whole["activations"]
-
-
-def test_weights_that_are_cut_are_held_in_parts() -> None:
-    """All weights, as `--sharding auto` has it: a quarter each, and what comes together to compute."""
-    whole, cut = (
-        {r.what: r.nbytes for r in Setup(trainer(), SEVEN_B, Server(0.3, 10), replace(H200, count=4), n).plan().rows
-         if (r.device, r.owner) == (0, "trainer")}
-        for n in (1, 4)
-    )  # fmt: skip
-    for what in ("weights", "gradients", "optimizer states"):
-        assert cut[what] == whole[what] // 4
-    assert "weights, cast" in whole and "weights, cast" not in cut and "gradient bucket" not in cut
-    assert cut["gathered weights"] == 10 * SEVEN_B.layer_parameters + 2 * (
-        SEVEN_B.embedding_parameters + SEVEN_B.hidden
-    )
-
-
-def test_several_trainers_hold_the_same_each() -> None:
-    plan = Setup(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4).plan()
-    held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
-    assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
-    assert held[0]["gradient bucket"] == BUCKET_BYTES
-    assert {row.device for row in plan.rows if row.owner == "server"} == {0} and plan.fullest == 0
+def test_a_trainer_of_a_shard_keeps_a_part_of_the_activations() -> None:
+    one, two = (layer_bytes_per_token(trainer("shared_vllm", tensor_parallel_size=ranks), SMALL, 2) for ranks in (1, 2))
+    assert one == 320 and two == 64 + (48 + 96) / 2 + 2 * (2 * 8 + (8 + 16) / 2 + 2 * 8)  # half of all but the hidden
 
 
 def test_a_trainer_that_uses_spare_memory_is_not_tight_whatever_the_other_one_recomputes() -> None:
@@ -272,8 +233,8 @@ def test_main_memory_has_the_rows_of_all_trainers() -> None:
         Setup(trainer("lora_only"), SMALL, Server(0.5, 10), Devices("cpu", 24 << 30), trainers=count).plan()
         for count in (1, 2)
     )
-    held = [sum(row.nbytes for row in plan.rows if row.owner == "trainer") for plan in (one, two)]
-    assert held[1] == 2 * (held[0] + BUCKET_BYTES) and {row.device for row in two.rows} == {0}
+    all_held = [sum(row.nbytes for row in plan.rows if row.owner == "trainer") for plan in (one, two)]
+    assert all_held[1] == 2 * (all_held[0] + BUCKET_BYTES) and {row.device for row in two.rows} == {0}
 
 
 def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, shape: ModelShape = SEVEN_B) -> Setup:
