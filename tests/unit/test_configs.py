@@ -56,5 +56,5 @@ def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
     case = Case(machine, config)
     case.shape = (shape, "")
     case.run = config
-    for finding in (*sequence_length(case), *servers_gpus(case)):
-        assert finding.status == "ok", finding
+    for finding in (sequence_length(case), servers_gpus(case)):
+        assert finding is not None and finding.status == "ok", finding

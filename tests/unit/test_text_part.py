@@ -216,5 +216,5 @@ def test_doctor_says_that_the_server_needs_torchvision(
     save_model("gemma3_whole", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: installed or None)
     run = build_run({}, {"model_name": str(tmp_path), "weight_bridge_mode": "lora_only"})
-    (found,) = decoder_only(Case(Machine("3.12", 1), run))
-    assert found.status == status and ("torchvision" in found.got) != installed
+    found = decoder_only(Case(Machine("3.12", 1), run))
+    assert found is not None and found.status == status and ("torchvision" in found.got) != installed
