@@ -483,21 +483,21 @@ def shared_weights(case: Case) -> Finding | None:
 
 
 def lora_modules(case: Case) -> Finding | None:
-    files, bridge, name = case.files[0], case.run.trainer, "LoRA modules"
+    files, trainer, name = case.files[0], case.run.trainer, "LoRA modules"
     if files is None:
         return None
-    if not bridge.trains_adapter or not files.shapes:
+    if not trainer.trains_adapter or not files.shapes:
         return skip(name, "no adapter" if files.shapes else "no safetensors to look into")
     names = [tensor for tensor, shape in files.shapes.items() if len(shape) > 1]
     if files.config.get("text_config"):
         names = [tensor for tensor in names if "language_model." in tensor]
     present = {_module(tensor) for tensor in names}
-    missing = [module for module in bridge.lora_target_modules if module not in present]
+    missing = [module for module in trainer.lora_target_modules if module not in present]
     if missing:
         wanted = f"some of {', '.join(sorted(present - {'embed_tokens', 'lm_head'}))}"
-        fix = f"--lora-target-modules {','.join(m for m in bridge.lora_target_modules if m in present) or '…'}"
+        fix = f"--lora-target-modules {','.join(m for m in trainer.lora_target_modules if m in present) or '…'}"
         return fail(name, f"the model has no {', '.join(missing)}", wanted, fix)
-    return ok(name, ", ".join(bridge.lora_target_modules))
+    return ok(name, ", ".join(trainer.lora_target_modules))
 
 
 def _module(tensor: str) -> str:
