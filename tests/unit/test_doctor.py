@@ -188,7 +188,7 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         (SHARED, {}, {"attention.query_key_value": (128, 64)}, "shared weights", "query_key_value", "lora_only"),
         (
             SHARED,
-            {"quantization_config": {"quant_method": "awq"}},
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
             {},
             "shared weights",
             "quantization_config",
