@@ -18,8 +18,6 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.items import Shuffled
 from environments.peers.inference import Sampling
-from environments.running.evaluation import examine_each
-from environments.running.runner import Failures
 
 Operation = Literal["+", "-", "*"]
 
@@ -112,7 +110,6 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         # The number, its end token, and one more token that reveals a longer answer.
         self.max_tokens = config.max_tokens or longest + 2
         self.items = Shuffled(self.problems.train, config.seed)
-        self._failures = Failures()
 
     def prompt(self, item: Problem) -> str:
         """Return plain text: ``12+34=``."""
@@ -128,9 +125,9 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
 
     async def evaluate(self) -> dict[str, float]:
         """Return the sampled accuracy on the held-out problems, which are never trained on."""
-        found, failed = await examine_each(self.name, self.problems.held_out, self._examine, self._failures)
+        found, failed = await self.examine_each(self.problems.held_out, self._examine)
         scores = [score for own in found for score in own]
-        return {"accuracy": fmean(scores), "samples": len(scores), "questions_failed": failed}
+        return {"accuracy": fmean(scores), "samples": len(scores), **failed}
 
     async def _examine(self, problem: Problem) -> list[float]:
         completions = await self.complete(problem.prompt, self.config.eval_samples)

@@ -40,6 +40,8 @@ from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
 from environments.running.data_record import DataSet
+from environments.running.evaluation import examine_each
+from environments.running.groups import Failures
 from environments.scoring import Scoring
 from environments.threads import Threads
 from environments.tokenizers import (
@@ -77,6 +79,8 @@ MADE_UP = ("The answer is 42.", "I do not know.")
 WHY_STOP = "it ends a turn in the chat template, but is no stop token of the model"
 
 Item = TypeVar("Item")
+Row = TypeVar("Row")
+Found = TypeVar("Found")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
 
 
@@ -136,6 +140,7 @@ class BaseEnv(Generic[Item, Config]):
         curr_step: The trainer's last known step; 0 without a trainer.
         num_steps: The trainer's last step; 0 if it is not known.
         measures: Figures to report with each step: `self.measures.add("strict", 1.0)`.
+        failures: Logs each distinct error of the environment's code once.
         threads: Calls slow functions: `await self.threads.call(function, argument)`.
         scoring: Gives up a group that takes too long to score: `await self.scoring.within(item, coroutine)`.
     """
@@ -165,6 +170,7 @@ class BaseEnv(Generic[Item, Config]):
         self._said_no_evaluation = False
         self._saw_unknown = False
         self.measures = Measures()
+        self.failures = Failures()
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
         self.teacher = Teacher.of(config)
@@ -392,6 +398,16 @@ class BaseEnv(Generic[Item, Config]):
             self._said_no_evaluation = True
             log.warning("%s has no evaluation: its class has no evaluate()", self.name)
         return {}
+
+    async def examine_each(
+        self, rows: Sequence[Row], examine: Callable[[Row], Awaitable[Found]]
+    ) -> tuple[list[Found], dict[str, float]]:
+        """Return what `examine` found of the rows of an evaluation, and as metrics how many failed: `rows_failed`.
+
+        A row that fails does not lose the others; see `environments.running.evaluation.examine_each`.
+        """
+        found, failed = await examine_each(self.name, rows, examine, self.failures)
+        return found, {"rows_failed": failed}
 
     async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
         """Return `n` sampled answers to a prompt."""

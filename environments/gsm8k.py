@@ -28,13 +28,11 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.intervals import with_interval
 from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge, Verdict
 from environments.peers.inference import Completion
-from environments.running.evaluation import examine_each
-from environments.running.runner import Failures
+from environments.running.evaluation import with_interval
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
@@ -201,7 +199,6 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         self.judge = MathJudge(self.config.judge_workers)
         self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
         self._test: list[Question] = []
-        self._failures = Failures()
 
     async def close(self) -> None:
         """Stop the judges."""
@@ -270,7 +267,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         if not self._test:
             self._test = await asyncio.to_thread(self._questions, "test")
         questions = self._test[: self.config.eval_questions]
-        asked, failed = await examine_each(self.name, questions, self._examine, self._failures)
+        asked, failed = await self.examine_each(questions, self._examine)
         judged = [one for answers in asked for one in answers]
         return {
             **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(asked)),
@@ -278,7 +275,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
             "ended": fmean(one.ended for one in judged),
             "length_mean": fmean(len(one.completion.token_ids) for one in judged),
             "questions": len(asked),
-            "questions_failed": failed,
+            **failed,
             "samples": len(judged),
         }
 

@@ -30,15 +30,18 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, cast
 
 from pydantic import AliasChoices, Field
 from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.base import BaseEnv, Item
-from environments.config import BaseEnvConfig
+from environments.config import BaseEnvConfig, ConfigError, UnusableRow
 from environments.conversation import Conversation, ignores_tools
+from environments.peers.http import PeerError
+from environments.scoring import ScoreTimeout
+from environments.threads import as_exception
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage
@@ -124,17 +127,64 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             return f"{type(error).__name__}: {error}"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
-        """Return a group of `group_size` concurrent conversations about the item."""
-        talks = [asyncio.create_task(self._converse_in_lane(item, number)) for number in range(self.config.group_size)]
-        try:
-            return scored_group(await asyncio.gather(*talks))
-        finally:
-            for talk in talks:  # if one has failed, the others may still run
-                talk.cancel()
+        """Return a group of `group_size` concurrent conversations about the item.
 
-    async def _converse_in_lane(self, item: Item, number: int) -> Trajectory:
-        with lane(f"conversation {number}"):
-            return await self.converse(item)
+        A conversation whose code raises an error is tried again once. If it fails again, it counts as unscored: the
+        others are trained on.
+
+        Raises:
+            Exception: the last error, if all conversations failed.
+        """
+        errors: list[Exception] = []
+        talks = [asyncio.create_task(self._try(item, number, errors)) for number in range(self.config.group_size)]
+        try:
+            found = await asyncio.gather(*talks)
+        finally:
+            for talk in talks:  # the settings or the server are at fault, and the others may still run
+                talk.cancel()
+        good = [trajectory for trajectory in found if trajectory is not None]
+        if not good:
+            raise errors[-1]
+        lost = None if len(good) == len(found) else self._lost(item, good)
+        return scored_group([trajectory or cast("Trajectory", lost) for trajectory in found])
+
+    async def _try(self, item: Item, number: int, errors: list[Exception]) -> Trajectory | None:
+        """Return a conversation; None if it fails twice.
+
+        Raises:
+            ConfigError, PeerError, UnusableRow: What fails is not this conversation alone.
+        """
+        for is_last in (False, True):
+            try:
+                with lane(f"conversation {number}"):
+                    trajectory = await self.converse(item)
+                self.measures.add("failed", 0.0)
+                return trajectory
+            except (ConfigError, PeerError, UnusableRow):
+                raise
+            except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code
+                error = raised if isinstance(raised, Exception) else as_exception(raised)
+                self.failures.log(self.name, item, error)
+                errors.append(error)
+                if is_last or isinstance(error, ScoreTimeout):  # which has taken long enough
+                    break
+        self.measures.add("failed", 1.0)
+        return None
+
+    def _lost(self, item: Item, good: Sequence[Trajectory]) -> Trajectory:
+        """Return what stands for a failed conversation, so that the group has its size: its beginning, unscored."""
+        talk = self.begin(item)
+        versions = [each.policy_version for each in good]
+        known = [version for version in versions if version is not None]
+        return Trajectory(
+            tokens=talk.tokens,
+            trained=talk.trained,
+            rollout_logprobs=talk.rollout_logprobs,
+            score=None,
+            policy_version=min(known) if len(known) == len(versions) else None,
+            messages=talk.messages if self.config.include_messages else [],
+            temperature=good[0].temperature,
+        )
 
     def _check_template(self, opening: list[Message], schemas: list[dict[str, Any]]) -> None:
         """Warn once when the policy does not hear of its tools."""

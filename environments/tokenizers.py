@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -151,6 +151,7 @@ def _say_once(message: str, token: str) -> None:
     log.warning(message, token)
 
 
+@lru_cache(maxsize=1024)  # asked for the last token of every answer
 def is_special(tokenizer: "PreTrainedTokenizerBase", token: int) -> bool:
     """Return whether a token is a special one, such as the end of a turn: text that readers do not see."""
     return bool(tokenizer.decode([token])) and not tokenizer.decode([token], skip_special_tokens=True)

@@ -203,17 +203,23 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
     process supervision with GRPO, Z. Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
 
     An end without reward counts as 0, unless all rewards are those of turns.
+
+    Unscored trajectories have no part in it. The trainer's `--scale-rewards` does not apply: the division by the
+    standard deviation is a part of this method, and the trainer takes advantages as they come.
     """
     if not any(trajectory.turn_rewards for trajectory in trajectories):
         return None
-    rests = [(t.score or 0.0) - sum(reward.value for reward in t.turn_rewards) for t in trajectories]
-    in_turns = all(t.turn_rewards and abs(rest) <= 1e-9 for t, rest in zip(trajectories, rests, strict=True))
+    rests = [
+        None if t.score is None else t.score - sum(reward.value for reward in t.turn_rewards) for t in trajectories
+    ]
+    pairs = list(zip(trajectories, rests, strict=True))
+    in_turns = all(t.turn_rewards and abs(rest) <= 1e-9 for t, rest in pairs if rest is not None)
     rewards = [
-        [*t.turn_rewards, *([] if in_turns else [TurnReward(len(t.tokens), rest)])]
-        for t, rest in zip(trajectories, rests, strict=True)
+        [] if rest is None else [*t.turn_rewards, *([] if in_turns else [TurnReward(len(t.tokens), rest)])]
+        for t, rest in pairs
     ]
     values = [reward.value for own in rewards for reward in own]
-    mean, spread = fmean(values), pstdev(values)
+    mean, spread = (fmean(values), pstdev(values)) if values else (0.0, 0.0)
     if spread < NO_SPREAD:
         return [[0.0] * len(trajectory.tokens) for trajectory in trajectories]
     return [

@@ -21,11 +21,9 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.intervals import with_interval
 from environments.maths.answer_form import last_number
 from environments.peers.inference import Completion
-from environments.running.evaluation import examine_each
-from environments.running.runner import Failures
+from environments.running.evaluation import with_interval
 from environments.trajectory import Message
 
 Part = Literal["train", "held_out"]
@@ -278,7 +276,6 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         self.levels = levels
         self.ladder = Ladder(levels)
         self.position = 0
-        self._failures = Failures()
 
     async def get_next_item(self) -> WordProblem:
         """Return the next problem. Seed and number determine it, so a resumed run continues with new ones."""
@@ -316,7 +313,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
-        scored, failed = await examine_each(self.name, problems, self._examine, self._failures)
+        scored, failed = await self.examine_each(problems, self._examine)
         by_level = {
             f"accuracy_level_{level}": fmean(found)
             for level in self.levels
@@ -326,7 +323,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
             **with_interval("accuracy", fmean(score for _, score in scored), len(scored)),
             **by_level,
             "questions": len(scored),
-            "questions_failed": failed,
+            **failed,
         }
 
     async def _examine(self, problem: WordProblem) -> tuple[WordProblem, float]:

@@ -21,13 +21,11 @@ from environments.config import BaseEnvConfig, ConfigError, UnusableRow, require
 from environments.dataset.columns import Columns, Prompt
 from environments.dataset.data import Data, Row, read_data
 from environments.dataset.rewards import Asked, RewardLoader, Score, TrainerState, weighted_sum
-from environments.intervals import mean_with_interval
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
 from environments.running.data_record import DataSet, refuse_changed
-from environments.running.evaluation import examine_each
-from environments.running.runner import Failures
+from environments.running.evaluation import mean_with_interval
 from environments.trajectory import Message, Trajectory
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         self._judge: MathJudge | None = None
         self._extras: dict[int, dict[str, str]] = {}
         self._said_no_rows = False
-        self._failures = Failures()
         self._source, other = await asyncio.to_thread(read_data, self.data)
         self._read = [self._source] if other is None else [self._source, other]
         if self.config.data_record is not None:
@@ -201,8 +198,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         if skipped:
             log.warning(
                 "%s: %d prompts leave no room for an answer and are skipped; the longest has %d tokens, and "
-                "--env.max_token_length is %d",
-                data.name, skipped, longest, room,
+                "--env.max_token_length is %d; --seq-len of grpo run above %d keeps them all",
+                data.name, skipped, longest, room, longest,
             )  # fmt: skip
         if not fitting:
             raise ConfigError(
@@ -332,7 +329,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 self._said_no_rows = True
                 log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
             return {}
-        examined, failed = await examine_each(self.name, numbers, self._examine, self._failures)
+        examined, failed = await self.examine_each(numbers, self._examine)
         found: dict[str, list[float]] = {}
         for figures in examined:
             for name, value in figures.items():
@@ -340,7 +337,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         metrics = {
             key: value for name, values in found.items() for key, value in mean_with_interval(name, values).items()
         }
-        return {**metrics, "rows": len(examined), "rows_failed": failed}
+        return {**metrics, "rows": len(examined), **failed}
 
     async def _examine(self, number: int) -> dict[str, float]:
         """Return the means over the answers to one held-out row, by metric."""

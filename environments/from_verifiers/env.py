@@ -32,8 +32,6 @@ from environments.config import ConfigError
 from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
-from environments.running.evaluation import examine_each
-from environments.running.runner import Failures
 from environments.threads import elsewhere
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.errors import UserError
@@ -70,7 +68,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         self.items, self.held_out = self._tasks()
         self._episodes = asyncio.Semaphore(self.config.max_concurrent_episodes)
         self._over = asyncio.Event()
-        self._failures = Failures()
         serving = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(serving))
         began = asyncio.create_task(serving.wait())
@@ -143,8 +140,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the mean reward and the environment's own metrics on the evaluation tasks."""
         tasks = [task for task in self.held_out for _ in range(self.config.eval_samples)]
-        traces, failed = await examine_each(self.name, tasks, self._play, self._failures)
-        metrics = {"samples": float(len(traces)), "rollouts_failed": float(failed)}
+        traces, failed = await self.examine_each(tasks, self._play)
+        metrics = {"samples": float(len(traces)), **failed}
         names = sorted({name for trace in traces for name, value in trace.metrics.items() if value is not None})
         for name in names:
             metrics[name] = fmean(trace.metrics[name] for trace in traces if trace.metrics.get(name) is not None)

@@ -1,21 +1,14 @@
 """HTTP requests to the other processes of a run; a process that is away for a while is not an error."""
 
+import asyncio
 import logging
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import aiohttp
 import msgspec
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential,
-    wait_random,
-)
 
 from grpo_common.errors import UserError
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint, may_pass
@@ -112,18 +105,19 @@ class Peer:
         if json is not None:
             content, headers = msgspec.json.encode(json), {**_JSON, **(headers or {})}
         patience = self.patience if patience is None else patience
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Trouble),
-            stop=stop_after_delay(patience),
-            wait=wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + wait_random(0.0, _SPREAD_S),
-            before_sleep=partial(self._say_waiting, patience),
-            reraise=True,
-        )
-        try:
-            answer = await retrying(self._attempt, method, path, content, headers)
-        except _Trouble as trouble:
-            field = f"{self.name} at {self.url}"
-            raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
+        began, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                answer = await self._attempt(method, path, content, headers)
+                break
+            except _Trouble as trouble:
+                now = time.monotonic()
+                if now - began >= patience:
+                    field = f"{self.name} at {self.url}"
+                    raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
+                self._say_waiting(now, patience, trouble)
+            await asyncio.sleep(pause + random.uniform(0.0, _SPREAD_S))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
@@ -172,14 +166,12 @@ class Peer:
             )
         return self._http
 
-    def _say_waiting(self, patience: float, retrying: RetryCallState) -> None:
-        now = time.monotonic()
+    def _say_waiting(self, now: float, patience: float, trouble: _Trouble) -> None:
         if self._away_since is None:
             self._away_since, self._said_at = now, float("-inf")
         if now - self._said_at >= _SAY_AGAIN_AFTER_S:
             self._said_at = now
             away = now - self._away_since
             level = logging.WARNING if away >= patience / 2 else logging.INFO
-            trouble = retrying.outcome.exception() if retrying.outcome else None
             what = "waiting for %s at %s (%.0f s so far): %s"
             log.log(level, what, self.name, self.url, away, trouble, extra=WAITS)

@@ -23,21 +23,10 @@ from environments.config import ConfigError, ProcessSettings, Settings, parse_se
 from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
-from environments.running.files import JsonlFile
+from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, GroupMaker, set_up
 from environments.running.groups_page import groups_page
-from environments.running.runner import (
-    LOSSES,
-    UNSCORED_IN_A_ROW,
-    EnvironmentFailed,
-    Failures,
-    Losses,
-    next_item,
-    scored,
-    serve,
-    set_up,
-    unfit,
-    until,
-)
+from environments.running.metrics import JsonlFile
+from environments.running.runner import serve, until
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import ScoreTimeout
 from environments.tokenizers import load_tokenizer
@@ -59,9 +48,6 @@ COMMANDS = {
 
 PROCESSED_AT_ONCE = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
-
-NOTHING = "came to nothing"
-"""Why there is no group, if the environment returned none."""
 
 BLOCKED_S = 1.0
 """Seconds after a signal at which a process ends whose event loop is blocked."""
@@ -190,31 +176,21 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await set_up(env)
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
-    written, dropped, losses, failures = list[wire.ScoredData](), Counter[str](), Losses(env.name), Failures()
-    unused = 0
+    written, dropped = list[wire.ScoredData](), Counter[str]()
+    maker, unused = GroupMaker(env, lambda: dropped), 0
     try:
         while len(written) < groups:
             before = len(written)
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
-            items = [item for _ in range(at_once) if (item := await next_item(env)) is not None]
+            items = [item for _ in range(at_once) if (item := await maker.next_item()) is not None]
             if not items:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
                 )
-            for outcome, said in await asyncio.gather(*(_collect(env, item, failures) for item in items)):
-                if outcome is None:
-                    dropped[said] += 1
-                    if said != NOTHING:
-                        losses.lose(dict(dropped))
-                    continue
-                if reason := unfit(outcome, env.config, max_token_len=-1):
-                    dropped[reason] += 1
-                if losses.judged(reason):
-                    losses.lose(dict(dropped))
-                elif reason is None:
-                    file.write(msgspec.json.encode(outcome))
-                    written.append(outcome)
-                    losses.used()
+            for group in filter(None, await asyncio.gather(*map(maker.make, items))):
+                file.write(msgspec.json.encode(group))
+                written.append(group)
+                maker.used()
             unused = unused + len(items) if len(written) == before else 0
             if unused >= UNSCORED_IN_A_ROW:  # a trainer would wait for better ones; here nobody sees it
                 raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))
@@ -225,20 +201,6 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     skipped = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items())
     measured = "".join(f", {name} {value:.3f}" for name, value in env.measures.take().items())
     log.info("%s and %s: %d groups written%s%s", path, page, len(written), measured, skipped)
-
-
-async def _collect(env: BaseEnv[Any, Any], item: Any, failures: Failures) -> tuple[wire.ScoredData | None, str]:
-    """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
-    try:
-        return await scored(env, item), NOTHING
-    except tuple(LOSSES) as error:
-        log.warning("%s", error)
-        return None, next(said for kind, said in LOSSES.items() if isinstance(error, kind))
-    except (PeerError, ConfigError):
-        raise
-    except Exception as error:  # an error in the environment's code for one item must not lose the rest
-        failures.log(env.name, item, error)
-        return None, f"failed: {error!r}"
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:

@@ -47,6 +47,24 @@ class Registration:
     eval_every: int = 0
     max_staleness: int | None = None
 
+    @classmethod
+    def of(cls, config: BaseEnvConfig, name: str, answer: wire.RegisterEnvResponse, info: wire.Info) -> Registration:
+        """Return what the API has answered to the environment `name`."""
+        assert answer.env_id is not None, "registered"
+        limits = [limit for limit in (config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
+        return cls(
+            env_id=answer.env_id,
+            name=answer.wandb_name or name,
+            batch_size=info.batch_size,
+            max_token_len=info.max_token_len,
+            last_step=min(limits, default=-1),
+            first_step=answer.starting_step or 0,
+            checkpoint_dir=answer.checkpoint_dir or None,
+            checkpoint_interval=max(0, answer.checkpoint_interval or 0),
+            eval_every=answer.eval_every or 0,
+            max_staleness=answer.max_staleness,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class InFlight:

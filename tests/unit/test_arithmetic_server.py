@@ -79,7 +79,7 @@ def test_accuracy_is_the_share_of_right_samples_on_held_out_problems(tokenizer: 
     metrics, with_answer_46 = asyncio.run(scene())
     assert with_answer_46 > 0
     # 160 problems, four samples each, two of which say 46.
-    assert metrics == {"accuracy": 2 * with_answer_46 / 640, "samples": 640, "questions_failed": 0}
+    assert metrics == {"accuracy": 2 * with_answer_46 / 640, "samples": 640, "rows_failed": 0}
 
 
 def test_answers_are_as_long_as_the_longest_number_needs(tokenizer: Qwen2Tokenizer) -> None:

@@ -202,7 +202,7 @@ def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None
     ]
     sampled = [token for token in group.masks[0] if token != -100]
     assert tokenizer.decode(sampled) == CALL + "It is 5." + END
-    assert env.measures.take() == {"turns": 2.0}
+    assert env.measures.take() == {"turns": 2.0, "failed": 0.0}
 
 
 def test_a_template_that_ignores_tools_is_warned_of_once(
@@ -266,3 +266,66 @@ def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer
     made.reward(half)
     group = scored_group([made.trajectory(1.0), talk(tokenizer, "a" + END).trajectory(0.0)])
     assert wire.unpack(read_one(wire.encode(group), wire.JSON).group).masks == group.masks
+
+
+class Shaky(MultiTurnEnv[int]):
+    """Some of its conversations raise an error, by the number of the call."""
+
+    name = "shaky"
+    fails: Callable[[int], BaseException | None] = staticmethod(lambda call: None)
+    calls = 0
+
+    def opening(self, item: int) -> list[Message]:
+        return [{"role": "user", "content": "Hi"}]
+
+    async def respond(self, item: int, talk: Conversation) -> None:
+        self.calls += 1
+        if error := self.fails(self.calls):
+            raise error
+
+    async def score_conversation(self, item: int, talk: Conversation) -> float:
+        return float(self.calls)
+
+
+def shaky(tokenizer: Qwen2Tokenizer, fails: Callable[[int], BaseException | None]) -> Shaky:
+    made = Shaky(
+        MultiTurnConfig(tokenizer_name="m", group_size=3), Scripted(tokenizer, lambda _: ["a" + END]), tokenizer
+    )
+    made.fails = fails
+    return made
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1)])
+def test_multi_turn_a_conversation_that_fails_once_is_tried_again(
+    tokenizer: Qwen2Tokenizer, error: BaseException
+) -> None:
+    env = shaky(tokenizer, lambda call: error if call == 2 else None)
+    group = asyncio.run(env.scored(1))
+    assert group is not None and not any((own or {}).get("unscored") for own in group.overrides or [])
+    assert env.calls == 4 and env.measures.take()["failed"] == 0.0
+
+
+def test_multi_turn_a_conversation_that_fails_twice_loses_itself_and_not_its_group(tokenizer: Qwen2Tokenizer) -> None:
+    env = shaky(tokenizer, lambda call: ValueError("x") if call in (2, 3) else None)
+    group = asyncio.run(env.scored(1))
+    assert group is not None and len(group.tokens) == 3
+    (lost,) = [place for place, own in enumerate(group.overrides or []) if own.get("unscored")]
+    assert set(group.masks[lost]) == {wire.IGNORED} and group.policy_versions == [4, 4, 4]
+    assert wire.counted_scores(group) == [score for place, score in enumerate(group.scores) if place != lost]
+    assert env.measures.take()["failed"] == pytest.approx(1 / 3)
+    read_one(wire.encode_group(group, wire.JSON), wire.JSON)  # the rollout API takes it
+
+
+def test_multi_turn_a_group_whose_conversations_all_fail_raises_their_error(tokenizer: Qwen2Tokenizer) -> None:
+    env = shaky(tokenizer, lambda call: ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(env.scored(1))
+    assert env.calls == 6
+
+
+def test_turn_advantages_leave_unscored_trajectories_out() -> None:
+    one, two = trajectory(1.0, TurnReward(3, 1.0)), trajectory(0.0, TurnReward(3, 0.0))
+    lost = Trajectory([0] * 3, [False] * 3, [1.0] * 3, None, 1, [])
+    alone, with_lost = turn_advantages([one, two]), turn_advantages([one, two, lost])
+    assert alone is not None and with_lost is not None
+    assert with_lost == [*alone, [0.0] * 3]

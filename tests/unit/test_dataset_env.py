@@ -20,13 +20,13 @@ from environments.data_config import DataConfig, RewardConfig
 from environments.dataset import data as reading
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
-from environments.intervals import mean_with_interval
 from environments.peers.http import PeerGone
 from environments.peers.inference import Completion, Sampling
 from environments.running import evaluation
 from environments.running.cli import process
 from environments.running.data_record import keep
-from environments.running.runner import ALL_UNSCORED, EnvironmentFailed, unfit
+from environments.running.evaluation import mean_with_interval
+from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.threads import settled
 from tests.stand_ins import Scripted
 

@@ -100,7 +100,9 @@ def test_an_absence_is_a_warning_when_half_of_the_patience_is_used_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("environments.peers.http._SAY_AGAIN_AFTER_S", 0.0)
-    seconds = iter([0.0, 29.0, 30.0, 31.0])  # of three failures and the answer: how long they take here says nothing
+    seconds = iter(
+        [0.0, 0.0, 29.0, 30.0, 31.0]
+    )  # of the request, three failures and the answer: how long they take here says nothing
     monkeypatch.setattr("environments.peers.http.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     replies = iter([Reply(503), Reply(503), Reply(503), Reply()])
     with caplog.at_level(logging.INFO), answering(lambda _: next(replies)) as url:

@@ -23,9 +23,9 @@ from environments.config import BaseEnvConfig
 from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running import cli
+from environments.running.groups import EnvironmentFailed
 from environments.running.groups_page import groups_page
 from environments.running.pace import InFlight, Registration, groups_to_start
-from environments.running.runner import EnvironmentFailed
 from environments.running.state import KEPT_BLINDLY, StateFiles
 from environments.threads import settled
 from tests.stand_ins import local_api, registration, serving, trained

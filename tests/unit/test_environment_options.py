@@ -21,7 +21,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
 from environments.multi_turn import MultiTurnConfig
 from environments.peers.inference import Completion, Sampling
-from environments.running.runner import unfit
+from environments.running.groups import unfit
 from environments.tokenizers import load_tokenizer, render
 from environments.trajectory import Message, Trajectory, scored_group
 from tests.stand_ins import Scripted

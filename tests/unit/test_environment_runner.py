@@ -17,8 +17,8 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
-from environments.running import runner
-from environments.running.runner import EnvironmentFailed, unfit
+from environments.running import groups, runner
+from environments.running.groups import EnvironmentFailed, unfit
 from environments.scoring import ScoreTimeout
 from tests.stand_ins import local_api, registration, serving, trained
 
@@ -306,7 +306,7 @@ def test_a_prompt_that_is_too_long_costs_its_item_and_no_more(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene())
-    assert f"2 dropped ({runner.LOSSES[PromptTooLong]})" in caplog.text
+    assert f"2 dropped ({groups.LOSSES[PromptTooLong]})" in caplog.text
     said = [record.args[0] for record in caplog.records if record.args and isinstance(record.args, tuple)]
     (error,) = [each for each in said if isinstance(each, PromptTooLong)]  # once, for both
     assert (error.field, error.got) == ("--env.max_token_length", "4") and "9 tokens" in error.wanted
@@ -427,7 +427,7 @@ def test_scoring_that_never_ends_costs_its_group_and_in_the_end_the_environment(
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene(lambda item: item == 2))
-    assert f"1 dropped ({runner.LOSSES[ScoreTimeout]})" in caplog.text
+    assert f"1 dropped ({groups.LOSSES[ScoreTimeout]})" in caplog.text
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(scene(lambda item: True))
     assert error.value.field == "sums" and "16 " in error.value.summary
@@ -571,7 +571,7 @@ def test_evaluation_is_told_every_so_many_steps(
 def test_groups_without_a_reward_are_dropped_and_nothing_else_ends_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "UNSCORED_IN_A_ROW", 20)  # more than LOST_IN_A_ROW: such groups are not lost
+    monkeypatch.setattr(groups, "UNSCORED_IN_A_ROW", 20)  # more than LOST_IN_A_ROW: such groups are not lost
     marked = msgspec.structs.replace(group(trained=False), overrides=[{"unscored": True}] * 2)
 
     async def half(item: int) -> wire.ScoredData:

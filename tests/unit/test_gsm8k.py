@@ -17,8 +17,8 @@ from transformers import Qwen2Tokenizer
 from environments.config import ConfigError
 from environments.demo_model.model import build_tokenizer
 from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question, read_questions, too_long
-from environments.intervals import wilson
 from environments.items import Shuffled
+from environments.running.evaluation import wilson
 from environments.tokenizers import after_thinking
 from tests.stand_ins import Scripted
 

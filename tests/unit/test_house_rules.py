@@ -112,7 +112,7 @@ ROOMS = {
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("data_config", "config", "user_modules", "threads", "scoring", "items", "intervals"),
+        *("data_config", "config", "user_modules", "threads", "scoring", "items"),
         *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
         *("base", "multi_turn", "maths", "dataset", "from_verifiers"),
         *("arithmetic", "gsm8k", "word_problems", "synthetic", "demo_model"),

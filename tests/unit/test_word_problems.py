@@ -251,7 +251,7 @@ def test_an_evaluation_keeps_the_other_rows_if_one_fails(
     monkeypatch.setattr(env, "encode", encode_but_one)
     found = asyncio.run(env.evaluate())
     right = sum(problem.answer == problems[0].answer for problem in problems if problem is not problems[3])
-    assert (found["questions"], found["questions_failed"]) == (19, 1)
+    assert (found["questions"], found["rows_failed"]) == (19, 1)
     assert found["accuracy"] == found["accuracy_level_1"] == right / 19
     assert type(error).__name__ in caplog.text
 

@@ -1,0 +1,188 @@
+"""Make a group of an item, and judge whether it may be used; many unusable groups in a row end an environment."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from environments.api import wire
+from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
+from environments.peers.http import PeerError, PeerRefused
+from environments.running.pace import RunningShare
+from environments.scoring import ScoreTimeout
+from environments.threads import settled
+from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
+from grpo_common.errors import UserError
+
+if TYPE_CHECKING:
+    from environments.base import BaseEnv
+
+log = logging.getLogger(__name__)
+
+LOST_IN_A_ROW = 16
+"""After this many lost groups in a row, the environment counts as broken."""
+UNSCORED_IN_A_ROW = 256
+"""After this many groups in a row to which no reward applies, the environment counts as broken."""
+
+LOSSES = {
+    PeerRefused: "refused by the server",
+    PromptTooLong: "prompt too long",
+    PromptRefused: "prompt refused by the chat template",
+    ScoreTimeout: "scored for too long",
+    UnusableRow: "unusable row",
+}
+"""Errors that lose one group, and the reason under which it is counted."""
+ALL_EQUAL = "all scores equal"
+ALL_UNSCORED = "no reward applies"
+NOTHING = "came to nothing"
+"""Why there is no group, if the environment returned none."""
+
+
+class EnvironmentFailed(PeerError):
+    """The environment's code fails for one group after another."""
+
+
+def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> str | None:
+    """Return why a group must not be used; None if it may be.
+
+    Args:
+        max_token_len: the trainer's longest sequence; -1: there is no limit.
+    """
+    expected = (group.group_overrides or {}).get("group_size", config.group_size)
+    if len(group.tokens) != expected:
+        return f"{len(group.tokens)} sequences for {expected}"
+    if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
+        if not wire.counted_scores(group):
+            return ALL_UNSCORED
+        if not all(truncated_of(group)):
+            return "no token to train on: all completions are empty"
+    if not all(map(math.isfinite, group.scores)):
+        return "a score that is not finite"
+    if config.ensure_scores_are_not_same and len(set(wire.counted_scores(group))) == 1:
+        return ALL_EQUAL
+    if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:
+        return f"longer than the trainer's {max_token_len} tokens"
+    return None
+
+
+class Failures:
+    """Logs each distinct error of an environment's code once, with its traceback; the same line raises the same error.
+
+    The tally counts them all. A `UserError` says where its cause is, so it has no traceback.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+
+    def log(self, name: str, item: object, error: Exception) -> None:
+        """Log an error, unless its kind is known."""
+        if isinstance(error, UserError):
+            key = (type(error).__name__, error.field, error.summary, error.wanted)
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1:]
+            key = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in last))
+        if key in self._known:
+            return
+        self._known.add(key)
+        if isinstance(error, UserError):
+            log.warning("%s failed for %.200r: %s", name, item, error)
+        else:
+            log.error("%s failed for %.200r (logged once for each error)", name, item, exc_info=error)
+
+
+async def set_up(env: BaseEnv[Any, Any]) -> None:
+    """Call `setup`. It has no time limit, because it may load for minutes."""
+    with env.scoring.loop.patience():
+        await settled(env.setup())
+
+
+class GroupMaker:
+    """Makes the groups of `serve` and `process`.
+
+    Lost are groups that the environment, or what it asks, could not make. Dropped are also groups of no use (all scores
+    equal): the task may be too easy or too hard, but the environment works.
+
+    Args:
+        dropped: returns the current count of dropped groups by reason.
+
+    Attributes:
+        max_token_len: the trainer's longest sequence; -1: there is no limit.
+        share: of the completions of recent groups, how many run at the same time.
+    """
+
+    def __init__(self, env: BaseEnv[Any, Any], dropped: Callable[[], Counter[str]]) -> None:
+        self.max_token_len = -1
+        self.share = RunningShare()
+        self._env = env
+        self._dropped = dropped
+        self._lost = self._unscored = 0
+
+    async def next_item(self) -> Any:
+        """Return the next item; None if there are no more.
+
+        Raises:
+            ScoreTimeout: It took too long.
+        """
+        return await self._env.scoring.call("get_next_item()", settled(self._env.get_next_item()))
+
+    async def make(self, item: Any) -> wire.ScoredData | None:
+        """Return the item's group for the trainer; None if there is none, which is counted.
+
+        Raises:
+            ConfigError, PeerError: The settings are wrong, or the server is gone.
+            EnvironmentFailed: One group after another was lost, or has no reward.
+        """
+        env = self._env
+        try:
+            group = await env.scoring.call("collect_trajectories()", env.scored(item))
+        except tuple(LOSSES) as error:
+            self.lose(next(said for kind, said in LOSSES.items() if isinstance(error, kind)), error)
+            return None
+        except (PeerError, ConfigError):
+            raise
+        except Exception as error:  # an error in the environment's code for one item must not end a long run
+            env.failures.log(env.name, item, error)
+            self.lose("failed", error if isinstance(error, UserError) else repr(error), is_logged=True)
+            return None
+        if group is None:
+            self._dropped()[NOTHING] += 1
+            return None
+        check_sampled_from_all(group, env.name)
+        self.share.add([trained_tokens(mask) for mask in group.masks])
+        reason = unfit(group, env.config, self.max_token_len)
+        self._unscored = self._unscored + 1 if reason == ALL_UNSCORED else 0
+        if self._unscored >= UNSCORED_IN_A_ROW:
+            raise EnvironmentFailed(
+                f"no reward applies to any answer of {self._unscored} groups in a row",
+                field=env.name,
+                got="None for every score",
+                wanted="numbers",
+                fix="look for a score that returns nothing, and for columns that it misses",
+            )
+        if reason in (ALL_EQUAL, ALL_UNSCORED):
+            self._dropped()[reason] += 1
+        elif reason is not None:
+            self.lose(reason, f"a group of {env.name} is not used: {reason}")
+        return group if reason is None else None
+
+    def lose(self, reason: str, trouble: object, *, is_logged: bool = False) -> None:
+        """Count a lost group; the first one of a reason since the last step is logged.
+
+        Raises:
+            EnvironmentFailed: One group after another was lost.
+        """
+        dropped = self._dropped()
+        if not is_logged and not dropped[reason]:
+            log.warning("%s", trouble)
+        dropped[reason] += 1
+        self._lost += 1
+        if self._lost >= LOST_IN_A_ROW:
+            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self._env.name, got=trouble)
+
+    def used(self) -> None:
+        """Count lost groups from 0: a group was used."""
+        self._lost = 0
