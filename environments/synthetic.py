@@ -17,6 +17,7 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
+from environments.items import Stream
 from environments.peers.inference import Completion
 from environments.trajectory import Message
 
@@ -51,7 +52,7 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
 
     async def setup(self) -> None:
         """Number the items."""
-        self.items = count(1)
+        self.items = Stream(count(1))
 
     def prompt(self, item: int) -> str:
         """Return random characters that depend on item and seed."""

@@ -17,6 +17,7 @@ import tempfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -44,6 +45,8 @@ UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
 TOO_DEEP: Final = "nested too deeply"
 CHUNK: Final = 1 << 20
 """Bytes that are read at once to count lines."""
+MARKS: Final = re.compile(r"[*?\[\]]|::")
+"""What `datasets` and fsspec read in a path as a pattern, or as a URL in a URL."""
 HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Row = dict[str, Any]
@@ -185,7 +188,47 @@ def _csv(kind: str) -> dict[str, Any]:
 
 
 def _only(path: Path) -> dict[str, Any]:
-    return {"data_files": str(path.absolute()), "split": "train"}
+    return {"data_files": str(_plain(path)), "split": "train"}
+
+
+def _plain(path: Path) -> Path:
+    """Return an absolute path as fsspec and `datasets` take it: a link, if they would read it as a pattern or a URL."""
+    path = path.absolute()
+    if not MARKS.search(str(path)):
+        return path
+    ends = "".join(end for end in path.suffixes[-2:] if not MARKS.search(end))
+    link = _links(path).with_suffix(ends)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        link.symlink_to(path)
+    return link
+
+
+def _plain_folder(folder: Path, files: Sequence[Path]) -> tuple[Path, dict[str, Path]]:
+    """Return a folder as `datasets` takes it, and its files by their paths there.
+
+    If a name in it could be read as a pattern or a URL, it is another folder, with links to the files. A link to the
+    folder is not enough: `datasets` follows it.
+    """
+    names = [str(each.relative_to(folder)) for each in files]
+    root = folder.absolute()
+    if not MARKS.search(str(root) + "".join(names)):
+        return root, {str(root / name): file for name, file in zip(names, files, strict=True)}
+    root, found = _links(root), dict[str, Path]()
+    shutil.rmtree(root, ignore_errors=True)
+    for number, (name, file) in enumerate(zip(names, files, strict=True)):
+        link = root / MARKS.sub("_", name)
+        link = root / str(number) / link.name if str(link) in found else link
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.absolute())
+        found[str(link)] = file
+    return root, found
+
+
+def _links(path: Path) -> Path:
+    from datasets import config
+
+    return Path(config.HF_DATASETS_CACHE) / "links" / hashlib.sha256(str(path).encode()).hexdigest()
 
 
 def _json_rows(field: str, path: Path, *, whole: bool) -> Rows:
@@ -216,7 +259,7 @@ def _decompressed(field: str, path: Path) -> IO[bytes]:
 
     copy = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open
     try:
-        with fsspec.open(str(path.absolute()), "rb", compression="infer") as file:
+        with fsspec.open(str(_plain(path)), "rb", compression="infer") as file:
             shutil.copyfileobj(cast("IO[bytes]", file), copy)
     except Exception as error:  # each compression has its own errors; a missing one is a ValueError
         copy.close()
@@ -453,7 +496,8 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     else:
 
         def load(library: Any) -> Any:
-            return library.load_from_disk(str(path)) if saved else library.load_dataset(str(path.absolute()), subset)
+            plain = str(_plain_folder(path, files)[0])
+            return library.load_from_disk(plain) if saved else library.load_dataset(plain, subset)
 
         table, part = _split_of(field, _load(field, load, path), split, split_flag)
         rows = _Table(table)
@@ -463,9 +507,9 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
 
 def _splits_of_files(library: Any, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return which files of a folder are which split by `datasets`' rules for their names."""
-    root, ours = str(folder.absolute()), {str(each.absolute()): each for each in files}
-    patterns = library.data_files.get_data_patterns(root)
-    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=root)
+    root, ours = _plain_folder(folder, files)
+    patterns = library.data_files.get_data_patterns(str(root))
+    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
     splits = {str(split): [ours[name] for name in names if name in ours] for split, names in found.items()}
     return {split: own for split, own in splits.items() if own}
 

@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -482,3 +482,27 @@ def test_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
     asked: list[Asked] = []
     said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE" in said and not asked
+
+
+@pytest.mark.parametrize("name", ["a*b", "a[b]c", "a?", "x::y"])
+@pytest.mark.parametrize("kind", ["rows.csv", "rows.jsonl.gz", "folder of JSON Lines", "folder of tables"])
+def test_names_that_datasets_reads_as_patterns_or_urls_are_names(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    if "folder" in kind:
+        end = ".jsonl" if "JSON" in kind else ".csv"
+        for split, rows in (("train", ROWS), ("test", ROWS[:1])):
+            (folder / f"{split}-[1]{end}").write_bytes(written(end, rows))
+        assert rows_of(opened(folder, split="test")) == rows_of(opened(folder))[:1]
+        data = opened(folder)
+    else:
+        (folder / kind).write_bytes(written(kind, ROWS))
+        data = opened(folder / kind)
+    assert [{key: str(value) for key, value in row.items()} for row in rows_of(data)] == ROWS
+
+
+def written(name: str, rows: Sequence[dict[str, Any]]) -> bytes:
+    if name.endswith(".csv"):
+        return ("prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows)).encode()
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return gzip.compress(lines) if name.endswith(".gz") else lines

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from environments.running.settings_check import BUILT_IN
 from tests.conftest import LANES
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,7 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
         assert attributes and "mode" not in attributes
 
 
+BUILT_IN_ROOMS = [found.module.split(".")[1] for found in BUILT_IN.values()]
 ROOMS = {
     "grpo_trainer": (
         *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
@@ -115,7 +117,8 @@ ROOMS = {
         *("data_config", "config", "user_modules", "threads", "scoring", "items"),
         *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
         *("base", "multi_turn", "maths", "dataset", "from_verifiers"),
-        *("arithmetic", "gsm8k", "word_problems", "synthetic", "demo_model"),
+        *(name for name in BUILT_IN_ROOMS if name not in ("dataset", "from_verifiers")),
+        *("synthetic", "demo_model"),
         *("arithmetic_server", "gsm8k_server", "word_problems_server"),
     ),
 }

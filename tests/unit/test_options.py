@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from environments.running.settings_check import BUILT_IN
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import build, dump, flat, options_of, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN
@@ -224,7 +225,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             [],
             *("--lora-rank", "16 and --lora-r 8", "one"),
         ),
-        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, dataset, gsm8k, verifiers, word_problems"),
+        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", ", ".join(BUILT_IN)),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
         ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
@@ -425,7 +426,7 @@ def test_help_begins_with_what_most_people_want() -> None:
 def test_an_unknown_environment_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
-    assert "nosuch" in done.stderr and "arithmetic, dataset, gsm8k, verifiers, word_problems" in done.stderr
+    assert "nosuch" in done.stderr and ", ".join(BUILT_IN) in done.stderr
 
 
 def test_an_environment_is_called_as_it_was_asked_for() -> None:

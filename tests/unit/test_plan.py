@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from environments.running.settings_check import BUILT_IN
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig, environment_command
 from grpo_trainer.config.run import build_run
@@ -332,10 +333,7 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     with pytest.raises(ConfigError) as error:
         environment_command("xiangqi")
     assert (error.value.field, error.value.got) == ("--env", "xiangqi")
-    assert (
-        "arithmetic, dataset, gsm8k, verifiers, word_problems" in error.value.wanted
-        and "my_envs.xiangqi" in error.value.fix
-    )
+    assert ", ".join(BUILT_IN) in error.value.wanted and "my_envs.xiangqi" in error.value.fix
     assert environment_command("arithmetic") == ("environments.arithmetic",)
     assert environment_command("my.xiangqi") == ("environments", "my.xiangqi")
     monkeypatch.chdir(tmp_path)
