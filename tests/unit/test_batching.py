@@ -114,6 +114,9 @@ def test_overlong_sequences_are_cut_or_left_out(drop: bool, kept: int) -> None:
     assert [one.tokens_T.tolist() for one in made.sequences] == [[1, 2, 3, 4], [1, 2, 3]][-kept:]
     assert [one.positions.tolist() for one in made.sequences] == [[2, 3], [2]][-kept:]
     assert advantages(made)[-1] == pytest.approx([-0.5 / 0.70721], 1e-5)
+    if not drop:  # with the logprobs of the tokens that are left
+        assert made.sequences[0].rollout_logprobs is not None
+        assert made.sequences[0].rollout_logprobs.tolist() == [-1.0, -2.0]
     assert made.sequences[-1].weight == pytest.approx(1.0 if drop else 1 / 3)
     found = numbers(made)
     assert (found["dropped_overlong"], found["truncated"]) == (int(drop), int(not drop))

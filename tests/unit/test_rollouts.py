@@ -278,6 +278,16 @@ def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
     assert numbers["rollout/downweighted_groups"] == 2 and numbers["rollout/dropped_stale_groups"] == 0
 
 
+def test_a_batch_that_was_fetched_ahead_weighs_by_the_version_that_trains_on_it() -> None:
+    api: Any = Api(iter([(group(3, 3),), (group(2, 2),)]))
+    config = RolloutConfig(prefetch=True, max_staleness=1, on_stale="downweight")
+    groups = GroupFilter(VOCAB, api.environment_name)
+    with BatchFeed(api, config, groups, lambda one: ready(one, CONFIG), lambda: None) as batches:
+        batches.next(3)  # fetches the next batch for version 4, at which it is 2 versions old: 1 / 2
+        again = batches.next(3, last=True)  # the step was skipped, so it is 1 version old
+    assert [one.share for one in again.sequences] == [1.0, 1.0]
+
+
 def test_batches_that_come_again_are_as_old_as_they_would_have_been() -> None:
     """Saved as version 90, the server saw 100: resumed as 101. Batches of the steps 91 to 100 come again, each with
     samples of the version before it, or of four versions before."""
