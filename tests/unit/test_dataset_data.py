@@ -490,9 +490,9 @@ def test_names_that_datasets_reads_as_patterns_or_urls_are_names(tmp_path: Path,
     folder = tmp_path / name
     folder.mkdir()
     if "folder" in kind:
-        end = ".jsonl" if "JSON" in kind else ".csv"
+        end = "-[1].jsonl" if "JSON" in kind else ".csv"
         for split, rows in (("train", ROWS), ("test", ROWS[:1])):
-            (folder / f"{split}-[1]{end}").write_bytes(written(end, rows))
+            (folder / f"{split}{end}").write_bytes(written(end, rows))
         assert rows_of(opened(folder, split="test")) == rows_of(opened(folder))[:1]
         data = opened(folder)
     else:
