@@ -285,7 +285,11 @@ def test_the_fingerprint_of_a_folder_is_that_of_its_data(tmp_path: Path) -> None
     assert opened(tmp_path).fingerprint != before
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(LINES.encode())[:-9], gzip.compress(b"{")])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(LINES.encode(), mtime=0)[:-9], gzip.compress(b"{", mtime=0)],
+    ids=["empty", "no gzip", "cut", "damaged json"],  # the same in each of pytest's processes
+)
 def test_a_damaged_compressed_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.jsonl.gz").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
