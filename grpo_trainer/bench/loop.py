@@ -265,7 +265,7 @@ class Watch:
         with httpx.Client(timeout=5.0, trust_env=False, headers=headers) as http:
             while not done.wait(LOOK_SECONDS):
                 if self._config.exists():
-                    self._ask(http, f"http://127.0.0.1:{tomllib.loads(self._config.read_text())['vllm_port']}")
+                    self._ask(http, f"http://127.0.0.1:{tomllib.loads(self._config.read_text())['server']['port']}")
                 if reading % MEMORY_EVERY == 0:
                     used = gpus_used_mb(os.environ.get("CUDA_VISIBLE_DEVICES"))
                     self.gpu_mb = self.gpu_mb if used is None else max(self.gpu_mb or 0.0, used)

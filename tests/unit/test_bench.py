@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from typer.testing import CliRunner
 
@@ -43,12 +44,14 @@ from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.shape import ModelShape
 from tests.processes import ROOT
 from tests.stand_ins import Asked, Handle, Reply, answering
+from vllm_server.protocol import BRIDGE_INFO_ROUTE
 
 # ------------------------------------------------------------------------------------------------------- models
 
@@ -331,6 +334,26 @@ def test_loop_reads_nothing_before_the_run_says_where_its_server_is(tmp_path: Pa
     with reader.watching():
         time.sleep(1.2)
     assert reader.running == [] and reader.info is None
+
+
+def test_loop_asks_the_server_that_the_trainers_file_names(tmp_path: Path) -> None:
+    asked, routes = threading.Event(), list[str]()
+
+    def handle(request: Asked) -> Reply:
+        routes.append(request.path)
+        asked.set()
+        return Reply(503)
+
+    with answering(handle) as url:
+        flags = {"model_name": "m", "run_dir": str(tmp_path), "weight_bridge_mode": "lora_only"}
+        ports = {"api": 1, "server": int(url.rpartition(":")[2])}
+        files = plan_run(build_run({}, flags), ports, python="py", on_gpu=False).config_files
+        path = tmp_path / "config" / "trainer.toml"
+        path.parent.mkdir()
+        path.write_text(tomli_w.dumps(files[path]))
+        with Watch(tmp_path).watching():
+            assert asked.wait(30.0)
+    assert set(routes) == {BRIDGE_INFO_ROUTE}
 
 
 # --------------------------------------------------------------------------------------------- sync, and its load
