@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_common.redaction import HIDDEN, Redaction, redact, redacted_text
+from grpo_trainer.config.options import flat, given_keys
 from grpo_trainer.config.rules import SET_BY_THE_RUN
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
@@ -25,7 +27,7 @@ from grpo_trainer.metrics.rows import Check, Row, a_sample, figures, read_file
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
 Rows = Sequence[Mapping[str, Any]]
-DERIVED = frozenset({*SET_BY_THE_RUN, "resume"})
+DERIVED = frozenset({*SET_BY_THE_RUN, "server.port", "server.gpus", "resume"})
 """Options of the trainer that a run sets, or that say nothing of what was trained."""
 CONFIG_FILE = Path("config", "trainer.toml")
 
@@ -94,7 +96,10 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What the user set for the trainer and, as `NAME.OPTION`, for environments; without secrets."""
-        found = {key: value for key, value in self.configs.get("trainer", {}).items() if key not in DERIVED}
+        found: dict[str, Any] = {}
+        for name, value in flat(TrainConfig, self.configs.get("trainer", {})).items():
+            (key,) = given_keys(TrainConfig, {name: None})  # an earlier version may have written another name
+            found |= {} if key in DERIVED else {key: value}
         for name, tables in self.configs.items():
             if not name.startswith("env-"):
                 continue

@@ -455,6 +455,17 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     assert html.split("</table>")[0].count("<tr>") == 3 and html.count(TIME_SPLIT) >= 2
 
 
+def test_the_servers_options_of_two_versions_are_compared_under_one_name(tmp_path: Path) -> None:
+    old = {"vllm_host": "h", "vllm_port": 9001, "vllm_also": ["h:1"], "vllm_gpus": "0", "vllm_roster": "r"}
+    a = write_run(tmp_path / "a", [row(1)], **old, vllm_api_key="a", vllm_dtype="float16", max_model_len=64)
+    server = '\n[server]\nhost = "i"\nport = 9002\nroster = "q"\napi_key = "b"\ndtype = "float16"\nmax_model_len = 32\n'
+    b = write_run(tmp_path / "b", [row(1)])
+    with (b / "config" / "trainer.toml").open("a") as file:
+        file.write(server)
+    assert read_run(a).settings == {"training_steps": 10, "server.dtype": "float16", "server.max_model_len": 64}
+    assert read_run(b).settings == {"training_steps": 10, "server.dtype": "float16", "server.max_model_len": 32}
+
+
 def test_where_it_is_written(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", [row(1)]), write_run(tmp_path / "b", [row(1)])
     assert report_path([a], None) == a / "report.html" and report_path([a, b], None) == a / "comparison-a-b.html"
