@@ -200,14 +200,16 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     mode = _mode(root, given)
     for name, value in given.items():
         each, flag = _option_named(root, name), f"--{where}{name.replace('_', '-')}"
-        if each is None:
+        if each is None and any(option.path[0] == name for option in options_of(root)):
+            problems.append(Problem(f"{where}{name}", repr(value), f"a table: [{where}{name}]"))
+        elif each is None:
             problems.append(unknown_key(name, [*_by_name(root)], where))
         elif mode is not None and mode not in root.mode_of.get(each.name, (mode,)):
             problems.append(_of_another_mode(root, each, mode, where))
         else:
             if each.path in values and value != values[each.path]:
                 got, why = f"{value} and {written[each.path]} {values[each.path]}", "two names of one option"
-                problems.append(Problem(flag, got, fix="leave one out", summary=why))
+                problems.append(Problem(flag, got, "one value", "leave one out", why))
             values[each.path], written[each.path] = value, flag
     tree: dict[str, Any] = {}
     for (*tables, name), value in values.items():

@@ -371,7 +371,7 @@ def servers(case: Case) -> Iterator[Problem]:
     vllm, number = case.trainer.server, case.servers
     if case.run is None and vllm.port == 0:
         why = "the trainer must know where its server listens; `grpo run` picks a free port"
-        yield Problem("--server.port", "0", f"1 to {LARGEST_PORT}", summary=why)
+        yield Problem("--server.port", "0", f"1 to {LARGEST_PORT}", "name a port that is free", why)
     if case.run is None and vllm.replicas > 1:
         why = "`grpo run` starts replicas; a trainer that is started by itself has to know their addresses"
         yield Problem("--server.replicas", str(vllm.replicas), "1", "name the other servers by --server.also", why)

@@ -387,6 +387,10 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     options = {key.replace("-", "_"): value for key, value in file.items() if key not in (*tables, *notes, *strange)}
     server = {f"server.{key}": value for key, value in given.pop("server", {}).items()}
     said = {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
+    if said["trainer"].pop("server", None) is not None:
+        problems.append(
+            Problem("trainer.server", fix="write [server]", summary="a run's server is no part of [trainer]")
+        )
     said["trainer"] = server | said["trainer"]
     for key in [key for key in said["trainer"] if key.replace("-", "_") == "prompts_per_step"]:
         options.setdefault("prompts_per_step", said["trainer"].pop(key))  # it is looked for among the trainer's

@@ -93,7 +93,8 @@ class Server(Section):
     )
     tensor_parallel_size: int = option(
         1,
-        help="Tensor parallel size: GPUs that share each layer.",
+        help="Tensor parallel size: GPUs that share each layer. For `grpo train` with shared_vllm, that of the running "
+        "server.",
         former=("--tensor-parallel-size", "--vllm-tensor-parallel-size"),
         ge=1,
     )

@@ -419,10 +419,10 @@ class TrainConfig(
         if not isinstance(data, dict):
             return data
         found: dict[str, Any] = {"lr": usual_rates(data.get("weight_bridge_mode", "none")).default}
-        found["log_dir"] = data.get("save_path", SAVE_PATH)
+        found["log_dir"] = folder if isinstance(folder := data.get("save_path"), str | Path) else SAVE_PATH
         if _is_in_8_bits(data.get("server", {})):
             found["ratio_against"] = "trainer"
-        if data.get("lora_adapter"):
+        if isinstance(data.get("lora_adapter"), str | Path) and data["lora_adapter"]:
             found |= settings_of(read_adapter(at_home(Path(data["lora_adapter"]))))
         return {**found, **data}
 

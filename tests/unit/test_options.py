@@ -225,6 +225,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             [],
             *("--lora-rank", "16 and --lora-r 8", "one"),
         ),
+        ({"trainer": {"server": {"port": 9001}}}, {}, [], "trainer.server", "", "[server]"),
         ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", ", ".join(BUILT_IN)),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
@@ -253,6 +254,24 @@ def test_an_environments_settings_are_checked_before_it_runs(args: list[str], wr
         build_run({}, {"model_name": "m"}, args)
     assert error.value.field.startswith("--env arithmetic")
     assert written in str(error.value) and meant in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "got", "wanted"),
+    [
+        ({"save_path": 5}, "--save-path", "5", "path"),
+        ({**LORA, "lora_adapter": 5}, "--lora-adapter", "5", "path"),
+        ({"server": 5}, "server", "5", "[server]"),
+        ({"vllm_port": 9001, "server": {"port": 9002}}, "--server.port", "9002 and --vllm-port 9001", "one value"),
+    ],
+)
+def test_a_wrong_value_is_one_problem_even_where_others_follow_from_it(
+    given: dict[str, object], field: str, got: str, wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {"model_name": "m", **given})
+    (problem,) = error.value.problems
+    assert (problem.field, problem.got) == (field, got) and wanted in problem.wanted
 
 
 def test_every_wrong_value_is_a_problem_of_its_own() -> None:
