@@ -261,7 +261,7 @@ class Contract:
     def unservable(self) -> Iterator[tuple[PackedAdapter, tuple[str, ...]]]:
         """Adapters, and what their refusals name."""
         dtype = self.packed().buffer_E.dtype
-        large = Trainer(self.server, self.trainer.device.type, lora_r=4 * RANK)
+        large = Trainer(self.server, self.trainer.model.device.type, lora_r=4 * RANK)
         yield PackedAdapter(large.model, dtype), (str(4 * RANK), "--max-lora-rank")
         alien = self.packed()
         alien.header = alien.header.replace(b"q_proj", b"x_proj")

@@ -29,7 +29,12 @@ def config_of(architecture: str, vocabulary: int) -> PreTrainedConfig:
         text = {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4}
         vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 2}
         text |= {"sliding_window": 1024, "num_hidden_layers": 4, "layer_types": layers, **sizes}
-        whole = {"mm_tokens_per_image": 256, IMAGES[architecture]: 0, "boi_token_index": 0, "eoi_token_index": 0}
+        whole: dict[str, Any] = {
+            "mm_tokens_per_image": 256,
+            IMAGES[architecture]: 0,
+            "boi_token_index": 0,
+            "eoi_token_index": 0,
+        }
         return Gemma3Config(text_config=text, vision_config={**vision, "image_size": 896, "patch_size": 14}, **whole)
     layers = ["linear_attention"] * 3 + ["full_attention"]
     whole = {IMAGES[architecture]: 0, "video_token_id": 0, "vision_start_token_id": 0, "vision_end_token_id": 0}
@@ -45,8 +50,8 @@ def spread_out(model: PreTrainedModel) -> None:
     change of its layers moves its logprobs."""
     if model.config.get_text_config().tie_word_embeddings:
         with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(0.1)
-            model.base_model.language_model.norm.weight.fill_(9.0)  # Gemma adds 1
+            model.get_input_embeddings().get_parameter("weight").mul_(0.1)
+            model.base_model.get_parameter("language_model.norm.weight").fill_(9.0)  # Gemma adds 1
 
 
 @pytest.mark.parametrize("mode", ["lora_only", "broadcast"])

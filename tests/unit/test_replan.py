@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -60,7 +60,7 @@ def replanner(config: RunConfig, machines: Machines, **options: Any) -> tuple[Re
     places = place_run(config, machines.nodes[:3], on_gpu=False)
     plan = partial(planned, on_gpu=False)
     specs = {process.name: process for process in plan(config, PORTS, places).processes}
-    return Replanner(config, PORTS, places, plan, machines=machines, **options), specs
+    return Replanner(config, PORTS, places, plan, machines=cast(Any, machines), **options), specs
 
 
 def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> No
     places["server"] = Place(big[2], (0, 1))
     plan = partial(planned, on_gpu=True)
     specs = {process.name: process for process in plan(config, PORTS, places).processes}
-    again = Replanner(config, PORTS, places, plan, machines=machines, on_gpu=True)
+    again = Replanner(config, PORTS, places, plan, machines=cast(Any, machines), on_gpu=True)
     again.vacate("server")
     machines.lost.add(big[1])
     placed = again.placed([specs[name] for name in ("trainer", "trainer-1", "trainer-2")])
