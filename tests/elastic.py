@@ -6,14 +6,16 @@ import os
 import random
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 
+from environments.api.records import Group, Run
+from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
 from tests.integration.paced_environment import FAST
 from tests.processes import ROOT, tail, wait_for
@@ -123,11 +125,12 @@ def assert_every_group_counted_once(run_dir: Path, steps: int, groups_per_step: 
     """All steps are done, and each group that the API accepted was trained on once, was dropped, or is still there."""
     done = rows(run_dir)
     assert [row["step"] for row in done] == list(range(1, steps + 1))
-    with sqlite3.connect(run_dir / "queue.sqlite") as store:
-        (accepted,) = store.execute("SELECT seq FROM sqlite_sequence WHERE name = 'groups'").fetchone()
-        (left,) = store.execute("SELECT count(*) FROM groups").fetchone()
+    with closing(Store(run_dir / "queue.sqlite")) as store:
+        (run,) = store.all("run", Run).values()
+        left = {**store.all("group", Group), **store.all("buffered", Group)}
+    accepted = max([run.next_group, *(group.id + 1 for group in left.values())])
     dropped = sum(row.get("rollout/dropped_stale_groups", 0) + row.get("rollout/refused_groups", 0) for row in done)
-    assert accepted == steps * groups_per_step + dropped + left
+    assert accepted == steps * groups_per_step + dropped + len(left)
 
 
 def assert_environments_kept_their_names(run_dir: Path, environments: int) -> None:
