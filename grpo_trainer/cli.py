@@ -155,7 +155,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     Start the rollout API and the environments yourself. Start the server yourself, too, except with
     --weight-bridge-mode none or lora_restart: there the trainer starts it. `grpo run` starts all of them.
     """
-    known = ["--config", *(name for leaf in options_of(TrainConfig) for name in leaf.flags)]
+    known = ["--config", *(name for each in options_of(TrainConfig) for name in (*each.flags, *each.former))]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
     file = read_toml(config) if config else {}
     with collected(problems):

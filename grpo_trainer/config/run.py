@@ -497,7 +497,8 @@ def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict
 
 def _unknown_flag(flag: str, group: str, key: str) -> Problem:
     """Return the problem of what is no flag of a run's; the name of its table may be wrong or missing."""
-    known = [name for section in (TrainConfig, RunOptions) for each in options_of(section) for name in each.flags]
+    of_both = (*options_of(TrainConfig), *options_of(RunOptions))
+    known = [name for each in of_both for name in (*each.flags, *each.former)]
     known += [f"--api.{name.removeprefix('--')}" for each in options_of(ApiProcess) for name in each.flags]
     tables = ["env", "openai", "data", "server", "api"]
     if key and group in tables:

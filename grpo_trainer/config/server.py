@@ -44,7 +44,9 @@ class Server(Section):
         le=LARGEST_PORT,
     )
     replicas: int = option(
-        1, help="Servers of the same policy, on consecutive ports; environments spread requests over them.", ge=1
+        1,
+        help="Servers of the same policy, on consecutive ports, in `grpo run`; environments spread requests over them.",
+        ge=1,
     )
     also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option(
         (),

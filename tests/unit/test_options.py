@@ -229,6 +229,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", ", ".join(BUILT_IN)),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
+        ({}, {}, ["--vllm-prt", "8"], "--vllm-prt", "", "--vllm-port?"),
         ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
         ({}, {}, ["sums"], "sums", "a word without a flag", "--NAME VALUE"),
     ],
