@@ -56,6 +56,8 @@ class Status(msgspec.Struct, frozen=True):
     """A trainer has waited for a batch for seconds, and waits still."""
     notices: tuple[Notice, ...] = ()
     """The newest ones."""
+    pid: int = 0
+    """Of the process that wrote it: one of an earlier run may still be ending, and write the file of the same name."""
     format: int = 1
 
 
@@ -66,33 +68,48 @@ class StatusWriter(logging.Handler):
         super().__init__(logging.INFO)
         self.setFormatter(PrintableFormatter("%(message)s"))
         self._path: Path | None = None
-        self._pid = 0
         self._status = Status()
+        self._is_written = False
         self._writing = threading.RLock()
         self._left, self._at, self._missed, self._count = float(BURST), 0.0, 0, 0
 
     def open(self) -> None:
         """Write to the file that the environment names, if it names one; child processes write none."""
         if path := os.environ.pop(VARIABLE, ""):
-            self._path, self._pid = Path(path), os.getpid()
+            self._path, self._status = Path(path), Status(pid=os.getpid())
             logging.getLogger().addHandler(self)
+
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the one that writes: the lock may be held for ever there."""
+        return self._status.pid != os.getpid()
 
     def update(self, **changes: object) -> None:
         """Write fields that have changed; a new `phase` has its `since`."""
+        path = self._path
+        if path is None or self._is_fork:
+            return
         with self._writing:
             status = msgspec.structs.replace(self._status, **changes)
-            if self._path is None or self._pid != os.getpid() or status == self._status:  # a fork writes nothing
+            if self._is_written and status == self._status:
                 return
-            self._status = status
-            temporary = self._path.with_suffix(".new")
-            with suppress(OSError):  # the run does not depend on it
+            self._status, self._is_written = status, False
+            temporary = path.with_suffix(".new")
+            with suppress(OSError):  # the run does not depend on it; the next update tries again
                 temporary.write_bytes(msgspec.json.encode(status))
-                temporary.replace(self._path)
+                temporary.replace(path)
+                self._is_written = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a log record, unless there are too many."""
-        if record.levelno < logging.WARNING and not getattr(record, "notice", False):
+        """Take a log record, unless there are too many. A record with wrong arguments raises nothing, as in logging."""
+        if self._is_fork or (record.levelno < logging.WARNING and not getattr(record, "notice", False)):
             return
+        try:
+            self._note(record)
+        except Exception:
+            self.handleError(record)
+
+    def _note(self, record: logging.LogRecord) -> None:
         now = time.monotonic()
         with self._writing:
             self._left, self._at = min(BURST, self._left + (now - self._at) / PAUSE_SECONDS), now

@@ -185,7 +185,8 @@ class Process:
         if self.log_error is not None or self._log.closed:
             return
         try:
-            if self._log_size + len(text) > LOG_CHARACTERS:  # the present log becomes NAME.log.1, and a new one begins
+            if self._log_size + len(text) > LOG_CHARACTERS and self.log_path.is_file():  # not the null device
+                # The present log becomes NAME.log.1, and a new one begins.
                 self._log.close()
                 self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.1"))
                 self._log, self._log_size = self.log_path.open("w", buffering=1, errors="replace"), 0
@@ -225,7 +226,8 @@ class Process:
         content = self.said()
         if content != self._content:
             self._content = content
-            self.status = parse(content) or self.status
+            found = parse(content)
+            self.status = found if found is not None and found.pid in (0, self.pid) else self.status
         new = [notice for notice in self.status.notices if notice.number > self._heard]
         self._heard = max([self._heard, *(notice.number for notice in new)])
         return new

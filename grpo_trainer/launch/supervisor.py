@@ -19,7 +19,7 @@ from types import FrameType
 
 import httpx
 
-from grpo_common.status import TRAINED
+from grpo_common.status import LINES, TRAINED
 from grpo_common.text import printable
 from grpo_trainer.errors import ProcessFailedError
 from grpo_trainer.launch.fleet import Fleet, Row
@@ -191,7 +191,7 @@ class Supervisor:
         for notice in process.hear():
             if notice.waits and self._unready:
                 continue  # the supervisor waits for the same, and says so
-            first, *stack = notice.text.split("\n")
+            first, *stack = notice.text.split("\n")[:LINES]
             before = f"; {notice.missed} warnings before it are not shown" if notice.missed else ""
             more = f" (in {process.log_path}{before})" if stack or before else ""
             self._tell_user(f"{process.name}: {printable(first, LONGEST_NOTICE)}{more}")
@@ -205,7 +205,7 @@ class Supervisor:
             if not process.ready:
                 yield Wait(process.name, STARTING, seconds, process.progress)
             elif process.spec.ends_run:
-                phase = process.status.phase
+                phase = printable(process.status.phase)
                 if phase == SERVER and any(name.startswith("server") for name in self.table):
                     continue  # that server's own wait covers it
                 seconds = time.time() - process.status.since if phase else seconds

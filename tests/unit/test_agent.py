@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from grpo_common.status import VARIABLE
+from grpo_common.status import VARIABLE, parse
+from grpo_trainer.launch import agent as agent_module
+from grpo_trainer.launch import process
 from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on, seeing
 from grpo_trainer.launch.places import Node, Place
 from grpo_trainer.launch.plan import ProcessSpec
@@ -93,8 +95,25 @@ def statuses_of_a_process(folder: Path) -> tuple[bytes, bytes]:
 def test_an_agent_passes_on_what_a_process_says_of_itself(tmp_path: Path, remote: RemoteProcess) -> None:
     content, written = in_a_process(statuses_of_a_process, tmp_path)
     assert content == written
+    said = parse(content)
+    assert said is not None
+    remote.pid = said.pid
     remote.tell(content)
     assert [notice.text for notice in remote.hear()] == ["WARNING careful"] and not remote.hear()
+
+
+def lines_beyond_a_log(folder: Path) -> tuple[bool, int]:
+    null = folder / "null"
+    null.symlink_to(os.devnull)
+    agent_module.os.devnull, process.LOG_CHARACTERS = str(null), 1000
+    agent = NodeAgent(str(folder / "work"), {})
+    agent.start(spec("env", "for number in range(100): print('x' * 100)"), {})
+    lines, _ = finished(agent, "env")
+    return null.is_symlink(), len(lines)
+
+
+def test_an_agent_of_a_process_that_says_much_leaves_the_null_device_where_it_is(tmp_path: Path) -> None:
+    assert in_a_process(lines_beyond_a_log, tmp_path) == (True, 100)
 
 
 def ended_family(folder: Path) -> list[int]:

@@ -589,12 +589,13 @@ def test_a_foreign_status_file_is_shown_as_text_and_a_broken_one_is_none(tmp_pat
     """A process may write anything there."""
     said = list[str]()
     path = tmp_path / "status" / "env.json"
-    notice = {"number": 1, "text": "\x1b[2J" + "x" * 10_000 + "\n\x07"}
+    notice = {"number": 1, "text": "\x1b[2J" + "x" * 10_000 + "\n\x07" + "\n" * 10_000}
     content = json.dumps({"notices": [notice]}).encode()
     code = f"import os, pathlib; pathlib.Path(os.environ['GRPO_STATUS']).write_bytes({content!r})"
     with Supervisor(tmp_path, said.append, said.append) as supervisor:
         supervisor.run([[spec("env", code, env={status.VARIABLE: str(path)}, ends_run=True)]])
     assert r"\x1b[2J" in said[1] and "\x1b" not in str(said[1:]) and max(map(len, said)) < 1000
+    assert len(said) < 2 * LINES
     for broken in (b"", b"{", b"[]", b'{"phase": 7}', b"\xff", b"[" * 100_000, b'{"format": 2}'):
         assert parse(broken) is None
 
@@ -632,6 +633,35 @@ def test_a_fork_writes_nothing_into_the_status_of_its_parent(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", SAYS + code], env={**os.environ, status.VARIABLE: str(path)}, check=True)
     found = parse(path.read_bytes())
     assert found is not None and found.phase == "mine"
+
+
+def test_a_record_with_wrong_arguments_raises_nothing_and_a_lost_write_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "status" / "env.json"
+    code = """
+log.warning("%d", "no number")
+OWN.update(phase="step")
+pathlib.Path(sys.argv[1]).parent.mkdir()
+OWN.update(phase="step")
+"""
+    env = {**os.environ, status.VARIABLE: str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import pathlib" + SAYS + code, str(path)],
+        env=env, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found = parse(path.read_bytes())
+    assert "no number" in done.stderr and found is not None and (found.phase, found.notices) == ("step", ())
+
+
+def test_a_status_file_of_another_process_is_not_believed(tmp_path: Path) -> None:
+    """One of an earlier run may be ending, and write the file of the same name."""
+    path = tmp_path / "status" / "trainer.json"
+    code = "import sys; sys.stdin.read()"
+    old = Process(spec("trainer", code, env={status.VARIABLE: str(path)}), tmp_path / "trainer.log")
+    content = {"phase": TRAINED, "notices": [{"number": 5, "text": "old"}]}
+    for pid, phase in ((old.pid + 1, ""), (old.pid, TRAINED)):
+        path.write_text(json.dumps({**content, "pid": pid}))
+        assert len(old.hear()) == bool(phase) and old.status.phase == phase
+    old.end(1.0)
 
 
 def test_log_begins_again_when_it_is_large(
