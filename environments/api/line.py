@@ -157,20 +157,26 @@ def can_make(target: int, sizes: Iterable[int]) -> bool:
 def feasible_minima(target: int, reservations: Mapping[int, Reservation], others: frozenset[int]) -> dict[int, int]:
     """Return what each environment's reservation comes to (sequences, in whole groups) in a batch of `target`.
 
-    Shares that sum to more than a batch are scaled down in proportion. A share is rounded up to whole groups, or down
-    if that would overrun the batch. One that no combination of sizes can meet is dropped (0): a reservation delays a
-    batch, it never makes one impossible.
+    Shares that sum to more than a batch are scaled down in proportion. Shares are rounded up to whole groups, and those
+    that gain most by it down where all together would overrun the batch. One that no combination of sizes can meet is
+    dropped (0): a reservation delays a batch, it never makes one impossible.
     """
     asked = max(target, sum(share for share, _ in reservations.values()))
+    shares = {env: share * target // asked for env, (share, _) in sorted(reservations.items())}
+    units = {env: min(sizes) for env, (_, sizes) in reservations.items()}
+    minima = {env: -(-share // units[env]) * units[env] for env, share in shares.items()}
+    over = sum(minima.values()) - target
+    for env in sorted(minima, key=lambda env: (minima[env] - shares[env], env), reverse=True):
+        if over > 0:
+            minima[env] -= units[env]
+            over -= units[env]
     kept: dict[int, int] = {}
-    for env, (share, sizes) in sorted(reservations.items()):
-        size = min(sizes)
-        minimum = min(-(-(share * target // asked) // size), (target - sum(kept.values())) // size) * size
-        trial = kept | {env: minimum}
-        sums = [_multiples(reservations[each].sizes, target) >> least << least for each, least in trial.items()]
-        free = others.union(*(each.sizes for other, each in reservations.items() if other not in trial))
-        if minimum > 0 and reduce(lambda a, b: _sum(a, b, target), sums, _multiples(free, target)) >> target & 1:
-            kept = trial
+    held = 1  # sums of the kept ones
+    for env, minimum in minima.items():
+        free = others.union(*(each.sizes for other, each in reservations.items() if other not in kept and other != env))
+        trial = _sum(held, _multiples(reservations[env].sizes, target) >> minimum << minimum, target)
+        if minimum > 0 and _sum(trial, _multiples(free, target), target) >> target & 1:
+            kept[env], held = minimum, trial
     return dict.fromkeys(reservations, 0) | kept
 
 
@@ -186,10 +192,20 @@ def _multiples(sizes: Iterable[int], limit: int) -> int:
 
 
 def _sum(a: int, b: int, limit: int) -> int:
-    """Every sum of one of `a` and one of `b`, up to `limit`."""
-    few, many = sorted((a, b), key=int.bit_count)
+    """Every sum of one of `a` and one of `b`, up to `limit`.
+
+    Sums are dense as a rule: a run of ones costs little more than a single one.
+    """
+    few, many = sorted((a, b), key=lambda sums: (sums & ~(sums << 1)).bit_count())
     total = 0
     while few:
-        total |= many << (few & -few).bit_length() - 1
-        few &= few - 1
+        lowest = few & -few
+        run = few & ~(few + lowest)
+        few ^= run
+        smeared, done, length = many, 1, run.bit_count()
+        while done < length:
+            step = min(done, length - done)
+            smeared |= smeared << step
+            done += step
+        total |= smeared << lowest.bit_length() - 1
     return total & ((2 << limit) - 1)

@@ -342,8 +342,7 @@ class RolloutQueue:
         if self._news[0] != self.version:
             run = self.run and (self.run.uuid, self.run.current_step, self.run.started)
             left = self.next_group - len(self.line.groups)
-            trained = sum(lease.trained for lease in self.leases.values())
-            self._news = self.version, hash((run, left, trained, *(each.id for each in self.alive)))
+            self._news = self.version, hash((run, left, self.untrained, *(each.id for each in self.alive)))
         return self._news[1]
 
     def minima(self) -> dict[int, int]:

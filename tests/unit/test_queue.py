@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from msgspec import to_builtins
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.explain import Explainer
+from environments.api.line import Pool, Reservation, choose, feasible_minima
 from environments.api.queue import RolloutQueue
 from environments.api.records import Lease, LeaseError
 
@@ -110,6 +112,27 @@ def test_reservations_that_sum_to_more_than_a_batch_are_scaled_down():
     queue.register_environment(env(2, share=0.9), 0.0)
     # int(8 * 0.9) = 7 each, 14 in all: 7 * 8 // 14 = 4 each
     assert queue.minima() == {0: 4, 1: 4}
+
+
+def test_rounding_to_whole_groups_takes_no_reservation_away():
+    queue = started(64)
+    for share in (0.4, 0.4, 0.2):
+        queue.register_environment(env(16, share=share), 0.0)
+    # 25, 25 and 12 round up to 32, 32 and 16: 16 too many, of one that gained 7
+    assert queue.minima() == {0: 32, 1: 16, 2: 16}
+    ids = [[offer(queue, 16, env_id=each) for _ in range(2)] for each in (0, 1, 2)]
+    assert batch(queue) == [*ids[0], ids[1][0], ids[2][0]]
+
+
+def test_a_large_batch_of_mixed_sizes_is_chosen_within_seconds():
+    began = time.process_time()
+    sizes = [(3, 5, 7, 8)[i % 4] for i in range(20000)]
+    pools = [Pool([(8 * i + p, size) for i, size in enumerate(sizes[:2500])], 256 if p else 0) for p in range(8)]
+    chosen = choose(4096, pools)
+    assert chosen is not None and sum(sizes[each // 8] for each in chosen) == 4096
+    shares = {each: Reservation(64, frozenset({3, 5, 8})) for each in range(64)}
+    assert sum(feasible_minima(4096, shares, frozenset({8})).values()) == 4095  # 43 of 64 round 66 down to 63
+    assert time.process_time() - began < 8
 
 
 def test_a_reservation_that_no_sizes_can_meet_makes_no_batch_impossible():
@@ -394,4 +417,14 @@ def test_room_is_made_by_what_leaves_and_not_by_what_comes():
     assert queue.news != at
     at = queue.news
     queue.disconnect(environment.id)
+    assert queue.news != at
+
+
+def test_a_batch_that_a_trainer_skips_makes_room():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 60.0)
+    assert grant is not None
+    at = queue.news
+    queue.acknowledge(grant.lease.batch_id, step=0)  # no step of the trainer, and nothing is leased any more
     assert queue.news != at
