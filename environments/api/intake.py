@@ -55,6 +55,9 @@ def decode(body: bytes, message_type: type[wire.T], content_type: str | None) ->
 
 def decode_query(query: Mapping[str, str], query_type: type[wire.T]) -> wire.T:
     """A request's query as a structure of the wire. Raises ApiError (422, naming the field)."""
+    for name, value in query.items():
+        if value.lower() == "null":  # the decoder would read it as an absent field: a lease that nobody asked for
+            raise ApiError(422, Problem(name, value, "a value", "leave the field out"), name)
     try:
         return msgspec.convert(dict(query), query_type, strict=False)
     except msgspec.ValidationError as error:

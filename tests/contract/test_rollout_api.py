@@ -294,6 +294,7 @@ def test_unknown_environments(api: httpx.Client):
     assert api.request("GET", "/status-env", json={"env_id": 5}).status_code == 404
     assert api.get("/status-env?env_id=5").json()["field"] == "env_id"
     assert api.get("/status-env?env_id=x").status_code == 422
+    assert api.get("/batch?lease=null").json()["field"] == "lease"  # not a batch without a lease
     assert api.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
 
 
