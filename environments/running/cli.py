@@ -178,6 +178,13 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
     written, dropped = list[wire.ScoredData](), Counter[str]()
     maker, unused = GroupMaker(env, lambda: dropped), 0
+
+    async def make(item: object) -> None:
+        if (group := await maker.make(item)) is not None:
+            file.write(msgspec.json.encode(group))
+            written.append(group)
+            maker.used()
+
     try:
         while len(written) < groups:
             before = len(written)
@@ -187,10 +194,12 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                 raise EnvironmentFailed(
                     "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
                 )
-            for group in filter(None, await asyncio.gather(*map(maker.make, items))):
-                file.write(msgspec.json.encode(group))
-                written.append(group)
-                maker.used()
+            making = [asyncio.create_task(make(item)) for item in items]
+            try:
+                await asyncio.gather(*making)
+            finally:
+                for task in making:
+                    task.cancel()
             unused = unused + len(items) if len(written) == before else 0
             if unused >= UNSCORED_IN_A_ROW:  # a trainer would wait for better ones; here nobody sees it
                 raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
+from environments.running.cli import process
 from environments.running.groups import EnvironmentFailed, unfit
 from environments.scoring import ScoreTimeout
 from tests.stand_ins import local_api, registration, serving, trained
@@ -400,6 +402,19 @@ def test_one_bad_item_is_survived_and_a_broken_environment_is_not(caplog: pytest
         asyncio.run(scene(lambda item: True))
     assert (error.value.field, error.value.got) == ("sums", repr(ZeroDivisionError("no reward")))
     assert "16 " in error.value.summary
+
+
+@pytest.mark.parametrize(("is_broken", "written"), [(lambda item: item % 2 == 0, 40), (lambda item: item > 8, 8)])
+def test_process_writes_each_group_that_is_made(is_broken: Callable[[int], bool], written: int, tmp_path: Path) -> None:
+    async def collect(item: int) -> wire.ScoredData:
+        if is_broken(item):
+            raise ZeroDivisionError("no reward")
+        return group()
+
+    path = tmp_path / "groups.jsonl"
+    with nullcontext() if written == 40 else pytest.raises(EnvironmentFailed):
+        asyncio.run(process(Sums(config(data_path_to_save_groups=path), collect), 40))
+    assert len(path.read_bytes().splitlines()) == written
 
 
 def test_scoring_that_never_ends_costs_its_group_and_in_the_end_the_environment(
