@@ -34,6 +34,9 @@ REPORT_S = 30.0
 """Seconds after which the log shows the stack of the code."""
 STUBBORN_S = 30.0
 """Seconds after which the process ends if code that was given up goes on, because it catches the cancellation."""
+STUBBORN_LOOKS = 30
+"""Looks at such code in that time. They are counted, so that a process that was stopped, or whose event loop was
+blocked for a while, is not blamed: the code had no time to end."""
 CLOSE_S = 10.0
 """Longest time for `close()`."""
 LEAST_PAUSE_S = 0.05
@@ -62,6 +65,7 @@ class _Work:
     Attributes:
         clock: its age, and the threads that work for it.
         seconds: limit of its age.
+        looks: how many there were since it was given up.
     """
 
     def __init__(self, subject: Callable[[], str], clock: Clock, limit: asyncio.Timeout, seconds: float) -> None:
@@ -69,6 +73,7 @@ class _Work:
         self.clock = clock
         self.limit = limit
         self.seconds = seconds
+        self.looks = 0
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
         self.timer: asyncio.TimerHandle | None = None
 
@@ -159,7 +164,10 @@ class Scoring:
         """Report work that takes long, give it up if its time is up, or look again at its next mark."""
         loop = asyncio.get_running_loop()
         if work.clock.is_over:
-            if self.loop.is_entered:
+            work.looks += 1
+            if work.looks < STUBBORN_LOOKS:
+                work.timer = loop.call_later(STUBBORN_S / STUBBORN_LOOKS, self._look, work)
+            elif self.loop.is_entered:
                 _end(
                     f"{work.subject()} goes on {STUBBORN_S:.0f} s after it was given up: its code catches the "
                     "cancellation, as a bare `except:` does",
@@ -172,7 +180,7 @@ class Scoring:
             self._say("%s is given up after %.0f s; stack of its code:", work.subject(), age, stack=work.stack())
             work.clock.is_over = True
             work.limit.reschedule(loop.time())
-            work.timer = loop.call_later(STUBBORN_S, self._look, work)
+            work.timer = loop.call_later(STUBBORN_S / STUBBORN_LOOKS, self._look, work)
             return
         if age >= report and not self._reported:
             self._reported = True

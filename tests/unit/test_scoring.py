@@ -334,7 +334,7 @@ def test_scoring_that_catches_its_cancellation_loses_its_group() -> None:
 STUBBORN = """
 import asyncio, logging
 from environments import scoring
-from tests.unit.test_scoring import catches_all
+from tests.unit.test_scoring import blocks_and_ends, catches_all
 
 scoring.STUBBORN_S = 0.3
 logging.basicConfig(format="%(levelname)s %(message)s")
@@ -342,14 +342,33 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 async def main():
     watched = scoring.Scoring(0.2)
     async with watched.loop:
-        await watched.within("item 7", catches_all(60))
+        await watched.within("item 7", {score})
 
 asyncio.run(main())
 """
 
 
+def run_stubborn(score: str) -> subprocess.CompletedProcess[str]:
+    script = STUBBORN.format(score=score)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+async def blocks_and_ends() -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        time.sleep(1)  # longer than STUBBORN_S there, and no other code runs
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_a_process_is_not_blamed_for_time_in_which_its_scoring_could_not_end() -> None:
+    done = run_stubborn("blocks_and_ends()")
+    assert done.returncode == 1 and "ScoreTimeout" in done.stderr, done.stderr
+
+
 def test_a_process_whose_scoring_goes_on_after_its_cancellation_ends_and_says_where() -> None:
-    done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)
+    done = run_stubborn("catches_all(60)")
     assert done.returncode == os.EX_SOFTWARE, done.stderr
     assert re.search("^ERROR .*'item 7'", done.stderr, re.MULTILINE)
     assert re.search(r"\bin catches_all$", done.stderr, re.MULTILINE)
