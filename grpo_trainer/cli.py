@@ -14,6 +14,7 @@ import typer
 
 from grpo_common.errors import UserError, collected
 from grpo_common.status import OWN
+from grpo_common.text import printable
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.options import build, options_of, override, with_options
@@ -441,6 +442,7 @@ def main() -> None:
 
 
 def _fail(error: UserError) -> None:
-    sys.stderr.write(f"grpo: {error}\n")
+    lines = (printable(line, None) for line in f"grpo: {error}".split("\n"))  # it may quote an environment's text
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     sys.exit(error.exit_code)

@@ -22,7 +22,7 @@ import pytest
 
 from grpo_common import status
 from grpo_common.status import BURST, LINES, TRAINED, StatusWriter, parse
-from grpo_trainer import signals
+from grpo_trainer import cli, signals
 from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
 from grpo_trainer.launch import process
 from grpo_trainer.launch import supervisor as supervisor_module
@@ -598,6 +598,14 @@ def test_a_foreign_status_file_is_shown_as_text_and_a_broken_one_is_none(tmp_pat
     assert len(said) < 2 * LINES
     for broken in (b"", b"{", b"[]", b'{"phase": 7}', b"\xff", b"[" * 100_000, b'{"format": 2}'):
         assert parse(broken) is None
+
+
+def test_a_command_shows_an_error_with_foreign_text_without_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli._fail(ProcessFailedError("one\x1b[2J\ntwo", field="--env bad"))
+    assert capsys.readouterr().err == "grpo: --env bad: one\\x1b[2J\ntwo\n"
 
 
 def test_notices_are_a_burst_and_then_one_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
