@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from importlib import import_module
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.data_config import DataConfig, RewardConfig
 from environments.demo_model.model import build_tokenizer
+from environments.items import Shuffled, Stream
 from environments.running import cli, settings_check
 from environments.running.groups import set_up
 from environments.running.settings_check import BUILT_IN, BuiltIn
@@ -84,6 +86,10 @@ def test_environment_processes(build: Callable[..., BaseEnv[Any, Any]], tmp_path
     groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert [len(group["scores"]) for group in groups] == [2, 2, 2]
     assert "<h1>" in (tmp_path / "groups.html").read_text()
+    with pytest.raises(ConfigError) as again:  # never over a file
+        asyncio.run(scene())
+    assert str(tmp_path / "groups.jsonl") in str(again.value)
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 
 def test_environment_evaluates(build: Callable[..., BaseEnv[Any, Any]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +115,7 @@ def test_environment_resumes_with_the_items_that_were_next(build: Callable[..., 
         await items(first, 3)
         second.restore(json.loads(json.dumps(first.state())))
         assert await items(first, 4) == await items(second, 4)
+        assert first.state() == second.state()
         for env in (first, second):
             await env.close()
 
@@ -120,3 +127,22 @@ def test_environment_refuses_a_wrong_key(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         settings_check.check(name, {"group_siz": 8})
     assert error.value.field == "env.group_siz" and "env.group_size" in error.value.fix
+
+
+@pytest.mark.parametrize("make", [lambda: Shuffled(range(10), seed=3), lambda: Stream(count(10))])
+def test_items_go_on_from_a_position(make: Callable[[], Any]) -> None:
+    whole, resumed = [*islice(make(), 25)], make()
+    resumed.position = 13
+    assert [*islice(resumed, 12)] == whole[13:] and resumed.position == 25
+
+
+def test_items_come_once_in_every_pass_and_in_another_order() -> None:
+    first, second = ([*islice(Shuffled(range(10), seed=seed), 20)] for seed in (3, 4))
+    assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
+    assert first[:10] != first[10:] and first != second
+
+
+def test_items_of_a_stream_end() -> None:
+    stream = Stream([1, 2])
+    stream.position = 5
+    assert [*stream] == [] and stream.position == 2

@@ -140,21 +140,6 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(
     assert first[1] != second[1] and sorted(first[1][15:]) == sorted(first[1][:15])
 
 
-def test_a_resumed_run_continues_with_the_next_row(tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str) -> None:
-    data = written(tmp_path / "rows.jsonl", ROWS)
-
-    async def scene() -> tuple[list[int], list[int]]:
-        whole, resumed = (environment(tokenizer, data, [f"{rewards}:right"]) for _ in range(2))
-        await whole.setup()
-        rows = [next(whole.items) for _ in range(7)]
-        state = whole.state()
-        await resumed.setup()
-        resumed.restore(state)
-        return [*rows, *(next(whole.items) for _ in range(20))], [*rows, *(next(resumed.items) for _ in range(20))]
-
-    assert len(set(map(tuple, asyncio.run(scene())))) == 1
-
-
 def test_evaluation_scores_held_out_rows_with_the_same_rewards_and_intervals(
     tmp_path: Path, tokenizer: Qwen2Tokenizer, rewards: str
 ) -> None:

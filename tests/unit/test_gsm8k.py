@@ -17,7 +17,6 @@ from transformers import Qwen2Tokenizer
 from environments.config import ConfigError
 from environments.demo_model.model import build_tokenizer
 from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question, read_questions, too_long
-from environments.items import Shuffled
 from environments.running.evaluation import wilson
 from environments.tokenizers import after_thinking
 from tests.stand_ins import Scripted
@@ -208,15 +207,6 @@ def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tok
         asyncio.run(taken(20))
     assert (error.value.field, error.value.got) == ("--env.max_token_length", "20")
     assert "32 train" in error.value.wanted
-
-
-def test_a_resumed_run_goes_on_with_the_questions_that_were_next() -> None:
-    items = Shuffled(range(10), seed=3)
-    first = [next(items) for _ in range(25)]
-    assert sorted(first[:10]) == sorted(first[10:20]) == list(range(10)) and first[:10] != first[10:20]
-    resumed = Shuffled(range(10), seed=3)
-    resumed.position = 13
-    assert [next(resumed) for _ in range(12)] == first[13:]
 
 
 @pytest.mark.parametrize(
