@@ -318,21 +318,22 @@ def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_r
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "got"),
     [
-        "{{ 1 / 0 }}",
-        "{{ messages[0].content.index('q') }}",
-        "{{ raise_exception('never') }}",
-        "{% if %}",
-        "{{ 1 + 'a' }}",
+        ("{{ 1 / 0 }}", "zero"),
+        ("{{ messages[0].content.index('q') }}", "substring"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{% if %}", "Expected"),
+        ("{{ 1 + 'a' }}", "unsupported"),
+        (None, "without"),
     ],
 )
-def test_every_error_of_a_template_is_an_error_of_the_prompt(template: str) -> None:
+def test_every_error_of_a_template_is_an_error_of_the_prompt(template: str | None, got: str) -> None:
     tokenizer = build.__wrapped__("chatml")
     tokenizer.chat_template = template
     with pytest.raises(PromptRefused) as error:
         prompt_ids(tokenizer, [user("x")])
-    assert error.value.field == "--env.tokenizer_name" and error.value.fix
+    assert error.value.field == "--env.tokenizer_name" and got in error.value.got and error.value.fix
 
 
 @pytest.mark.parametrize(

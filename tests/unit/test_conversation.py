@@ -221,20 +221,6 @@ def test_a_template_that_ignores_tools_is_warned_of_once(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("call", "heard"),
-    [
-        ('{"name": "add", "arguments": {"a": 2}}', "TypeError: add() missing 1 required positional argument: 'b'"),
-        ('{"name": "sub", "arguments": {}}', "no such tool; known: ['add']"),
-        ("2+3", "not a tool call"),
-    ],
-)
-def test_a_bad_call_is_answered_not_raised(tokenizer: Qwen2Tokenizer, call: str, heard: str) -> None:
-    env, prompts = sums(tokenizer, [f"<tool_call>{call}</tool_call>{END}", "no" + END])
-    group = asyncio.run(env.collect_trajectories(5))
-    assert group is not None and group.scores == [0.0] and heard in prompts[1]
-
-
 def test_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
     env, prompts = sums(tokenizer, [CALL] * 9, max_turns=3)
     asyncio.run(env.collect_trajectories(5))

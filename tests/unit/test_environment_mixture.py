@@ -258,14 +258,6 @@ def test_the_page_of_groups_stands_alone_and_shows_them_as_they_are() -> None:
     Requests(groups_page("no text", [msgspec.structs.replace(group, messages=None)]))
 
 
-def test_process_writes_groups_and_the_page_and_needs_no_trainer(tmp_path: Path) -> None:
-    env = Numbers(7, data_path_to_save_groups=tmp_path / "groups.jsonl")
-    asyncio.run(cli.process(env, 5))
-    rows = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    assert len(rows) == 5 and all(row["tokens"][0][1] == 7 for row in rows)
-    assert "groups</small><b>5</b>" in (tmp_path / "groups.html").read_text()
-
-
 def test_process_ends_when_nothing_comes_of_group_after_group(tmp_path: Path) -> None:
     trouble = ValueError("no such tool")
 

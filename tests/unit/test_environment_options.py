@@ -1,21 +1,34 @@
-"""Options that every environment has: sampling, system prompt, chat template, truncated answers."""
+"""Options of every environment: the command line, sampling, system prompt, chat template, truncated answers, scores."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from environments.api import wire
+from environments.api.intake import read_one
+from environments.arithmetic import ArithmeticConfig
 from environments.base import BaseEnv
-from environments.config import BaseEnvConfig, ConfigError, PromptRefused, parse_settings, settings_class
+from environments.config import (
+    BaseEnvConfig,
+    ConfigError,
+    ProcessSettings,
+    PromptRefused,
+    Settings,
+    parse_settings,
+    settings_class,
+)
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
@@ -24,12 +37,113 @@ from environments.peers.inference import Completion, Sampling
 from environments.running.groups import unfit
 from environments.tokenizers import load_tokenizer, render
 from environments.trajectory import Message, Trajectory, scored_group
+from grpo_trainer.rollouts.groups import to_group
 from tests.stand_ins import Scripted
+
+TOKENIZER = ["--env.tokenizer_name", "model"]
+
+
+def parse(*arguments: str, processes: bool = False) -> Settings[Any]:
+    return parse_settings(settings_class(ArithmeticConfig, processes=processes), "prog", arguments)
+
+
+def test_the_predecessors_command_line() -> None:
+    settings = parse(
+        *TOKENIZER,
+        *("--env.group_size", "16", "--env.rollout_server_url", "http://127.0.0.1:8123/"),
+        *("--env.use_wandb", "False", "--openai.base_url", "http://127.0.0.1:9123/v1", "--openai.model_name", "X"),
+        *("--openai.server_type", "vllm", "--openai.api_key", "x", "--slurm", "False"),
+    )
+    assert (settings.env.group_size, settings.env.rollout_server_url) == (16, "http://127.0.0.1:8123")
+    assert (settings.openai.base_url, settings.openai.model_name) == ("http://127.0.0.1:9123/v1", "X")
+    assert (settings.openai.api_key, settings.env.use_wandb, settings.slurm) == ("x", False, False)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text('[env]\ntokenizer_name = "from-file"\ngroup_size = 4\nhigh = 19\n[openai]\nmodel_name = "M"\n')
+    settings = parse("--config", str(file), "--env.group_size=32")
+    assert isinstance(settings.env, ArithmeticConfig)
+    assert (settings.env.tokenizer_name, settings.env.group_size, settings.env.high) == ("from-file", 32, 19)
+    assert (settings.env.low, settings.openai.model_name, settings.openai.timeout) == (10, "M", 1200.0)
+
+
+def test_the_environments_own_settings_and_older_names_are_flags() -> None:
+    settings = parse(*TOKENIZER, "--env.operation", "-", "--env.max_num_workers", "3")
+    assert isinstance(settings.env, ArithmeticConfig)
+    assert (settings.env.operation, settings.env.max_concurrent_groups) == ("-", 3)
+    assert parse(*TOKENIZER, "--env.max_num_workers", "-1").env.max_concurrent_groups is None  # as in Atropos
+    with pytest.raises(ConfigError):
+        parse(*TOKENIZER, "--env.max_num_workers", "0")
+
+
+def test_process_has_one_more() -> None:
+    settings = parse(*TOKENIZER, "--groups", "7", processes=True)
+    assert isinstance(settings, ProcessSettings)
+    assert settings.groups == 7
+    with pytest.raises(ConfigError) as unknown:
+        parse(*TOKENIZER, "--groups", "7")
+    assert unknown.value.field == "--groups"
+
+
+def test_the_shells_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENV", "production")
+    monkeypatch.setenv("SLURM", "true")
+    assert parse(*TOKENIZER).slurm is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "parts"),
+    [
+        ([], "--env.tokenizer_name", {}),
+        ([*TOKENIZER, "--env.group_siz", "4"], "--env.group_siz", {"fix": "--env.group_size"}),
+        ([*TOKENIZER, "--group_size=4"], "--group_size", {"fix": "--env.group_size"}),
+        ([*TOKENIZER, "--env.group_size", "0"], "--env.group_size", {"got": "'0'", "wanted": "1"}),
+        ([*TOKENIZER, "--openai.server_type", "tgi"], "--openai.server_type", {"got": "'tgi'", "wanted": "'vllm'"}),
+        (
+            [*TOKENIZER, "--openai.base_url", "localhost:1"],
+            "--openai.base_url",
+            {"got": "'localhost:1'", "wanted": "http://"},
+        ),
+        ([*TOKENIZER, "--slurm", "True"], "--slurm", {"got": "'True'", "wanted": "False", "fix": "--openai.base_url"}),
+        (["--config", "/no/such.toml"], "--config /no/such.toml", {"got": os.strerror(errno.ENOENT)}),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(arguments: list[str], field: str, parts: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    assert caught.value.field == field
+    assert all(part in getattr(caught.value, name) for name, part in parts.items())
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("--env.group_size", "0", "--openai.timeout", "-1")
+    fields = {problem.field for problem in caught.value.problems}
+    assert fields == {"--env.tokenizer_name", "--env.group_size", "--openai.timeout"}
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "parts"),
+    [
+        ("[env]\ngroup_siz = 4\n", "env.group_siz", {"fix": "env.group_size"}),
+        ("[enf]\ngroup_size = 4\n", "enf", {"fix": "env"}),
+        ('[env]\ngroup_size = "many"\n', "--env.group_size", {"got": "'many'", "wanted": "integer"}),
+        ("[env\n", "--config FILE", {"summary": "line 1, column 5"}),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, field: str, parts: dict[str, str]) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse(*TOKENIZER, "--config", str(file))
+    assert caught.value.field == field.replace("FILE", str(file))
+    assert all(part in getattr(caught.value, name) for name, part in parts.items())
+
 
 SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + SHOWS_ROLES
 """As the templates of Gemma 2 and Mistral 0.2 do."""
-REFUSES_ALL = "{{ raise_exception('never') }}"
 
 
 class Echo(BaseEnv[Any]):
@@ -130,13 +244,6 @@ def test_variables_of_the_chat_template() -> None:
     tokenizer = build().tokenizer
     talk = Conversation(tokenizer, CHAT, variables={"quiet": True})
     assert str(tokenizer.decode(talk.tokens)).endswith("!")
-
-
-@pytest.mark.parametrize(("template", "got"), [(REFUSES_ALL, "never"), ("{% if %}", "Expected"), (None, "without")])
-def test_a_template_that_refuses_is_an_error_of_one_prompt(template: str | None, got: str) -> None:
-    with pytest.raises(PromptRefused) as error:
-        build(template).tokenize(CHAT)
-    assert error.value.field == "--env.tokenizer_name" and got in error.value.got and error.value.fix
 
 
 def test_a_variable_that_is_an_argument_of_transformers_is_refused() -> None:
@@ -256,3 +363,29 @@ def test_a_conversation_without_room_for_the_answer_is_truncated() -> None:
         talk.say(Completion(talk.tokens, env.tokenizer.encode("46"), [-0.5] * 2, "", end, 1), "46")
         talk.hear([{"role": "user", "content": "a longer question"}], longest)
         assert talk.trajectory(1.0).truncated is truncated
+
+
+def temperatures_at_the_trainer(*temperatures: float) -> list[float]:
+    made = [Completion([1], [2], [-0.5], "", "stop", 3, temperature) for temperature in temperatures]
+    group = scored_group([Trajectory.of(completion, 1.0) for completion in made])
+    return [sample.temperature for sample in to_group(wire.pack(group)).samples]
+
+
+def test_the_temperature_reaches_the_trainer() -> None:
+    assert temperatures_at_the_trainer(0.7, 0.7) == [0.7, 0.7]
+    assert temperatures_at_the_trainer(0.7, 1.2) == [0.7, 1.2]
+    assert temperatures_at_the_trainer(1.0) == [1.0]
+
+
+@pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
+@pytest.mark.parametrize("score", [True, 1, np.float32(1.0), np.float64(1.0), np.int64(1), np.bool_(True)])
+def test_a_score_is_any_kind_of_number(score: Any, content_type: str) -> None:
+    made = scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), score)])
+    assert read_one(wire.encode_group(made, content_type), content_type).group.scores == [1.0]
+
+
+def test_what_is_no_number_is_no_score() -> None:
+    """It raises where the environment's group is made, so that it costs this group and no other."""
+    no_score: Any = "x"
+    with pytest.raises(ValueError, match="float"):
+        scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), no_score)])

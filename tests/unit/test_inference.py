@@ -1,14 +1,24 @@
-"""The client of the inference server's `/generate`."""
+"""The client of inference servers: what kind answers, its ids and logprobs as it gives them, and several servers."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from pydantic import ValidationError
 
-from environments.config import ServerConfig
-from environments.peers.http import PeerError
+from environments.config import ConfigError, ServerConfig
+from environments.peers import roster
+from environments.peers.http import PeerError, PeerGone, PeerRefused
 from environments.peers.inference import Completion, InferenceClient, Sampling
+from environments.peers.roster import ListedServers, servers
+from environments.trajectory import Trajectory
+from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served
 from tests.stand_ins import Asked, Reply, answering
 
 ANSWER: dict[str, Any] = {
@@ -95,3 +105,354 @@ def test_an_answer_that_is_not_sound_is_refused(change: dict[str, Any], parts: d
         generate([ANSWER | change], Sampling(max_tokens=1))
     assert caught.value.field.endswith("/generate")
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
+
+
+OURS = {
+    "text": ["46"],
+    "prompt": None,
+    "finish_reasons": ["stop"],
+    "policy_version": 7,
+    "model": "policy-v7",
+    "prompt_token_ids": [3, 4],
+    "token_ids": [[6, 1]],
+    "logprobs": [[[{"6": -0.5}], [{"1": -0.25}]]],
+}
+VLLM_CHOICE = {
+    "index": 0,
+    "text": "46",
+    "finish_reason": "length",
+    "logprobs": {"tokens": ["46", "<e>"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 2]},
+    "token_ids": [6, 1],
+    "prompt_token_ids": [3, 4],
+}
+MODELS = {"object": "list", "data": [{"id": "Qwen", "object": "model", "owned_by": "vllm"}]}
+SERVERS: dict[str, dict[str, Any]] = {
+    "grpo": {"/bridge/info": {"boot_id": "b", "policy_version": 7}, "/generate": OURS, "/version": {"version": "0.25"}},
+    "vllm": {"/version": {"version": "0.32.0"}, "/v1/models": MODELS, "/v1/completions": {"choices": [VLLM_CHOICE]}},
+    "openai": {
+        "/v1/models": {"data": [{"id": "Qwen", "owned_by": "someone"}]},
+        "/v1/completions": {"choices": [VLLM_CHOICE]},
+    },
+}
+FOUND = {
+    "grpo": ("grpo", "7"),
+    "vllm": ("vLLM", "0.32.0", "Qwen"),
+    "openai": ("OpenAI", "Qwen"),
+}
+
+
+def ask(
+    routes: dict[str, Any], sampling: Sampling | None = None, times: int = 1, **settings: Any
+) -> tuple[list[Completion], list[tuple[str, Any]]]:
+    """The completions of a server that has these routes, and what it was asked."""
+    asked: list[tuple[str, Any]] = []
+
+    def handle(request: Asked) -> Reply:
+        asked.append((request.path, request.json() if request.content else None))
+        answer = routes.get(request.path)
+        return Reply(404) if answer is None else Reply(json=answer)
+
+    async def scene(url: str) -> list[Completion]:
+        client = InferenceClient(ServerConfig(base_url=url, **settings), patience=1.0)
+        try:
+            for _ in range(times - 1):
+                await client.generate([3, 4], 1, sampling or Sampling(max_tokens=5))
+            return await client.generate([3, 4], 1, sampling or Sampling(max_tokens=5))
+        finally:
+            await client.close()
+
+    with answering(handle) as url:
+        return asyncio.run(scene(url)), asked
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_is_known_by_what_it_answers_and_asked_for_ids(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        (completion,), asked = ask(SERVERS[kind], times=2)
+    (said,) = [record.message for record in caplog.records if record.name == "environments.peers.inference"]
+    assert all(part in said for part in FOUND[kind])
+    assert (completion.token_ids, completion.rollout_logprobs) == ([6, 1], [-0.5, -0.25])
+    assert completion.policy_version == (7 if kind == "grpo" else None)
+    assert completion.finish_reason == ("length" if kind in ("vllm", "openai") else "stop")
+    assert [path for path, body in asked if body is None].count("/bridge/info") == 1  # once, not with every request
+    bodies = [body for _, body in asked if body is not None]
+    assert len(bodies) == 2 and bodies[0] == bodies[1]
+
+
+def test_vllm_is_asked_for_the_plain_distribution() -> None:
+    _, asked = ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5, stop=("\n",)))
+    body = asked[-1][1]
+    assert (body["model"], body["prompt"], body["return_token_ids"]) == ("Qwen", [3, 4], True)
+    assert (body["n"], body["temperature"], body["top_p"], body["top_k"]) == (1, 0.5, 1.0, -1)
+    assert (body["stop"], body["max_tokens"]) == (["\n"], 5)
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_what_leaves_out_tokens_is_asked_for_and_noted(kind: str) -> None:
+    (completion,), asked = ask(SERVERS[kind], Sampling(max_tokens=5, top_k=3, top_p=0.9))
+    body = asked[-1][1]
+    assert (body["top_k"], body["top_p"]) == (3, 0.9) and "min_p" not in body
+    assert completion.cuts == {"top_p": 0.9, "top_k": 3}
+
+
+@pytest.mark.parametrize(("kind", "server_type"), [("grpo", "vllm"), ("openai", "openai")])
+def test_a_kind_that_was_named_is_not_asked_about(kind: str, server_type: str) -> None:
+    _, asked = ask(SERVERS[kind], server_type=server_type, model_name="Qwen")
+    assert [body is None for _, body in asked] == [False]
+
+
+def test_an_openai_compatible_server_needs_a_models_name() -> None:
+    with pytest.raises(ConfigError) as error:
+        ask(SERVERS["openai"], server_type="openai")
+    assert error.value.field == "--openai.model_name" and "--openai.server_type openai" in error.value.summary
+
+
+def test_vllms_raw_logprobs_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+    caplog.clear()
+    ask(SERVERS["vllm"], times=3)
+    assert not caplog.text
+
+
+def test_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
+    choice = {"index": 0, "text": "46", "finish_reason": "stop", "logprobs": None}
+    (completion,), _ = ask({**SERVERS["openai"], "/v1/completions": {"choices": [choice]}})
+    assert (completion.text, completion.token_ids) == ("46", [])
+    with pytest.raises(PeerError) as error:
+        Trajectory.of(completion, 1.0)
+    assert error.value.wanted == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "answer", "parts"),
+    [
+        ("vllm", "/v1/completions", {"choices": []}, {"got": "0 completions", "wanted": "1"}),
+        ("vllm", "/v1/completions", {"choices": [{**VLLM_CHOICE, "logprobs": None}]}, {"got": "0 logprobs"}),
+        ("vllm", "/v1/completions", {"error": "x"}, {"got": "`choices`"}),
+    ],
+)
+def test_dialects_refuse_an_answer_that_is_not_sound(kind: str, route: str, answer: Any, parts: dict[str, str]) -> None:
+    with pytest.raises(PeerError) as caught:
+        ask({**SERVERS[kind], route: answer})
+    assert caught.value.field.endswith(route)
+    assert all(part in getattr(caught.value, name) for name, part in parts.items())
+
+
+def test_what_is_no_inference_server_is_told_with_all_that_was_asked() -> None:
+    with pytest.raises(PeerError) as error:
+        ask({"/": {"message": "the rollout API"}})
+    assert error.value.field.startswith("--openai.base_url http://")
+    assert all(route in error.value.wanted for route in ("/bridge/info", "/v1/models"))
+
+
+def test_a_wrong_key_is_told_as_such() -> None:
+    async def scene(url: str) -> None:
+        client = InferenceClient(ServerConfig(base_url=url), patience=1.0)
+        try:
+            await client.generate([1], 1, Sampling(1))
+        finally:
+            await client.close()
+
+    refusal = Reply(401, {"error": {"message": "Unauthorized"}})
+    with answering(lambda _: refusal) as url, pytest.raises(PeerRefused) as error:
+        asyncio.run(scene(url))
+    assert error.value.status == 401 and "Unauthorized" in error.value.got
+
+
+A, B = "http://127.0.0.1:9001", "http://127.0.0.1:9002"
+ONE = Sampling(max_tokens=1)
+
+
+class Server:
+    """Answers when it is let."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.asked: list[int] = []
+        self.given_up = 0
+        self.let = asyncio.Event()
+        self.closed = False
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        self.asked.append(n)
+        try:
+            await self.let.wait()
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        return [Completion(prompt_token_ids, [1], [0.0], self.url, "stop", 0)] * n
+
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        return [None, {len(token_ids): float(top_k)}]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Scene:
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.folder = folder
+        self.made: dict[str, list[Server]] = {}
+        config = ServerConfig(roster=folder, server_type="vllm", model_name="m")
+        self.servers = ListedServers(config, patience=patience, connect=self._connect)
+
+    def _connect(self, config: ServerConfig) -> Server:
+        url = config.base_url.removesuffix("/v1")
+        self.made.setdefault(url, []).append(server := Server(url))
+        return server
+
+    def list(self, **boots: int) -> None:
+        """The servers that run and have the weights, such as A=1."""
+        urls = {"A": A, "B": B}
+        members = [Member(name, urls[name], "here", "running", boot) for name, boot in boots.items()]
+        (self.folder / MEMBERS_FILE).write_bytes(msgspec.json.encode(members))
+        served = {urls[name]: Served(boot, 3) for name, boot in boots.items()}
+        (self.folder / SERVED_FILE).write_bytes(msgspec.json.encode(served))
+
+
+def play(folder: Path, scene: Callable[[Scene], Awaitable[None]], patience: float = 10.0) -> None:
+    async def played() -> None:
+        made = Scene(folder, patience)
+        try:
+            await asyncio.wait_for(scene(made), 20)
+        finally:
+            await made.servers.close()
+
+    asyncio.run(played())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "POLL_S", 0.01)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.005)
+
+
+def test_a_request_under_way_is_asked_again_where_a_server_is_left(tmp_path: Path) -> None:
+    async def scene(run: Scene) -> None:
+        run.list(A=1, B=1)
+        asked = [asyncio.create_task(run.servers.generate([3], 2, ONE)) for _ in range(2)]
+        await until(lambda: sum(len(each[0].asked) for each in run.made.values()) == 2)
+        assert [each[0].asked for each in run.made.values()] == [[2], [2]], "the one with the fewest in flight is asked"
+        run.list(B=1)
+        await until(lambda: len(run.made[B][0].asked) == 2)
+        run.made[B][0].let.set()
+        answers = await asyncio.gather(*asked)
+        assert [[each.text for each in answer] for answer in answers] == [[B, B], [B, B]]
+        assert run.made[A][0].given_up == 1 and run.made[A][0].closed
+
+    play(tmp_path, scene)
+
+
+def test_a_server_that_starts_again_is_another_one(tmp_path: Path) -> None:
+    async def scene(run: Scene) -> None:
+        run.list(A=1)
+        asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
+        await until(lambda: A in run.made and len(run.made[A][0].asked) == 1)
+        run.list(A=2)
+        await until(lambda: len(run.made[A]) == 2 and len(run.made[A][1].asked) == 1)
+        run.made[A][1].let.set()
+        assert len(await asked) == 1 and run.made[A][0].given_up == 1
+
+    play(tmp_path, scene)
+
+
+def test_requests_wait_while_no_server_is_left(tmp_path: Path) -> None:
+    async def scene(run: Scene) -> None:
+        asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
+        await asyncio.sleep(0.1)
+        assert not run.made and not asked.done()
+        run.list(B=1)
+        await until(lambda: B in run.made and len(run.made[B][0].asked) == 1)
+        run.made[B][0].let.set()
+        assert (await asked)[0].text == B
+
+    play(tmp_path, scene)
+
+
+def test_a_list_that_stays_empty_is_an_error(tmp_path: Path) -> None:
+    async def scene(run: Scene) -> None:
+        with pytest.raises(PeerGone) as gone:
+            await run.servers.generate([3], 1, ONE)
+        assert str(tmp_path) in gone.value.field
+
+    play(tmp_path, scene, patience=0.05)
+
+
+def test_a_request_that_the_environment_gives_up_is_given_up_at_the_server(tmp_path: Path) -> None:
+    async def scene(run: Scene) -> None:
+        run.list(A=1)
+        asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
+        await until(lambda: A in run.made and len(run.made[A][0].asked) == 1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert run.made[A][0].given_up == 1
+
+    play(tmp_path, scene)
+
+
+def named(servers: Sequence[Server]) -> ListedServers:
+    """The client of servers that are named with commas."""
+    by_url = {server.url: server for server in servers}
+    config = ServerConfig(base_url=",".join(by_url))
+    return ListedServers(config, patience=1.0, connect=lambda config: by_url[config.base_url])
+
+
+def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> None:
+    async def scenario() -> None:
+        first, second, third = every = [Server(url) for url in (A, B, "http://127.0.0.1:9003")]
+        several = named(every)
+        waiting = []
+
+        async def ask(n: int) -> None:
+            waiting.append(asyncio.create_task(several.generate([1], n, ONE)))
+            await asyncio.sleep(0.001)
+
+        for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
+            await ask(n)
+        assert (first.asked, second.asked, third.asked) == ([8], [2, 1, 3], [4])
+        await ask(1)
+        assert third.asked == [4, 1]
+        first.let.set()
+        await waiting[0]
+        await ask(2)  # the first has nothing under way now
+        assert first.asked == [8, 2]
+        for server in every:
+            server.let.set()
+        await asyncio.gather(*waiting)
+        assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
+        await several.close()
+        assert all(server.closed for server in every)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_fails_is_not_counted_as_busy() -> None:
+    class Refusing(Server):
+        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+            raise PeerRefused("no", 400)
+
+    async def scenario() -> None:
+        refusing, good = Refusing(A), Server(B)
+        good.let.set()
+        several = named([refusing, good])
+        for _ in range(2):
+            with pytest.raises(PeerRefused):
+                await several.generate([1], 8, ONE)
+        assert good.asked == []
+
+    asyncio.run(scenario())
+
+
+def test_several_servers_are_named_with_commas() -> None:
+    config = ServerConfig(base_url="http://a:9001/v1/, http://b:9002/v1", model_name="m")
+    assert config.base_url == "http://a:9001/v1,http://b:9002/v1"
+    assert isinstance(servers(config, patience=1.0), ListedServers)
+    assert isinstance(servers(ServerConfig(base_url="http://a:9001/v1"), patience=1.0), InferenceClient)
+    with pytest.raises(ValidationError, match="base_url"):
+        ServerConfig(base_url="http://a:9001/v1,b:9002")

@@ -19,8 +19,8 @@ from environments.dataset.data import read_data
 from environments.peers.http import PeerRefused
 from tests.stand_ins import Reply, answering
 from tests.unit import test_environment_runner as runner
-from tests.unit.test_environment_config import parse
-from tests.unit.test_environment_http import ask
+from tests.unit.test_environment_options import parse
+from tests.unit.test_environment_peers import ask
 from vllm_server import seams
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.http import parse_body

@@ -1,17 +1,28 @@
-"""The wire contract: what goes in comes out, in both formats, and imports nothing heavy."""
+"""The wire contract in both formats; what the rollout API takes in and refuses; nobody waits for a long group."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
+import threading
+from array import array
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.api import wire
-from environments.api.answers import json_batch, packed_batch
+from environments.api import groups, http, intake, wire
+from environments.api.answers import json_batch, json_group, packed_batch
+from environments.api.app import build_app
+from environments.api.records import ApiError
+from environments.api.service import Service
+from environments.api.settings import Settings
 
 FLOATS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False), st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -21,7 +32,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> wire.ScoredData:
+def scored_groups(draw: st.DrawFn) -> wire.ScoredData:
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 
     def rows(elements: st.SearchStrategy) -> list:
@@ -46,14 +57,14 @@ def groups(draw: st.DrawFn) -> wire.ScoredData:
     )
 
 
-@given(groups(), st.sampled_from([wire.JSON, wire.MSGPACK]))
+@given(scored_groups(), st.sampled_from([wire.JSON, wire.MSGPACK]))
 def test_a_group_survives_either_format_bit_by_bit(group, content_type):
     back = wire.decode_group(wire.encode_group(group, content_type), content_type)
     assert back == group
     assert repr(back) == repr(group)  # tells -0.0 from 0.0 and 1 from 1.0
 
 
-@given(st.lists(groups(), max_size=3), st.sampled_from([wire.JSON, wire.MSGPACK]))
+@given(st.lists(scored_groups(), max_size=3), st.sampled_from([wire.JSON, wire.MSGPACK]))
 def test_a_batch_survives_either_format(members, content_type):
     fields: dict[str, object] = {"batch_id": "b", "expires_in_s": 1.5, "current_step": 3}
     answer = packed_batch if content_type == wire.MSGPACK else json_batch
@@ -117,3 +128,327 @@ def test_the_contract_imports_neither_torch_nor_a_web_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def group(**fields: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2, 3, 4], [1, 2, 5, 6]],
+        "masks": [[-100, -100, 3, 4], [-100, -100, 5, 6]],
+        "scores": [0.0, 1.0],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.5]] * 2,
+        **fields,
+    }
+
+
+def taken(service: Service, body: bytes, content_type: str) -> wire.ScoredDataResponse:
+    return intake.take_one(service, intake.read_one(body, content_type), None)
+
+
+def taken_list(service: Service, body: bytes, content_type: str) -> wire.ScoredDataListResponse:
+    posted = intake.PostedList(body, content_type, None)
+    for places, _ in posted.turns():
+        posted.take(service, places, posted.read(places))
+    return posted.answer()
+
+
+def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
+    """A group in each way in which it may be sent, short and long."""
+    long = fields | {"images": "x" * (1 << 20)}
+    sent = [(msgspec.json.encode(each), wire.JSON) for each in (fields, long)]
+    sent.append((msgspec.msgpack.encode(fields), wire.MSGPACK))
+    return [*sent, (wire.encode(wire.pack(wire.ScoredData(**fields)), wire.MSGPACK), wire.MSGPACK)]
+
+
+POISON = [
+    (group(tokens=[[1, 2, 3, 4], [1, 2, -1, 6]]), "tokens[1][2]", "-1"),
+    (group(generation_params={"temperature": "hot"}), "generation_params.temperature", "'hot'"),
+    (group(overrides=[{}, {"temperature": {"a": 1}}]), "overrides[1].temperature", "{'a': 1}"),
+    (group(group_overrides={"temperature": -1.0}), "group_overrides.temperature", "-1.0"),
+    (group(overrides=[{"temperature": 0}, {}]), "overrides[0].temperature", "0"),
+    (group(overrides=[{"temperature": True}, {}]), "overrides[0].temperature", "True"),
+    (group(overrides=[{"temperature": 1e39}, {}]), "overrides[0].temperature", "1e+39"),
+    (group(overrides=[{"temperature": 1e-6}, {}]), "overrides[0].temperature", "1e-06"),
+    (group(overrides=[{"sft": "false"}, {}]), "overrides[0].sft", "'false'"),
+    (group(scores=[0.0, 1e308]), "scores[1]", "1e+308"),
+    (group(advantages=[[1.0] * 4, [0.0, -1e300, 0.0, 0.0]]), "advantages[1][1]", "-1e+300"),
+    (group(inference_logprobs=[[1.0] * 4, [1.0, 1.0, -1e39, 0.0]]), "inference_logprobs[1][2]", None),
+    (
+        group(distill_token_ids=[[[], [1], [1], [1]]] * 2, distill_logprobs=[[[], [-1.0], [-1e39], [-1.0]]] * 2),
+        "distill_logprobs[0][2][0]",
+        "-1e+39",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "place", "got"), POISON)
+def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
+    bad: dict[str, Any], place: str, got: str | None
+) -> None:
+    service = Service(Settings())
+    key = place.partition("[")[0].partition(".")[0]
+    for body, content_type in bodies(bad):
+        with pytest.raises(ApiError) as refused:
+            taken(service, body, content_type)
+        assert (refused.value.status, refused.value.key, refused.value.field) == (422, key, place)
+        assert got is None or refused.value.summary.startswith(f"{got}, ")
+        assert not service.queue.line.groups
+    mixed = msgspec.json.encode([group(), bad, group()])
+    answer = taken_list(service, mixed, wire.JSON)
+    assert answer.groups_processed == 2 and answer.rejected is not None
+    assert [(each.group, each.field) for each in answer.rejected] == [(1, key)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generation_params": {"temperature": 0.7, "stop": ["x"]}},
+        {"generation_params": {"temperature": None}},
+        {"overrides": [{"sft": 1, "set_advantage_to_zero": False}, {"sft": None}]},
+        {"scores": [3.4e38, -3.4e38], "advantages": [[1e-300] * 4] * 2},  # what is nothing in float32 is no harm
+        {"distill_token_ids": [[[], [7], [-1], []]] * 2, "distill_logprobs": [[[], [-1.0], [0.0], []]] * 2},
+    ],
+)
+def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) -> None:
+    for body, content_type in bodies(group(**fields)):
+        service = Service(Settings())
+        assert taken(service, body, content_type).status == "received"
+        assert service.latest is not None
+        back = wire.decode_group(service.latest)
+        for name, value in fields.items():
+            assert getattr(back, name) == value
+        shown = msgspec.json.decode(b"".join(json_group(service.latest)))
+        assert {name: shown[name] for name in fields} == fields
+
+
+def test_a_long_body_of_messagepack_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = msgspec.msgpack.encode(group())
+    assert intake.read_one(lists, wire.MSGPACK).group.lengths == [4, 4]
+    monkeypatch.setattr(groups, "MOST_LISTS", len(lists) - 1)
+    with pytest.raises(ApiError, match="MiB") as refused:
+        intake.read_one(lists, wire.MSGPACK)
+    assert (refused.value.status, refused.value.key) == (422, "tokens")
+
+
+def test_nan_of_a_long_body_is_named_by_its_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(group(scores=[0.0, float("nan")])).encode()
+    monkeypatch.setattr(groups, "LONGEST_EXPLAINED", len(body) - 1)
+    for post in (intake.read_one, lambda body, kind: intake.PostedList(b"[" + body + b"]", kind, None)):
+        with pytest.raises(ApiError, match=f"byte {body.index(b'NaN')}|byte {body.index(b'NaN') + 1}") as refused:
+            post(body, wire.JSON)
+        assert refused.value.status == 422
+
+
+def long_group(length: int, sequences: int) -> wire.PackedGroup:
+    total = length * sequences
+    numbers = array("f", [-0.5]) * total
+    return wire.PackedGroup(
+        lengths=[length] * sequences,
+        tokens=(array("i", [7]) * total).tobytes(),
+        masks=(array("i", [7]) * total).tobytes(),
+        scores=[0.0] * sequences,
+        advantages=numbers.tobytes(),
+        inference_logprobs=numbers.tobytes(),
+    )
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+def test_a_long_body_is_read_in_a_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_loop: list[bool] = []
+    original = groups.read
+
+    def read(*arguments: Any) -> Any:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return original(*arguments)
+
+    async def post(group: wire.ScoredData) -> None:
+        body = msgspec.json.encode(group if path == "/scored_data" else [group])
+        transport = httpx.ASGITransport(build_app(Service(Settings())))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            answer = await client.post(path, content=body, headers={"content-type": wire.JSON})
+        assert answer.status_code == 200
+
+    monkeypatch.setattr(groups, "read", read)
+    for length in (4, 1 << 14):
+        asyncio.run(post(wire.unpack(long_group(length, 8))))
+    assert on_the_loop == [True, False]
+
+
+def test_the_newest_group_is_shown_in_pieces() -> None:
+    packed = long_group(1000, 16)
+    pieces = list(json_group(wire.encode(packed, wire.MSGPACK)))
+    assert max(map(len, pieces)) < 1000 * 6  # no more than a row at a time
+    assert msgspec.json.decode(b"".join(pieces))["tokens"] == [[7] * 1000] * 16
+
+
+WRONG = b"{}"
+
+
+def test_posted_list_names_a_hundred_refusals_and_counts_the_others() -> None:
+    good = msgspec.json.encode(group())
+    service = Service(Settings())
+    answer = taken_list(service, b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]", wire.JSON)
+    assert (answer.status, answer.groups_processed, len(service.queue.line.groups)) == ("partial", 2, 2)
+    assert answer.rejected is not None and [each.group for each in answer.rejected] == list(range(100))
+    assert {each.field for each in answer.rejected} == {"tokens"} and answer.more_rejected == 920
+
+
+def test_posted_list_explains_few_of_many_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To explain one takes ten times as long as to find it."""
+    explained: list[Exception] = []
+    original = intake._invalid
+    monkeypatch.setattr(intake, "_invalid", lambda error: explained.append(error) or original(error))
+    answer = taken_list(Service(Settings()), wrong_list(5000), wire.JSON)
+    assert answer.more_rejected == 4900
+    assert len(explained) < intake.NAMED_REFUSALS + intake.TURN_GROUPS
+
+
+TRICKY: list[Any] = [
+    *(
+        {},
+        [],
+        [3],
+        [3, 4],
+        [[], []],
+        {},
+        {"a": 1},
+        "",
+        "a,b",
+        "[{,",
+        '"',
+        "\\",
+        '\\"',
+        "\\\\",
+        "é]",
+        1,
+        None,
+        {"a": [1, 2, {"b": "},{"}]},
+    ),
+    [["\\", ","], "]"],
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_group_count_finds_the_first_group_too_many(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = msgspec.json.encode(TRICKY)
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY))
+    count = intake.GroupCount(wire.JSON)
+    for piece in pieces:
+        count.see(piece)
+    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY) - 1)
+    count = intake.GroupCount(wire.JSON)
+    with pytest.raises(ApiError) as refused:
+        for piece in pieces:
+            count.see(piece)
+    assert (refused.value.status, refused.value.field) == (413, "body")
+
+
+@pytest.mark.parametrize("length", [intake.MOST_GROUPS + 1, 2**32 - 1])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_group_count_reads_the_length_of_a_messagepack_list(length: int, size: int) -> None:
+    head, count = b"\xdd" + length.to_bytes(4, "big"), intake.GroupCount(wire.MSGPACK)
+    with pytest.raises(ApiError, match="list"):
+        for start in range(0, 5, size):
+            count.see(head[start : start + size])
+    intake.GroupCount(wire.MSGPACK).see(b"\xdd" + intake.MOST_GROUPS.to_bytes(4, "big") + b"\x80")
+
+
+@dataclass
+class Poster:
+    """A client of the app that posts a list piece by piece.
+
+    Attributes:
+        pieces: of the body; an empty one never arrives.
+        leaves: the client is gone once it has sent the body.
+        sent: how many pieces it has sent.
+        status: of the answer.
+        turns: how often another task ran between the last piece and the answer.
+    """
+
+    pieces: list[bytes]
+    leaves: bool = False
+    sent: int = 0
+    status: int = 0
+    turns: int = 0
+
+    async def receive(self) -> Any:
+        if self.sent < len(self.pieces):
+            self.sent += 1
+            if not self.pieces[self.sent - 1]:
+                await asyncio.Event().wait()
+            more = self.sent < len(self.pieces)
+            return {"type": "http.request", "body": self.pieces[self.sent - 1], "more_body": more}
+        if not self.leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def post(self, service: Service, app: Any = None) -> None:
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/scored_data_list", "query_string": b"", "scheme": "http"},
+            **{"http_version": "1.1", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1), "root_path": ""},
+            "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", wire.JSON.encode())],
+        }
+        posting = asyncio.ensure_future((app or build_app(service))(scope, self.receive, self.send))
+        while not posting.done():
+            self.turns += self.sent == len(self.pieces)
+            await asyncio.sleep(0)
+        await posting
+
+
+def wrong_list(groups: int) -> bytes:
+    return b"[" + b",".join([WRONG] * groups) + b"]"
+
+
+def test_scored_data_list_gives_others_their_turns() -> None:
+    service, parts = Service(Settings()), 40
+    poster = Poster([wrong_list(parts * intake.TURN_GROUPS)])
+    asyncio.run(poster.post(service))
+    assert poster.status == 422 and poster.turns >= parts
+    assert service.overview().refused == parts * intake.TURN_GROUPS
+
+
+def test_scored_data_list_work_ends_when_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[range] = []
+    original = intake.PostedList.read
+    monkeypatch.setattr(intake.PostedList, "read", lambda self, places: read.append(places) or original(self, places))
+    asyncio.run(Poster([wrong_list(40 * intake.TURN_GROUPS)], leaves=True).post(Service(Settings())))
+    assert len(read) == 1
+
+
+def test_scored_data_list_of_too_many_groups_is_refused_before_it_is_there() -> None:
+    pieces = [b"[", *[b"{}," * 10_000] * 1000, b"{}]"]
+    poster = Poster(pieces)
+    asyncio.run(poster.post(Service(Settings())))
+    assert poster.status == 413 and poster.sent < 10
+
+
+def test_slow_large_bodies_give_their_places_to_others_that_never_fail_by_the_wait(monkeypatch: Any) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http, "LARGE_BODY_GRACE_S", 1.0)  # the wait is ten times as long as a body may take
+    begun = b"[" + b" " * http.LARGE_BODY
+    slow = [Poster([begun, b""]) for _ in range(http.LARGE_BODIES_AT_ONCE)]
+    good = Poster([begun, msgspec.json.encode(group()) + b"]"])
+
+    async def scene() -> None:
+        service = Service(Settings())
+        app = build_app(service)
+        posting = [asyncio.create_task(each.post(service, app)) for each in slow]
+        while not all(each.sent == 2 for each in slow):
+            await asyncio.sleep(0)
+        await asyncio.gather(good.post(service, app), *posting)
+
+    asyncio.run(scene())
+    assert good.status == 200 and [each.status for each in slow] == [408] * len(slow)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", [b'\\"', b'\\\n"', b'"', b"{", b"[", b"-NaN,"])
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_hostile_body_with_nan_is_refused_in_time_that_grows_with_its_length(part: bytes, end: bytes) -> None:
+    body = b'{"tokens":NaN,"x":"' + part * (1_000_000 // len(part)) + end
+    for read in (intake.read_one, lambda body, kind: intake.PostedList(body, kind, None)):
+        with pytest.raises(ApiError):
+            read(body, wire.JSON)
