@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
 from environments.running.cli import process
 from environments.running.groups import EnvironmentFailed, unfit
-from environments.scoring import ScoreTimeout
+from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import local_api, registration, serving, trained
 
 TRAINER = registration(8)
@@ -292,45 +293,6 @@ def test_it_ends_with_its_items() -> None:
     assert asyncio.run(scene()) == 3
 
 
-def test_a_prompt_that_is_too_long_costs_its_item_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    env = Sums(config(max_token_length=4), plain)
-
-    async def collect(item: int) -> wire.ScoredData:
-        env.check_room([1] * (9 if item in (2, 3) else 1))
-        return group(version=item)
-
-    async def scene() -> None:
-        service = await started()
-        env.collect = collect
-        task = asyncio.create_task(serving(env, service, asyncio.Event()))
-        await train(service, steps=3)
-        await asyncio.wait_for(task, 10)
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(scene())
-    assert f"2 dropped ({groups.LOSSES[PromptTooLong]})" in caplog.text
-    said = [record.args[0] for record in caplog.records if record.args and isinstance(record.args, tuple)]
-    (error,) = [each for each in said if isinstance(each, PromptTooLong)]  # once, for both
-    assert (error.field, error.got) == ("--env.max_token_length", "4") and "9 tokens" in error.wanted
-
-
-def test_prompts_that_are_all_too_long_end_it_with_what_to_do() -> None:
-    async def scene() -> None:
-        service = await started()
-        env = Sums(config(max_token_length=4), plain)
-
-        async def collect(item: int) -> wire.ScoredData:
-            env.check_room([1] * 9)
-            return group()
-
-        env.collect = collect
-        await asyncio.wait_for(serving(env, service, asyncio.Event()), 20)
-
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene())
-    assert error.value.got.startswith("--env.max_token_length: got 4,") and "16 " in error.value.summary
-
-
 def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> list[int]:
         service = await started()
@@ -357,51 +319,87 @@ def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) 
     assert failed.args == (1,) and failed.exc_info is not None and failed.exc_info[0] is ValueError
 
 
-def test_what_is_not_sent_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    settings = config(ensure_scores_are_not_same=True)
-    same, long = group((1.0, 1.0)), group(length=17)
+@dataclass(frozen=True)
+class Loss:
+    """What goes wrong with an item.
 
-    async def scene() -> None:
-        service = await started()
+    Attributes:
+        make: the group, or an error.
+        said: what the log says of items 2 and 3.
+        got: what the error says if it goes wrong with every item; None: the environment goes on.
+    """
 
-        async def collect(item: int) -> wire.ScoredData | None:
-            return {1: None, 2: same, 3: long}.get(item, group(version=item))
+    make: Callable[[Sums], Awaitable[wire.ScoredData | None]]
+    said: str
+    got: str | None
 
-        task = asyncio.create_task(serving(Sums(settings, collect), service, asyncio.Event()))
-        await train(service, steps=3)
-        await asyncio.wait_for(task, 10)
 
+async def too_long(env: Sums) -> wire.ScoredData:
+    env.check_room([1] * 999)
+    raise AssertionError
+
+
+async def no_reward(env: Sums) -> wire.ScoredData:
+    raise ZeroDivisionError("no reward")
+
+
+async def hangs(env: Sums) -> wire.ScoredData:
+    await Scoring(0.05).within("item", asyncio.Event().wait())
+    raise AssertionError
+
+
+def made(one: wire.ScoredData | None) -> Callable[[Sums], Awaitable[wire.ScoredData | None]]:
+    async def make(env: Sums) -> wire.ScoredData | None:
+        return one
+
+    return make
+
+
+NEGATIVE = msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
+LOSSES = {
+    "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
+    "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
+    "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
+    "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
+    "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
+    "too long": Loss(made(group(length=200)), "the trainer's 16 tokens", "the trainer's 16 tokens"),
+    "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences", "3 sequences"),
+    "equal scores": Loss(made(group((1.0, 1.0))), "2 dropped (all scores equal)", None),
+    "no group": Loss(made(None), "2 dropped (", None),
+}
+
+
+async def with_losses(loss: Loss, lost: Callable[[int], bool]) -> None:
+    """Serve until three steps are trained; some items are lost."""
+    service = await started()
+    env = Sums(config(max_token_length=100, ensure_scores_are_not_same=True), plain)
+
+    async def collect(item: int) -> wire.ScoredData | None:
+        return await loss.make(env) if lost(item) else group(version=item)
+
+    env.collect = collect
+    task = asyncio.create_task(serving(env, service, asyncio.Event()))
+    trainer = asyncio.create_task(train(service, steps=3))
+    try:
+        await asyncio.wait_for(task, 20)
+    finally:
+        trainer.cancel()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_runner_goes_on_after_items_that_are_lost(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        asyncio.run(scene())
-    reasons = re.findall(r"\b1 dropped \((.*?)\)", caplog.text)
-    assert len(reasons) == len(set(reasons)) == 3  # and another for the item that came to nothing
-    assert {unfit(same, settings, 16), unfit(long, settings, 16)} < set(reasons)
-    assert "16" in str(unfit(long, settings, 16))
+        asyncio.run(with_losses(loss, lambda item: item in (2, 3)))
+    assert loss.said in caplog.text
+    shown = [record for record in caplog.records if record.name == groups.__name__]
+    assert len([record for record in shown if record.levelno >= logging.WARNING]) == (loss.got is not None)  # once
 
 
-def test_one_bad_item_is_survived_and_a_broken_environment_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(broken: Callable[[int], bool]) -> None:
-        service = await started()
-
-        async def collect(item: int) -> wire.ScoredData:
-            if broken(item):
-                raise ZeroDivisionError("no reward")
-            return group()
-
-        task = asyncio.create_task(serving(Sums(config(), collect), service, asyncio.Event()))
-        trainer = asyncio.create_task(train(service, steps=3))
-        try:
-            await asyncio.wait_for(task, 10)
-        finally:
-            trainer.cancel()
-
-    asyncio.run(scene(lambda item: item == 2))
-    (failed,) = [record for record in caplog.records if record.exc_info]
-    assert failed.args == ("sums", 2)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES.values() if loss.got], ids=lambda loss: loss.got)
+def test_runner_ends_where_every_item_is_lost(loss: Loss) -> None:
     with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene(lambda item: True))
-    assert (error.value.field, error.value.got) == ("sums", repr(ZeroDivisionError("no reward")))
-    assert "16 " in error.value.summary
+        asyncio.run(with_losses(loss, lambda item: True))
+    assert error.value.field == "sums" and "16 " in error.value.summary and loss.got in error.value.got
 
 
 @pytest.mark.parametrize(("is_broken", "written"), [(lambda item: item % 2 == 0, 40), (lambda item: item > 8, 8)])
@@ -415,85 +413,6 @@ def test_process_writes_each_group_that_is_made(is_broken: Callable[[int], bool]
     with nullcontext() if written == 40 else pytest.raises(EnvironmentFailed):
         asyncio.run(process(Sums(config(data_path_to_save_groups=path), collect), 40))
     assert len(path.read_bytes().splitlines()) == written
-
-
-def test_scoring_that_never_ends_costs_its_group_and_in_the_end_the_environment(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scene(hangs: Callable[[int], bool]) -> None:
-        service = await started()
-        env = Sums(config(score_timeout=0.05), plain)
-
-        async def score(item: int) -> wire.ScoredData:
-            if hangs(item):
-                await asyncio.Event().wait()
-            return group(version=item)
-
-        async def collect(item: int) -> wire.ScoredData:
-            return await env.scoring.within(item, score(item))
-
-        env.collect = collect
-        task = asyncio.create_task(serving(env, service, asyncio.Event()))
-        trainer = asyncio.create_task(train(service, steps=3))
-        try:
-            await asyncio.wait_for(task, 20)
-        finally:
-            trainer.cancel()
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(scene(lambda item: item == 2))
-    assert f"1 dropped ({groups.LOSSES[ScoreTimeout]})" in caplog.text
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene(lambda item: True))
-    assert error.value.field == "sums" and "16 " in error.value.summary
-    assert error.value.got.startswith("--env.score_timeout: ")
-
-
-@pytest.mark.parametrize(
-    ("one", "reason"),
-    [
-        (group(trained=False), "no token"),
-        (group(length=200), "the trainer's 16 tokens"),
-        (group((1.0, 0.0, 1.0)), "3 sequences"),
-    ],
-)
-def test_groups_that_teach_nothing_are_told_of_once_and_end_the_environment(
-    one: wire.ScoredData, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene(bad: Callable[[int], bool]) -> None:
-        service = await started()
-
-        async def collect(item: int) -> wire.ScoredData:
-            return one if bad(item) else group(version=item)
-
-        task = asyncio.create_task(serving(Sums(config(), collect), service, asyncio.Event()))
-        trainer = asyncio.create_task(train(service, steps=3))
-        try:
-            await asyncio.wait_for(task, 20)
-        finally:
-            trainer.cancel()
-
-    asyncio.run(scene(lambda item: item in (2, 3)))
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and reason in record.getMessage()
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene(lambda item: True))
-    assert error.value.field == "sums" and reason in error.value.got
-    assert len(caplog.records) == 2
-
-
-def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
-    async def scene() -> None:
-        service = await started()
-
-        async def negative(item: int) -> wire.ScoredData:
-            return msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
-
-        await asyncio.wait_for(serving(Sums(config(), negative), service, asyncio.Event()), 20)
-
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(scene())
-    assert "tokens[1][2]" in error.value.got and "16 " in error.value.summary
 
 
 def test_a_group_larger_than_the_batch_is_refused() -> None:
