@@ -196,7 +196,7 @@ async def told(url):
         await api.close()
 
 asyncio.run(told(sys.argv[1]))
-RolloutClient(RolloutConfig(url=sys.argv[1]), registration(batch_size=7), do_nothing).register()
+RolloutClient(RolloutConfig(atropos_url=sys.argv[1]), registration(batch_size=7), do_nothing).register()
 print(asyncio.run(told(sys.argv[1])))
 """
 """An environment and a trainer register. Then the program prints the trainer's batch size, as the environment reads it.
