@@ -112,11 +112,7 @@ def test_gpu_memory_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) ->
         (LoopOptions, {"transport": "disk", "bridge": "none"}, "--transport"),
         (LoopOptions, {"dummy_weights": True, "bridge": "lora_only"}, "--dummy-weights"),
         (LoopOptions, {"shape": "tiny", "completion_mean": 99}, "--completion-mean"),  # of 98 ids
-        (
-            LoopOptions,
-            {"completion_len": 16_129},
-            "--max-tokens-per-microbatch",
-        ),  # and 256 of the prompt
+        (LoopOptions, {"completion_len": 16_129}, "--max-tokens-per-microbatch"),  # and 256 of the prompt
         (SyncOptions, {"share_base": True, "bridge": "none"}, "--share-base"),
         (SyncOptions, {"step_seqs": 8, "step_completion_len": 1537}, "--step-prompt-len and --step-completion-len"),
         (StepOptions, {"seqs": 12}, "--seqs"),
@@ -241,20 +237,8 @@ def test_rollouts_of_a_seed() -> None:
 def test_step_of_an_adapter() -> None:
     sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal", "--json"]
     compute = ["--packing", "on", "--max-tokens-per-microbatch", "64", "--warmup", "1", "--steps", "2"]
-    words = [
-        sys.executable,
-        "-m",
-        "grpo_trainer",
-        "bench",
-        "step",
-        "--shape",
-        "tiny",
-        "--lora-r",
-        "8",
-        *sizes,
-        *compute,
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "grpo_trainer", "bench", "step", "--shape", "tiny", "--lora-r", "8"]
+    done = subprocess.run([*words, *sizes, *compute], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     assert (row["shape"], row["lora_r"], row["packed"], row["whole_logits"]) == ("tiny", 8, True, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,8 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights.checkpoint_restart import (
-    CheckpointModels,
-    Launched,
-    MergedModels,
-    RestartBridge,
-)
-from tests.unit.test_proof import INFO
+from grpo_trainer.weights.checkpoint_restart import CheckpointModels, Launched, MergedModels, RestartBridge
+from tests.unit.test_proof import INFO, next_logprobs, sampled
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
 from vllm_server.protocol import BridgeInfo, GenerateResponse
 
@@ -76,15 +72,10 @@ class FakeServer:
 
     def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
         assert self.model is not None
-        tokens, logprobs = list(prompt), []
-        for _step in range(max_tokens):
-            with torch.no_grad():
-                row = torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
-            tokens.append(int(torch.multinomial(row.exp(), 1)))
-            logprobs.append([{tokens[-1]: float(row[tokens[-1]])}])
+        tokens, logprobs = sampled(partial(next_logprobs, self.model), prompt, max_tokens)
         return GenerateResponse(
             text=[""], prompt=None, finish_reasons=["length"], policy_version=self.info.policy_version, model="m",
-            prompt_token_ids=prompt, token_ids=[tokens[len(prompt) :]], logprobs=[logprobs],
+            prompt_token_ids=prompt, token_ids=[tokens], logprobs=[logprobs],
         )  # fmt: skip
 
 
@@ -193,40 +184,31 @@ def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_pa
         assert [bridge.publish(version).version for version in range(8, 12)] == [7, 7, 10, 10]
 
 
-def refused(made: Bridge) -> BridgeError:
-    """What is said of the launch from version 1."""
-    with made.bridge as bridge:
-        bridge.connect(0)
-        bridge.prove()
-        made.change(1)
-        with pytest.raises(BridgeError) as error:
-            bridge.publish(1)
-    return error.value
-
-
 @pytest.mark.parametrize(
     ("fault", "parts"),
     [
         ("not restarted", [("policy_version", "0", "1"), ("model_name", "{folder}/base", "{folder}/run/{name}_1")]),
         ("same boot", [("boot_id", "boot 1", "another")]),
         ("wrong version", [("policy_version", "2", "1")]),
+        ("other weights", []),
     ],
 )
 @MODES
 def test_each_planted_fault_of_a_relaunch_is_caught(
     tmp_path: Path, mode: str, name: str, fault: str, parts: list[tuple[str, str, str]]
 ) -> None:
-    error = refused(Bridge(mode, tmp_path, fault, interval=1))
-    assert [each.field.split()[-1] for each in error.problems] == [field for field, _, _ in parts]
-    for problem, (_, got, wanted) in zip(error.problems, parts, strict=True):
-        assert problem.got.split(",")[0] == got.format(folder=tmp_path)
-        assert problem.wanted == wanted.format(folder=tmp_path, name=name)
-
-
-@MODES
-def test_a_relaunch_on_other_weights_is_caught(tmp_path: Path, mode: str, name: str) -> None:
-    error = refused(Bridge(mode, tmp_path, "other weights", interval=1))
-    assert error.field == f"{FAILED} (version 1)" and OTHER_WEIGHTS in error.summary
+    made = Bridge(mode, tmp_path, fault, interval=1)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        bridge.prove()
+        made.change(1)
+        with pytest.raises(BridgeError) as error:
+            bridge.publish(1)
+    if fault == "other weights":
+        assert error.value.field == f"{FAILED} (version 1)" and OTHER_WEIGHTS in error.value.summary
+        return
+    found = [(each.field.split()[-1], each.got.split(",")[0], each.wanted) for each in error.value.problems]
+    assert found == [tuple(part.format(folder=tmp_path, name=name) for part in each) for each in parts]
 
 
 def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
@@ -239,15 +221,23 @@ def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
         assert error.value.field == f"{FAILED} (version 0)" and BASE_MODEL in error.value.summary
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [3]), (1, [3]), (2, [2, 3])])
-def test_merged_models_are_kept_as_asked_and_the_served_one_always(tmp_path: Path, keep: int, left: list[int]) -> None:
-    made = Bridge("lora_restart", tmp_path, interval=1, keep=keep)
+@pytest.mark.parametrize(
+    ("mode", "name", "keep", "left"),
+    [
+        *(("lora_restart", "merged_step", *each) for each in ((0, [3]), (1, [3]), (2, [2, 3]))),
+        *(("none", "step", *each) for each in ((0, [1, 2, 3]), (1, [3]), (2, [3]))),
+    ],
+)
+def test_served_models_are_kept_as_asked_and_the_newest_always(
+    tmp_path: Path, mode: str, name: str, keep: int, left: list[int]
+) -> None:
+    made = Bridge(mode, tmp_path, interval=1, keep=keep)
     with made.bridge as bridge:
         bridge.connect(0)
         for version in range(1, 4):
             made.change(version)
             bridge.publish(version)
-    assert made.folders() == [f"merged_step_{version}" for version in left]
+    assert made.folders() == [f"{name}_{version}" for version in left]
 
 
 def test_merged_models_of_a_process_that_was_killed_are_counted_and_strangers_left_alone(tmp_path: Path) -> None:
@@ -282,19 +272,6 @@ def test_exports_of_a_process_that_was_killed_go_when_its_run_goes_on(
     config = CheckpointConfig(save_path=root, keep_checkpoints=keep, resume="auto")
     Checkpoints(config, AllWeights(model, None), optimizer).resume()
     assert sorted(path.name for path in root.iterdir()) == [*left[:1], "step_by_hand", *left[1:]]
-
-
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [3])])
-def test_served_models_of_all_weights_go_when_checkpoints_are_pruned(
-    tmp_path: Path, keep: int, left: list[int]
-) -> None:
-    made = Bridge("none", tmp_path, interval=1, keep=keep)
-    with made.bridge as bridge:
-        bridge.connect(0)
-        for version in range(1, 4):
-            made.change(version)
-            bridge.publish(version)
-    assert made.folders() == [f"step_{version}" for version in left]
 
 
 def test_several_servers_are_started_on_the_same_weights_and_each_is_proved(tmp_path: Path) -> None:

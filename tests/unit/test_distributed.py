@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Gemma3Config
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from grpo_trainer import follower
 from grpo_trainer.batch.batching import deal, ready
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
+from grpo_trainer.engine.tensor_shards import Cut, cut_model, shard_of
 from grpo_trainer.errors import (
     CommonDriftError,
     CommonError,
@@ -33,11 +34,11 @@ from grpo_trainer.errors import (
     ConfigError,
     DriftError,
     GrpoError,
+    ModelError,
     PeerGoneError,
     TrainingError,
 )
 from grpo_trainer.follower import run_worker, servers_there
-from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.parallel import shard_states
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
@@ -45,10 +46,12 @@ from grpo_trainer.parallel.world import Command, End, Step, World, buckets, join
 from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
+from tests.golden.models import CONFIGS, SIZES, random_model
 from tests.integration.serving import save_tiny_model
 from tests.processes import ROOT, free_port
 from tests.unit import two_trainers
 from tests.unit.factories import batch, sample
+from tests.unit.tensor_trainers import CASES
 from tests.unit.tiny_lora import tiny_lora
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
@@ -77,11 +80,6 @@ def test_buckets_hold_one_dtype_each_and_no_more_than_fits() -> None:
     assert buckets([]) == []
 
 
-def test_metrics_travel_as_numbers() -> None:
-    metrics = (Mean(torch.tensor(3.0), torch.tensor(2)), Sum(torch.tensor(1.5)), Max(torch.tensor(2.0)))
-    assert [metric.numbers() for metric in metrics] == [Mean(3.0, 2.0), Sum(1.5), Max(2.0)]
-
-
 def test_one_process_is_alone_and_each_of_several_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -108,25 +106,18 @@ class Meeting(World):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
-def test_all_processes_wait_until_the_first_has_found_the_servers(
-    monkeypatch: pytest.MonkeyPatch, mode: str, rank: int
+@pytest.mark.parametrize(
+    ("mode", "waits"),
+    [("lora_only", 1), ("broadcast", 1), ("none", 0), ("lora_restart", 0), ("shared_vllm", 0)],
+)
+def test_all_processes_wait_until_the_first_has_found_servers_that_are_there_before_the_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch, mode: str, waits: int, rank: int
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(follower, "wait_for_servers", lambda config, _: asked.append(config))
     config, world = build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), Meeting(rank, 2)
     servers_there(config, world)()
-    assert (len(asked), world.met) == (1 - rank, 1)
-
-
-@pytest.mark.parametrize("mode", ["none", "lora_restart", "shared_vllm"])
-def test_there_is_no_server_to_wait_for_before_the_memory_is_measured(
-    monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    monkeypatch.setattr(follower, "wait_for_servers", lambda *_: pytest.fail("it waits"))
-    world = Meeting(0, 2)
-    servers_there(build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), world)()
-    assert not world.met
+    assert (len(asked), world.met) == (waits * (1 - rank), waits)
 
 
 def test_a_world_of_one_gives_no_orders() -> None:
@@ -340,18 +331,27 @@ def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-def test_if_the_first_fails_in_what_all_compute_none_waits_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["the first is killed", "the second is killed", "the first fails in what all compute"])
+def test_if_one_process_ends_none_waits_for_ever(tmp_path: Path, how: str) -> None:
     save_tiny_model(tmp_path / "model")
-    (tmp_path / "fail").touch()
-    processes = start(2, tmp_path, "weight_bridge_mode=none")
+    fails = how == "the first fails in what all compute"
+    if fails:
+        (tmp_path / "fail").touch()
+    mode = ("weight_bridge_mode=none",) if fails else ("weight_bridge_mode=lora_only", "lora_r=8")
+    processes = start(2, tmp_path, *mode)
     try:
+        if not fails:
+            for process in processes:
+                assert process.stdout is not None
+                assert any(line == "joined\n" for line in process.stdout), "they have met"
+            os.kill(processes[how.startswith("the second")].pid, signal.SIGKILL)
         said = [process.communicate(timeout=100)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert "MemoryError: " in said[0]
-    assert [process.returncode for process in processes] == [1, 1], said[1][-2000:]
+    assert not fails or "MemoryError: " in said[0]
+    assert all(process.returncode for process in processes), said[1][-2000:]
 
 
 def test_a_process_is_told_its_share_and_no_more() -> None:
@@ -368,19 +368,97 @@ def test_a_process_is_told_its_share_and_no_more() -> None:
     assert second.largest_weight == whole.largest_weight == 1 / (8 * 2000)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_if_one_process_dies_none_waits_for_ever(tmp_path: Path, killed: int) -> None:
-    save_tiny_model(tmp_path / "model")
-    processes = start(2, tmp_path, "weight_bridge_mode=lora_only", "lora_r=8")
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert any(line == "joined\n" for line in process.stdout), "they have met"
-        os.kill(processes[killed].pid, signal.SIGKILL)
-        other = processes[1 - killed]
-        said, _ = other.communicate(timeout=100)
-        assert other.returncode not in (0, None), said[-2000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+# a shard of every matrix each ----------------------------------------------------------------------------------------
+
+
+RANKS = 2
+TOLERANCE = {"16 bits": (1e-3, 0.05), "8-bit states": (1e-5, 1e-3)}
+"""Of losses and weights: rounding to 16 bits is random, and blocks of 8-bit states begin at other elements."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> list[dict[str, Any]]:
+    """Of one process, then of each of two."""
+    folder, port = tmp_path_factory.mktemp("trained"), free_port()
+    ranks = [(0, 1), (0, RANKS), (1, RANKS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.tensor_trainers", str(rank), str(size), str(port), str(folder)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, size in ranks
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, "\n".join(text[-3000:] for text in said)
+    return [torch.load(folder / f"rank{rank}of{size}.pt") for rank, size in ranks]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_shards_train_as_one_model(results: list[dict[str, Any]], case: str) -> None:
+    alone, first, second = (result[case] for result in results)
+    of_losses, of_weights = TOLERANCE.get(case, (1e-6, 1e-6))
+    assert first["losses"] == second["losses"] == pytest.approx(alone["losses"], abs=of_losses)
+    assert first["norms"] == second["norms"] == pytest.approx(alone["norms"], rel=0.05 if case == "16 bits" else 1e-4)
+    assert first["weights"].keys() == alone["weights"].keys()
+    for name, weight in alone["weights"].items():
+        assert first["weights"][name].dtype == weight.dtype
+        assert torch.allclose(first["weights"][name], weight, atol=of_weights, rtol=0), name
+    assert all(map(torch.equal, first["everywhere"], second["everywhere"])), "norms are rounded once for all"
+    assert all(torch.equal(first["prepared"][name], weight) for name, weight in first["weights"].items())
+    if case not in TOLERANCE:
+        assert torch.allclose(first["logprobs"], alone["logprobs"], atol=1e-5), "the model's own logits"
+    assert first["size"] < 0.53 * alone["size"] and second["size"] < 0.53 * alone["size"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_are_gathered_as_one_process_has_them_and_cut_again(results: list[dict[str, Any]], case: str) -> None:
+    alone, first, _ = (result[case] for result in results)
+    theirs, ours = alone["states"]["state"], first["states"]["state"]
+    assert ours.keys() == theirs.keys()
+    for number, state in theirs.items():
+        shapes = {key: value.shape for key, value in state.items() if torch.is_tensor(value) and value.ndim}
+        gathered = {key: value.shape for key, value in ours[number].items() if torch.is_tensor(value)}
+        assert gathered == shapes
+    for number, state in first["kept"].items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.dtype == torch.float32 and case not in TOLERANCE:
+                assert torch.equal(first["own"][number][key], value)
+
+
+@given(st.integers(1, 300), st.integers(1, 8))
+def test_parts_of_a_vocabulary_make_up_the_whole(size: int, ranks: int) -> None:
+    each = -(-size // 64) * 64 // ranks + 1
+    parts = [Cut(0, size, each).own(rank) for rank in range(ranks)]
+    assert [index for part in parts for index in part] == list(range(size))
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
+def test_a_model_whose_shards_are_not_known_is_refused_by_name(architecture: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        cut_model(random_model(architecture), 0, RANKS)
+    assert "model." in refused.value.field and "--server.tensor-parallel-size" in refused.value.fix
+
+
+def test_sizes_that_can_not_be_divided_are_refused_by_name() -> None:
+    model = random_model("qwen2")
+    with pytest.raises(ModelError) as refused:
+        cut_model(model, 0, 4)
+    assert "num_key_value_heads" in refused.value.field and refused.value.got == "2"
+    assert shard_of(model) is None
+
+
+def test_a_model_without_weights_is_cut_to_the_shapes_of_vllms_workers() -> None:
+    kind, fields = CONFIGS["qwen2"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind(**SIZES | fields))
+    shard = cut_model(model, 1, RANKS)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (64, 128)  # 2 of 4 heads of 32
+    assert shapes["model.layers.0.self_attn.k_proj.bias"] == (32,)  # 1 of 2 heads
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (128, 64)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (128, 48)
+    assert shapes["model.layers.0.input_layernorm.weight"] == (128,)
+    assert shapes["model.embed_tokens.weight"] == (98 - 64, 128)  # vLLM pads 98 to 128, 64 for each worker
+    assert shard.padded["model.embed_tokens.weight"] == 64
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(parameter.is_meta for parameter in model.parameters())

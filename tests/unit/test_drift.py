@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,10 +34,11 @@ from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import Max, reduce
-from grpo_trainer.rollouts.groups import RolloutBatch, Sample
+from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
+from tests.unit.test_loop import Fakes
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
 from vllm_server.protocol.routed_experts import RoutedShape
 
@@ -54,57 +53,37 @@ def never(version: int) -> Recheck:
     raise AssertionError(f"a healthy step was rechecked at {version}")
 
 
-def found(*gaps: SampleGap, recheck: Recheck | None = None) -> tuple[Cause, int | None] | None:
-    drifted = find_drift(gaps, 5, LIMIT, never if recheck is None else lambda version: recheck)
-    return drifted and (drifted[0], drifted[1][0].version)
-
-
-def test_samples_within_the_limit_are_fine_and_cost_no_second_look() -> None:
-    assert found(gap(5, 0.09), gap(5, 0.01), gap(4, 0.25), gap(None, 9.0)) is None
-    assert found() is None
-
-
-def test_the_mean_is_over_tokens_not_over_samples() -> None:
-    # (0.5 * 2 + 0.01 * 98) / 100 = 0.0198
-    assert found(gap(5, 0.5, 2), gap(5, 0.01, 98)) is None
-
-
-@pytest.mark.parametrize(
-    ("recheck", "cause"),
-    [
-        (Recheck(own=0.6, base=0.02, raw=None), Cause.BASE_MODEL),
-        (Recheck(own=0.6, base=0.5, raw=0.03), Cause.TEMPERATURE),
-        (Recheck(own=0.6, base=0.5, raw=0.4), Cause.FRESH),
-        (Recheck(own=0.6, base=None, raw=None), Cause.FRESH),
-        (Recheck(own=0.11, base=0.1, raw=None), Cause.FRESH),  # a fresh adapter: base and trainer are hardly apart
-    ],
-)
-def test_a_gap_on_fresh_samples_is_explained_by_what_fits_much_better(recheck: Recheck, cause: Cause) -> None:
-    assert found(gap(5, 0.6), recheck=recheck) == (cause, 5)
-
-
-def test_find_drift_fresh_samples_have_no_limit_of_older_ones() -> None:
-    """Between the limit and `STALE_LIMIT`: 0.1 < 0.11 < 0.3."""
-    assert found(gap(5, 0.11), gap(4, 0.29), recheck=Recheck(own=0.11, base=None, raw=None)) == (Cause.FRESH, 5)
-
-
 NOTHING_FITS = Recheck(own=0.6, base=0.5, raw=0.5)
 
 
-def test_one_bad_version_is_told_by_older_ones_that_agree() -> None:
-    assert found(gap(5, 0.6), gap(4, 0.05), recheck=NOTHING_FITS) == (Cause.ONE_VERSION, 5)
-    assert found(gap(5, 0.01), gap(4, 0.6), gap(3, 0.05)) == (Cause.ONE_VERSION, 4)
-
-
-def test_old_samples_may_be_as_far_off_as_the_policy_has_moved() -> None:
-    assert found(gap(5, 0.01), gap(4, 0.29)) is None
-    assert found(gap(5, 0.01), gap(4, 0.31)) == (Cause.STALE, 4)
-    assert found(gap(4, 0.2), gap(3, 0.6)) == (Cause.STALE, 3)
-
-
-def test_what_is_not_finite_comes_first() -> None:
-    assert found(gap(5, 0.6), SampleGap(4, 3, math.nan)) == (Cause.NOT_FINITE, 4)
-    assert found(SampleGap(5, 3, math.inf)) == (Cause.NOT_FINITE, 5)
+@pytest.mark.parametrize(
+    ("gaps", "recheck", "expected"),
+    [
+        ([], None, None),
+        ([gap(5, 0.09), gap(5, 0.01), gap(4, 0.25), gap(None, 9.0)], None, None),
+        ([gap(5, 0.5, 2), gap(5, 0.01, 98)], None, None),  # (0.5 * 2 + 0.01 * 98) / 100 = 0.0198: over tokens
+        # What fits much better explains a gap of fresh samples.
+        ([gap(5, 0.6)], Recheck(own=0.6, base=0.02, raw=None), (Cause.BASE_MODEL, 5)),
+        ([gap(5, 0.6)], Recheck(own=0.6, base=0.5, raw=0.03), (Cause.TEMPERATURE, 5)),
+        ([gap(5, 0.6)], Recheck(own=0.6, base=0.5, raw=0.4), (Cause.FRESH, 5)),
+        ([gap(5, 0.6)], Recheck(own=0.6, base=None, raw=None), (Cause.FRESH, 5)),
+        # A fresh adapter: base and trainer are hardly apart.
+        ([gap(5, 0.6)], Recheck(own=0.11, base=0.1, raw=None), (Cause.FRESH, 5)),
+        # Between the limit and that of older samples.
+        ([gap(5, 0.11), gap(4, 0.29)], Recheck(own=0.11, base=None, raw=None), (Cause.FRESH, 5)),
+        ([gap(5, 0.6), gap(4, 0.05)], NOTHING_FITS, (Cause.ONE_VERSION, 5)),
+        ([gap(5, 0.01), gap(4, 0.6), gap(3, 0.05)], None, (Cause.ONE_VERSION, 4)),
+        # Old samples may be as far off as the policy has moved.
+        ([gap(5, 0.01), gap(4, 0.29)], None, None),
+        ([gap(5, 0.01), gap(4, 0.31)], None, (Cause.STALE, 4)),
+        ([gap(4, 0.2), gap(3, 0.6)], None, (Cause.STALE, 3)),
+        ([gap(5, 0.6), SampleGap(4, 3, math.nan)], None, (Cause.NOT_FINITE, 4)),
+        ([SampleGap(5, 3, math.inf)], None, (Cause.NOT_FINITE, 5)),
+    ],
+)
+def test_find_drift(gaps: list[SampleGap], recheck: Recheck | None, expected: tuple[Cause, int] | None) -> None:
+    drifted = find_drift(gaps, 5, LIMIT, never if recheck is None else lambda version: recheck)
+    assert (drifted and (drifted[0], drifted[1][0].version)) == expected
 
 
 def test_metrics_are_those_of_fresh_and_of_older_samples() -> None:
@@ -293,19 +272,15 @@ def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> 
     one = trainer()
     same, base = tiny_lora(), tiny_lora()  # base: B is 0
     fill_b(same)
-    groups = {
-        "base": [rollouts(base, 3)],
-        "raw": [rollouts(same, 3, 0.4, raw=True)],
-        "weights": [rollouts(other(), 3)],
-        "one version": [rollouts(other(), 3), rollouts(same, 2)],
-        "nan": [[replace(s, rollout_logprobs=s.positions * np.float32(np.nan)) for s in rollouts(same, 3)]],
-    }[fault]
-    cause = {
-        "base": Cause.BASE_MODEL,
-        "raw": Cause.TEMPERATURE,
-        "weights": Cause.FRESH,
-        "one version": Cause.ONE_VERSION,
-        "nan": Cause.NOT_FINITE,
+    groups, cause = {
+        "base": ([rollouts(base, 3)], Cause.BASE_MODEL),
+        "raw": ([rollouts(same, 3, 0.4, raw=True)], Cause.TEMPERATURE),
+        "weights": ([rollouts(other(), 3)], Cause.FRESH),
+        "one version": ([rollouts(other(), 3), rollouts(same, 2)], Cause.ONE_VERSION),
+        "nan": (
+            [[replace(s, rollout_logprobs=s.positions * np.float32(np.nan)) for s in rollouts(same, 3)]],
+            Cause.NOT_FINITE,
+        ),
     }[fault]
     before = [parameter.detach().clone() for parameter in one.parameters]
     with pytest.raises(DriftError) as stopped:
@@ -355,47 +330,12 @@ def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
 # ---------------------------------------------------------------- in the loop
 
 
-class Recorder:
-    """Stands in for batch feed, bridge, checkpoints and metrics: remembers what was called."""
-
-    def __init__(self, groups: RolloutBatch) -> None:
-        self.batch = groups
-        self.calls: list[str] = []
-
-    def connect(self, version: int) -> int:
-        return version
-
-    def prove(self) -> float:
-        return 1e-6
-
-    def publish(self, version: int) -> Any:
-        self.calls.append(f"publish {version}")
-        return type("Published", (), {"metrics": {}})()
-
-    def updating(self) -> Any:
-        return contextlib.nullcontext()
-
-    def begin(self, progress: Progress) -> None: ...
-
-    def start(self) -> None: ...
-
-    def next(self, version: int, *, last: bool) -> ReadyBatch:
-        return replace(trainer().ready(self.batch), policy_version=version)
-
-    def release(self, batch: ReadyBatch) -> None:
-        self.calls.append("release")
-
-    def settle(self, batches: tuple[str, ...], *, patient: bool = True) -> None:
-        assert not batches
-
-    def save(self, progress: Any, *_: object, **__: object) -> Path:
-        self.calls.append(f"save step {progress.step}")
-        return Path("checkpoint")
-
-
 def test_stop_gives_the_batch_back_and_saves_a_checkpoint() -> None:
-    one = trainer()
-    recorder: Any = Recorder(batch(rollouts(other(), 7)))
+    class Drifted(Fakes):
+        def next(self, version: int, *, last: bool) -> ReadyBatch:
+            return of_version(version, rollouts(other(), 7))
+
+    one, fakes = trainer(), cast(Any, Drifted())
     with pytest.raises(DriftError, match=r"\b4\b.*\bcheckpoint\b.*--resume auto"):
-        run_steps(one.config, Progress(4, 7), one, recorder, recorder, recorder, recorder)
-    assert recorder.calls == ["publish 7", "release", "save step 4"]
+        run_steps(one.config, Progress(4, 7), one, fakes, fakes, fakes, fakes)
+    assert fakes.events == ["prove", "publish 7", "begin at 4", "clock", "release b", "stop 4/7", "settle "]

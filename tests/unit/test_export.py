@@ -1,4 +1,4 @@
-"""Exported models: what transformers loads back computes what the trainer's model does, and that one is untouched."""
+"""Exported models: transformers and PEFT load them, and they compute what the trainer's model does."""
 
 from __future__ import annotations
 
@@ -8,58 +8,53 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from typer.testing import CliRunner
 
+from environments.demo_model.model import build_tokenizer
+from grpo_trainer.cli import app
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import ModelError
-from grpo_trainer.model.export import INDEX_FILE, checkpoint_name, export_model, plan_shards
-from grpo_trainer.model.lora import add_adapter
-from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
+from grpo_trainer.config.train import CheckpointConfig
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model.export import INDEX_FILE, export_model, plan_shards
+from grpo_trainer.model.lora import adapter_settings, add_adapter
+from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.policy import Adapter, AllWeights
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
+from grpo_trainer.saving.export import ExportOptions, export_checkpoint
+from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 
-TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
+TOKENS = torch.tensor([[1, 2, 3, 7, 9]])
+
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
 
 
 def tied_qwen() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
 
 
 def tiny_mixture() -> Qwen3MoeForCausalLM:
     """Its experts are one tensor each in memory, and one a piece in checkpoints."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,  # pyright: ignore[reportCallIssue]  # kept from older configurations
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return Qwen3MoeForCausalLM(config)
+    experts: dict[str, Any] = {"moe_intermediate_size": 16, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
 
 
 def names(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -73,27 +68,9 @@ def names(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=TOKENS).logits
-
-
-@pytest.mark.parametrize(
-    ("parameter", "name"),
-    [
-        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("base_model.model.lm_head.weight", "lm_head.weight"),
-        (
-            "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight",
-            "model.layers.0.mlp.up_proj.weight",
-        ),
-        ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias", "model.layers.0.self_attn.q_proj.bias"),
-        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight", None),
-        ("base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight", None),
-    ],
-)
-def test_names_lose_what_peft_put_around_them(parameter: str, name: str | None) -> None:
-    assert checkpoint_name(parameter) == name
+        return model.float().eval()(input_ids=TOKENS).logits
 
 
 @pytest.mark.parametrize("make", [tiny_qwen, tied_qwen, tiny_mixture])
@@ -151,6 +128,7 @@ def test_merging_is_exact_before_it_is_rounded(tmp_path: Path) -> None:
     export_model(model, None, tmp_path, torch.bfloat16)
     with safe_open(tmp_path / "model.safetensors", "pt") as weights:
         assert torch.equal(weights.get_tensor("model.layers.0.mlp.up_proj.weight"), wanted)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_files_stay_below_the_limit_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
@@ -213,3 +191,151 @@ def test_what_is_not_finite_in_the_dtype_of_the_file_is_not_written(tmp_path: Pa
         with pytest.raises(ModelError) as refused:
             export_model(model, None, tmp_path, dtype)
         assert refused.value.field == name and not list(tmp_path.iterdir())
+
+
+# grpo export ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> tuple[PeftModel, Path]:
+    """A trained adapter, and its checkpoint; its base has a tokenizer."""
+    model = tiny_lora()
+    model.peft_config["default"].base_model_name_or_path = str(save_tiny(tmp_path / "base"))
+    words = Tokenizer(WordLevel({"?": 0, "1": 1}, unk_token="?"))  # PEFT widens embeddings for a larger tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "base")
+    fill_b(model)
+    return model, save(model, Adapter(model), tmp_path / "run")
+
+
+def save(model: Any, policy: Any, folder: Path, step: int = 3) -> Path:
+    optimizer = FusedAdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(step, step))
+
+
+def all_weights(folder: Path, step: int = 3) -> tuple[Any, Path]:
+    """A model of fp32 weights, and its checkpoint, whose model files are rounded."""
+    model = tiny_qwen()
+    model.requires_grad_(True)
+    return model, save(model, AllWeights(model, build_tokenizer(), torch.bfloat16), folder, step)
+
+
+def test_an_adapter_is_loaded_by_peft_and_computes_the_same(adapter: tuple[PeftModel, Path]) -> None:
+    model, path = adapter
+    output = export_checkpoint(ExportOptions(path))
+    assert output == path.with_name("exported_adapter_step_3")
+    assert not {"trainer_state.pt", "state.json"} & {file.name for file in output.iterdir()}
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(output)), logits(model))
+
+
+def test_a_base_by_a_relative_path_is_found_from_another_folder(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As checkpoints name it of runs that were started in its parent folder."""
+    model, path = adapter
+    settings = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
+    (path / "state.json").unlink()  # it has the checksum of what was written
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    output = export_checkpoint(ExportOptions(path, Path("plain")))
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(output)), logits(model))
+    assert AutoTokenizer.from_pretrained(output)("1")
+    assert export_checkpoint(ExportOptions(path, Path("whole"), merge=True)).is_dir()
+
+
+def test_a_checkpoint_names_its_base_by_the_whole_path(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = adapter
+    monkeypatch.chdir(tmp_path)
+    for name, saved in (("base", str(tmp_path / "base")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
+        model.peft_config["default"].base_model_name_or_path = name
+        assert adapter_settings(model)["base_model_name_or_path"] == saved
+
+
+def test_export_command_says_what_it_does_without_a_log_record(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, path = adapter
+    with caplog.at_level("INFO"):
+        done = CliRunner().invoke(app, ["export", str(path.parent), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "out")
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    first, newest = done.stderr.splitlines()
+    assert str(path.parent) in first and str(path) in newest
+    assert not [record for record in caplog.records if record.name.startswith("grpo")]
+
+
+def test_export_command_merges_an_adapter_and_transformers_loads_it(
+    adapter: tuple[PeftModel, Path], tmp_path: Path
+) -> None:
+    model, path = adapter
+    output = export_checkpoint(ExportOptions(path, tmp_path / "out", merge=True))
+    merged = AutoModelForCausalLM.from_pretrained(output)
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-4, rtol=0)
+    assert AutoTokenizer.from_pretrained(output)("1")
+
+
+def test_a_base_that_has_moved_is_named_by_hand(adapter: tuple[PeftModel, Path], tmp_path: Path) -> None:
+    model, path = adapter
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError) as error:
+        export_checkpoint(ExportOptions(path, tmp_path / "out", merge=True))
+    assert (error.value.field, error.value.got) == ("--merge", str(tmp_path / "base"))
+    assert "--model-name" in error.value.fix
+    assert not (tmp_path / "out").exists()
+    merged = export_checkpoint(ExportOptions(path, tmp_path / "out", merge=True, base=str(tmp_path / "moved")))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), logits(model), atol=1e-4, rtol=0)
+    plain = export_checkpoint(ExportOptions(path, base=str(tmp_path / "moved")))
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(plain)), logits(model))
+
+
+@pytest.mark.parametrize("quantised", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"])
+def test_a_quantised_base_is_refused_with_what_to_do(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, quantised: object
+) -> None:
+    _, path = adapter
+    config = tmp_path / "base" / "config.json"
+    content = json.loads(config.read_text())
+    content["quantization_config"] = quantised
+    config.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        export_checkpoint(ExportOptions(path, tmp_path / "out", merge=True))
+    assert error.value.field == "--merge"
+    assert "bitsandbytes" in error.value.got or error.value.got == str(tmp_path / "base")  # it can't be read
+    assert "--model-name" in error.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_weights_are_loaded_by_transformers_as_they_are_or_unrounded(tmp_path: Path) -> None:
+    model, path = all_weights(tmp_path)
+    output = export_checkpoint(ExportOptions(path))
+    rounded = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
+    assert rounded.dtype == torch.bfloat16 and AutoTokenizer.from_pretrained(output)("1")
+    assert not {"trainer_state.pt", "state.json"} & {file.name for file in output.iterdir()}
+    exact = export_checkpoint(ExportOptions(path, tmp_path / "exact", dtype="float32"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(exact, dtype="auto")), logits(model))
+    assert not torch.equal(logits(rounded), logits(model))
+
+
+def test_of_a_folder_the_newest_is_taken(tmp_path: Path) -> None:
+    for step in (9, 10):
+        all_weights(tmp_path / "run" / "checkpoints", step)
+    assert export_checkpoint(ExportOptions(tmp_path / "run")).name == "exported_step_10"
+
+
+def test_what_is_no_checkpoint_damaged_or_in_the_way_is_refused(tmp_path: Path) -> None:
+    def refused(options: ExportOptions) -> tuple[str, str]:
+        with pytest.raises(ConfigError) as error:
+            export_checkpoint(options)
+        return error.value.field, error.value.got
+
+    assert refused(ExportOptions(tmp_path)) == (str(tmp_path), "no checkpoint")
+    _, path = all_weights(tmp_path)
+    assert refused(ExportOptions(path, merge=True)) == ("--merge", f"{path}, {AllWeights.kind}")
+    output = export_checkpoint(ExportOptions(path))
+    assert refused(ExportOptions(path)) == ("OUTPUT", str(output))
+    (path / "config.json").write_text("{}")
+    assert refused(ExportOptions(path, tmp_path / "out")) == (str(path / "config.json"), "2 bytes")
+    assert not (tmp_path / "out").exists()

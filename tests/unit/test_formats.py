@@ -23,7 +23,6 @@ from environments.peers.http import Peer, PeerError
 from environments.peers.rollout_api import RolloutApi
 from grpo_common.errors import UserError
 from grpo_common.formats import FormatError, check_format, check_sqlite
-from grpo_common.roster import in_use
 from grpo_trainer.cli import app
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import RolloutConfig
@@ -178,12 +177,6 @@ def test_a_newer_queue_is_not_opened(tmp_path: Path, journal: bool) -> None:
     assert (killed / "queue.sqlite-wal").exists() == journal
     with refused(killed, "queue.sqlite"):
         Store(killed / "queue.sqlite")
-
-
-def test_a_newer_roster_is_not_read(tmp_path: Path) -> None:
-    write_numbered_2(tmp_path / "members.json")
-    with refused(tmp_path, "members.json"):
-        in_use(tmp_path)
 
 
 def test_a_newer_request_is_not_obeyed(tmp_path: Path) -> None:

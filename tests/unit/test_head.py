@@ -1,9 +1,12 @@
-"""The head's scores and gradients against those of whole logits, in every way that they are computed."""
+"""The head's scores and gradients against those of whole logits; two parts of an attention as one softmax."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_trainer.engine import head
+from grpo_trainer.engine import attention_kernel, head, logprobs
+from grpo_trainer.engine.attention import merge
 from grpo_trainer.engine.head import HeadPlan, head_scores
+from grpo_trainer.engine.logprobs import token_scores
+from tests.triton_kernels import compiled_for_hopper, interpreting
 
 N, H, V, K = 300, 8, 37, 3
 PLAN = HeadPlan(torch.float32, torch.float32, chunk_bytes=0)
@@ -40,11 +46,7 @@ def plain(made: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     assert targets is not None and others is not None
     logits = functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     all_NV = torch.log_softmax(logits / temperature[:, None].double(), -1)
-    return (
-        all_NV.gather(-1, targets[:, None])[:, 0],
-        -(all_NV.exp() * all_NV).sum(-1),
-        all_NV.gather(-1, others),
-    )
+    return (all_NV.gather(-1, targets[:, None])[:, 0], -(all_NV.exp() * all_NV).sum(-1), all_NV.gather(-1, others))
 
 
 def leaves(made: dict[str, Tensor | None], trained: set[str]) -> list[Tensor]:
@@ -217,3 +219,121 @@ def test_an_exact_head_is_a_linear_layer_with_logits_in_fp32(bias: bool) -> None
     for got, wanted in zip(found["exact"], found["plain"], strict=True):
         assert got.dtype == wanted.dtype == torch.bfloat16
         assert (got.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()
+
+
+# from whole logits ---------------------------------------------------------------------------------------------------
+
+
+def test_token_scores_by_hand() -> None:
+    # position 0 predicts token 1: logits 0, log 3 -> probabilities 1/4, 3/4; at temperature 2: weights 1, sqrt 3
+    logits_BTV = torch.tensor([[[0.0, math.log(3.0)], [5.0, -5.0]]])
+    tokens_BT = torch.tensor([[0, 1]])
+    at = torch.tensor([0]), torch.tensor([1])
+    scores = token_scores(logits_BTV, tokens_BT, *at, torch.ones(1), torch.tensor([[1, 0, 0]]))
+    assert scores.logprobs_N.item() == pytest.approx(math.log(0.75))
+    assert scores.entropy_N.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+    assert scores.others_NK.tolist() == [pytest.approx([math.log(0.75), math.log(0.25), math.log(0.25)])]
+    warm = token_scores(logits_BTV, tokens_BT, *at, torch.tensor([2.0]))
+    assert warm.logprobs_N.item() == pytest.approx(math.log(math.sqrt(3) / (1 + math.sqrt(3))))
+    assert warm.others_NK.shape == (1, 0)
+
+
+def test_token_scores_in_chunks_and_bf16_have_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 9, 50, dtype=torch.bfloat16)
+    tokens = torch.randint(0, 50, (2, 9))
+    rows = torch.arange(2).repeat_interleave(8)
+    columns = torch.arange(1, 9).repeat(2)
+    results = []
+    for chunk in (3, 1024):
+        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
+        leaf = logits.clone().requires_grad_()
+        scores = token_scores(leaf, tokens, rows, columns, torch.ones(16), torch.full((16, 2), 7))
+        assert scores.logprobs_N.dtype == torch.float32 and not scores.entropy_N.requires_grad
+        (scores.logprobs_N.sum() + scores.others_NK.sum()).backward()
+        results.append((scores.logprobs_N.detach(), scores.entropy_N, scores.others_NK.detach(), leaf.grad))
+    exact = torch.log_softmax(logits.double(), -1)[rows, columns - 1].gather(-1, tokens[rows, columns][:, None])[:, 0]
+    torch.testing.assert_close(results[0][0].double(), exact, rtol=0, atol=1e-5)
+    for few, many in zip(*results, strict=True):
+        torch.testing.assert_close(few, many, rtol=0, atol=1e-6)
+
+
+def test_token_scores_of_nothing_give_a_zero_that_can_be_backpropagated() -> None:
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    scores = token_scores(
+        logits, torch.zeros(1, 3, dtype=torch.int64), none, none, torch.zeros(0), none.view(0, 2), entropy_gradient=True
+    )
+    assert scores.others_NK.shape == (0, 2)
+    (scores.logprobs_N.sum() + scores.entropy_N.sum() + scores.others_NK.sum()).backward()
+    assert logits.grad is not None and not logits.grad.any()
+
+
+def test_token_scores_have_the_entropys_gradient_on_request() -> None:
+    logits = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
+    at = torch.zeros(3, dtype=torch.int64), torch.arange(1, 4)
+    scores = token_scores(
+        logits, torch.zeros(1, 4, dtype=torch.int64), *at, torch.full((3,), 0.7), entropy_gradient=True
+    )
+    (got,) = torch.autograd.grad(scores.entropy_N.sum(), logits)
+    (wanted,) = torch.autograd.grad(torch.distributions.Categorical(logits=logits[0, :3] / 0.7).entropy().sum(), logits)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+# two parts of an attention as one ------------------------------------------------------------------------------------
+
+
+ROWS, HEADS = 37, 3
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Executor]:
+    with interpreting() as pool:
+        yield pool
+
+
+def by_kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, normalisers, seen, seen_normalisers = (each.clone() for each in tensors)
+    attention_kernel.launch(out[2:-1], normalisers[:, 2:-1], seen, seen_normalisers)
+    return out, normalisers
+
+
+def parts(size: int) -> tuple[torch.Tensor, ...]:
+    """Of queries over 5 keys and over 4 more; the first has three rows besides, which nobody merges."""
+    torch.manual_seed(size)
+    scores = torch.randn(HEADS, ROWS, 9) * 3
+    values = torch.randn(HEADS, 9, size)
+
+    def attend(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        out_HRD = scores[..., keys].softmax(-1) @ values[:, keys]
+        return out_HRD.transpose(0, 1).contiguous().half(), scores[..., keys].logsumexp(-1)
+
+    own, own_log = attend(slice(5))
+    seen, seen_log = attend(slice(5, 9))
+    around = (
+        torch.nn.functional.pad(own, (0, 0, 0, 0, 2, 1), value=7.0),
+        torch.nn.functional.pad(own_log, (2, 1), value=7),
+    )
+    return *around, seen, seen_log, *attend(slice(9))
+
+
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_two_parts_are_one_softmax(size: int, interpreter: Executor) -> None:
+    out, logs, seen, seen_logs, wanted, wanted_logs = parts(size)
+    plain, plain_logs = out.clone(), logs.clone()
+    merge(plain[2:-1], plain_logs[:, 2:-1], seen, seen_logs)
+    for got, got_logs in ((plain, plain_logs), interpreter.submit(by_kernel, out, logs, seen, seen_logs).result()):
+        torch.testing.assert_close(got[2:-1], wanted, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(got_logs[:, 2:-1], wanted_logs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(got[:2], out[:2]) and torch.equal(got[-1:], out[-1:])
+        assert torch.equal(got_logs[:, :2], logs[:, :2]) and torch.equal(got_logs[:, -1:], logs[:, -1:])
+
+
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_the_kernel_compiles_for_a_hopper_gpu(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"SIZE": size, "BLOCK": 1 << (size - 1).bit_length(), "ROWS": attention_kernel.ROWS}
+    kinds = {"out": "*bf16", "seen": "*bf16", "normalisers": "*fp32", "seen_normalisers": "*fp32"}
+    even = ("out", "seen", "out_row", "out_head", "seen_row", "seen_head")
+    made = compiled_for_hopper(attention_kernel.merge, constants, kinds, even, warps=4)
+    assert len(made.asm["cubin"]) > 1000 and "ld.global.v4" in made.asm["ptx"]

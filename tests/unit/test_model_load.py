@@ -1,22 +1,44 @@
-"""Loading a model: of which kind, on which device, and without the noise of dropout."""
+"""Models: of which kind, on which device, in files that older readers understand; the KL divergence's reference."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, Phi3Config, Phi3ForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    T5Config,
+)
 
+from environments.demo_model.model import build_tokenizer
+from grpo_common.model_files import TOKENIZER_FILES, make_readable, readable_config, readable_tokenizer_config
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.config.train import ModelConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.load import load_all_weights, load_model, pick_device, pick_dtype
-from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
-from tests.unit.tiny_lora import save_tiny, tiny_qwen
+from grpo_trainer.model.lora import adapter_settings, add_adapter, readable_settings, save_adapter
+from grpo_trainer.model.reference import AdapterOff, FrozenWeights, build_reference, check_room
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
+from grpo_trainer.trainer import Trainer
+from tests.golden.models import CONFIGS, SIZES
+from tests.unit.factories import batch, sample
+from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 
 
 def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None:
@@ -64,19 +86,16 @@ def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "name", "kind"),
     [
-        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM", "masked"),
+        (Qwen2Config(), "", ""),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), "", ""),
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM", "BertForMaskedLM"),
         (BertConfig(), "bert", "encoder"),
         (T5Config(), "t5", "encoder-decoder"),
     ],
 )
-def test_other_kinds_are_named(config: object, name: str, kind: str) -> None:
+def test_not_trainable_names_other_kinds_than_decoders(config: object, name: str, kind: str) -> None:
     words = (not_trainable(config) or "").split()
-    assert words[0] == name and (kind in words) == (kind != "masked")
-
-
-def test_decoders_are_taken_with_or_without_an_architecture() -> None:
-    assert not_trainable(Qwen2Config()) is None
-    assert not_trainable(Qwen2Config(architectures=["Qwen2ForCausalLM"])) is None
+    assert words[:1] == [name][: bool(name)] and kind in [*words, ""]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,3 +140,298 @@ def test_read_tokenizer_names_a_damaged_file(tmp_path: Path) -> None:
         with pytest.raises(NoTokenizerError) as error:
             read_tokenizer(str(tmp_path))
         assert error.value.field == str(tmp_path) and error.value.got
+
+
+# files in the form of transformers 4 ---------------------------------------------------------------------------------
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+OF_PEFT_0_12 = frozenset(
+    {
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode"),
+        *("init_lora_weights", "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config"),
+        *("lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save", "peft_type", "r"),
+        *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora"),
+    }
+)
+"""The fields of its LoraConfig."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "flat"),
+    [
+        ("qwen2", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
+        ("llama", {"rope_theta": 5e5, **LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+        (
+            "glm4",
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        ),
+        (
+            "gpt_neox",
+            {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.25},
+            {"rotary_emb_base": 2e4, "rotary_pct": 0.25, "rope_scaling": None},
+        ),
+        (
+            "phi3",
+            {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64, **LONG},
+            {
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+            },
+        ),
+        ("phi3", {"rope_theta": 1e4, "attention_factor": 1.2, **LONG}, {}),  # transformers 4 has no place for a factor
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4},
+        ),
+        (
+            "olmo3",
+            {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            {},  # one base for all layers there
+        ),
+        ("new_model", {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}, {}),
+    ],
+)
+def test_readable_config_says_flat_what_older_readers_understand(
+    model_type: str, rope: dict[str, Any], flat: dict[str, Any]
+) -> None:
+    config = {"model_type": model_type, "dtype": "bfloat16", "rope_parameters": rope}
+    assert readable_config(config) == {**config, "torch_dtype": "bfloat16", **flat}
+    mixture = {"model_type": "qwen3_moe", "num_local_experts": 4}
+    assert readable_config(mixture) == {**mixture, "num_experts": 4}
+    outer = {"model_type": "outer", "text_config": config}
+    assert readable_config(outer)["text_config"] == readable_config(config)
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    made: dict[str, Any] = {name: kind(**SIZES | fields) for name, (kind, fields) in CONFIGS.items()}
+    llama, fields = CONFIGS["llama"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 3e4, "original_max_position_embeddings": 128}
+    made["yarn"] = llama(**{**SIZES, **fields, "rope_parameters": yarn})
+    phi3, fields = CONFIGS["phi3"]
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    long: dict[str, Any] = {"original_max_position_embeddings": 128, "rope_scaling": {"type": "longrope", **factors}}
+    made["longrope"] = phi3(**SIZES | fields | long)
+    return made
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "yarn", "longrope"])
+def test_readable_config_is_the_same_to_transformers_5(name: str, tmp_path: Path) -> None:
+    config = configs()[name]
+    config.save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path).to_dict()
+    make_readable(tmp_path)
+    assert "rope_theta" in json.loads((tmp_path / "config.json").read_text())
+    after = AutoConfig.from_pretrained(tmp_path).to_dict()
+    for rope in (before["rope_parameters"], after["rope_parameters"]):
+        rope.pop("type", None)  # the older name of rope_type
+    assert {key: after[key] for key in before} == before
+
+
+def test_readable_tokenizer_config_changes_only_what_transformers_5_wrote() -> None:
+    older = {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"], "model_max_length": 8}
+    assert readable_tokenizer_config(older) == older
+    newer = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<a>"]}
+    assert readable_tokenizer_config(newer) == {
+        "backend": "tokenizers",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<a>"],
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def test_write_tokenizer_copies_its_files_byte_for_byte(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    build_tokenizer().save_pretrained(base)
+    make_readable(base)
+    (base / "tokenizer_config.json").write_text(json.dumps(json.loads((base / "tokenizer_config.json").read_text())))
+    (base / "special_tokens_map.json").write_text('{"eos_token":   "<|endoftext|>"}')
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (base / "model.safetensors").write_bytes(b"")
+    out.mkdir()
+    write_tokenizer(read_tokenizer(str(base)), out)
+    files = {path.relative_to(base) for path in base.rglob("*") if path.is_file()}
+    copied = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
+    assert files - copied == {Path("model.safetensors")} and copied <= files
+    assert all((base / path).read_bytes() == (out / path).read_bytes() for path in copied)
+
+
+def test_write_tokenizer_that_was_read_from_nowhere_is_saved(tmp_path: Path) -> None:
+    write_tokenizer(build_tokenizer(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= set(TOKENIZER_FILES)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == build_tokenizer().encode("1+2")
+
+
+def test_adapter_settings_have_no_key_that_older_peft_refuses() -> None:
+    plain = adapter_settings(tiny_lora())
+    assert set(plain) <= OF_PEFT_0_12
+    layers = adapter_settings(tiny_lora(layers="1", rslora=True))
+    assert set(layers) <= OF_PEFT_0_12 and layers["layers_to_transform"] == [1] and layers["use_rslora"] is True
+
+
+def test_readable_settings_keep_what_is_not_at_its_default() -> None:
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], use_dora=True, exclude_modules=["k_proj"], task_type="CAUSAL_LM"
+    )
+    settings = json.loads(json.dumps(config.to_dict(), default=lambda value: sorted(value)))
+    kept = readable_settings({**settings, "unknown_to_peft": 1})
+    assert (kept["use_dora"], kept["exclude_modules"], kept["unknown_to_peft"]) == (True, ["k_proj"], 1)
+    assert (
+        "peft_version" not in kept and LoraConfig(**{k: v for k, v in kept.items() if k != "unknown_to_peft"}) == config
+    )
+
+
+# the reference of the KL divergence ----------------------------------------------------------------------------------
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4]])
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=TOKENS, use_cache=False).logits
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_compute_as_the_model_that_has_them(dtype: torch.dtype) -> None:
+    frozen = tiny_qwen(seed=1)
+    for parameter in frozen.parameters():
+        parameter.copy_(parameter.to(dtype))  # what the copy can hold
+    wanted = logits(frozen)
+    model = tiny_qwen(seed=2)
+    own, places = logits(model), [parameter.data_ptr() for parameter in model.parameters()]
+    weights = {name: parameter.detach().to(dtype) for name, parameter in frozen.named_parameters()}
+    reference = FrozenWeights(model, weights, list(model.model.layers))
+    with reference.active():
+        assert torch.equal(logits(model), wanted)
+        assert torch.equal(model.lm_head.weight, frozen.lm_head.weight)  # also for who multiplies by it himself
+    assert torch.equal(logits(model), own)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+def test_a_forward_pass_that_fails_leaves_the_policys_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_qwen()
+    own, places = logits(model), [parameter.data_ptr() for parameter in model.parameters()]
+    weights = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(model.model.layers[1].mlp, "forward", fail)
+        with FrozenWeights(model, weights, list(model.model.layers)).active():
+            logits(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert torch.equal(logits(model), own)
+
+
+def test_without_its_adapter_a_model_is_the_base_and_what_was_accumulated_stays() -> None:
+    model = tiny_lora()
+    base = logits(model)
+    fill_b(model)
+    assert not torch.allclose(logits(model), base)
+    model(input_ids=TOKENS).logits.sum().backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [None if p.grad is None else p.grad.clone() for p in trained]
+    with AdapterOff(model).active():
+        assert torch.equal(logits(model), base)
+    assert [p for p in model.parameters() if p.requires_grad] == trained
+    assert all(
+        p.grad is not None and b is not None and torch.equal(p.grad, b) for p, b in zip(trained, before, strict=True)
+    )
+
+
+def kl_config(path: Path, **loss: object) -> TrainConfig:
+    values = {"model_name": str(path), "device": "cpu", "lr": 1e-2, **loss}
+    return TrainConfig.model_validate(values)
+
+
+ROLLOUTS = batch(
+    [sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)], [sample([1], [6], 1.0), sample([1], [7], 1.0)]
+)
+
+
+@pytest.mark.parametrize("options", [{"kl_beta": 0.1}, {"log_kl": True, "ref_offload": True}])
+def test_where_all_weights_are_trained_it_is_the_model_that_the_run_began_with(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    settings = kl_config(save_tiny(tmp_path), **options)
+    trainer = Trainer(load_all_weights(settings), settings)
+    kls = [reduce(trainer.step(ROLLOUTS, 0).metrics)["alignment/kl_reference"] for _ in range(3)]
+    assert kls[0] == 0 < kls[1] < kls[2]
+    resumed = load_all_weights(settings)
+    nudge(resumed)
+    again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
+    assert again > 1e-4  # not from where this process began
+
+
+@pytest.mark.parametrize(("reference", "first"), [("start", 0.0), ("base", None)])
+def test_kl_reference_of_a_started_adapter(tmp_path: Path, reference: str, first: float | None) -> None:
+    base, adapter = save_tiny(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    trained = tiny_lora()
+    fill_b(trained)
+    save_adapter(trained, adapter)
+    given = {"model_name": str(base), "device": "cpu", "weight_bridge_mode": "lora_only", "lora_adapter": str(adapter)}
+    settings = build(TrainConfig, given | {"kl_beta": 0.1, "kl_reference": reference, "lr": 1e-2})
+    assert settings.weight_bridge_mode == "lora_only"
+    trainer = Trainer(add_adapter(tiny_qwen(), settings, seed=5), settings)
+    kls = [reduce(trainer.step(ROLLOUTS, 0).metrics)["alignment/kl_reference"] for _ in range(3)]
+    if first is None:
+        assert kls[0] > 1e-4
+    else:
+        assert kls[0] == first < kls[1] < kls[2]
+    resumed = add_adapter(tiny_qwen(), settings, seed=5)
+    nudge(resumed)
+    again = reduce(Trainer(resumed, settings).step(ROLLOUTS, 0).metrics)["alignment/kl_reference"]
+    assert again > 1e-4, "a resumed run keeps the reference of its start"
+
+
+def test_there_is_none_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert build_reference(tiny_qwen(), kl_config(tmp_path / "nowhere")) is None
+    assert isinstance(build_reference(tiny_lora(), kl_config(tmp_path / "nowhere", log_kl=True)), AdapterOff)
+
+
+def test_a_penalty_pulls_the_policy_back(tmp_path: Path) -> None:
+    """Without a spread of rewards there is the penalty alone."""
+    settings = kl_config(save_tiny(tmp_path), kl_beta=1.0, kl_estimator="k2")
+    model = load_all_weights(settings)
+    nudge(model)
+    trainer = Trainer(model, settings)
+    dull = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5, 6], 1.0)])
+    losses = [reduce(trainer.step(dull, step).metrics)["loss/kl"] for step in range(5)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_other_files_than_the_trained_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as refused:
+        build_reference(tiny_qwen(depth=3), kl_config(save_tiny(tmp_path), log_kl=True))
+    assert (refused.value.field, refused.value.got) == ("--model-name", str(tmp_path))
+
+
+def test_a_copy_that_does_not_fit_is_refused_with_what_to_do() -> None:
+    check_room(2**30, free=2**30)
+    with pytest.raises(ConfigError) as refused:
+        check_room(3 * 2**30, free=1.5 * 2**30)
+    assert refused.value.field == "--kl-beta, --log-kl" and "--ref-offload" in refused.value.fix
+    assert refused.value.got.startswith("1.5 GiB") and refused.value.wanted == "3.0 GiB"

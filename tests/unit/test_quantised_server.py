@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from tests.unit.test_proof import INFO, FakeServer, prove
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import GenerateResponse
 
-FP8 = {"model_name": "m", "weight_bridge_mode": "lora_only", "quantization": "fp8"}
-
 
 def trainer_of(**given: object) -> TrainConfig:
     return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **given})
@@ -35,36 +34,33 @@ def trainer_of(**given: object) -> TrainConfig:
 # ---------------------------------------------------------------- options
 
 
+def of_a_run(**given: object) -> TrainConfig:
+    named = {f"server.{key}" if key in ("quantization", "kv_cache_dtype") else key: each for key, each in given.items()}
+    return build_run({}, {"model_name": "m", "weight_bridge_mode": "lora_only", **named}).trainer
+
+
+@pytest.mark.parametrize("made", [trainer_of, of_a_run])
 @pytest.mark.parametrize("given", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
-def test_samples_of_8_bits_are_corrected_by_default(given: dict[str, Any]) -> None:
-    loss = trainer_of(**given)
+def test_samples_of_8_bits_are_corrected_by_default(made: Callable[..., TrainConfig], given: dict[str, Any]) -> None:
+    loss = made(**given)
     assert (loss.ratio_against, loss.correction, loss.is_level, loss.is_cap) == ("trainer", "truncate", "token", 2.0)
-    assert trainer_of(**given, ratio_against="rollout").correction == "none"
-    assert trainer_of(**given, is_correction="mask", is_cap=3).correction == "mask"
+    assert made(**given, ratio_against="rollout").correction == "none"
+    assert made(**given, is_correction="mask", is_cap=3).correction == "mask"
 
 
-@pytest.mark.parametrize("given", [{"server.quantization": "fp8"}, {"server.kv_cache_dtype": "fp8"}])
-def test_the_same_in_a_run(given: dict[str, Any]) -> None:
-    options = {"model_name": "m", "weight_bridge_mode": "lora_only", **given}
-    assert build_run({}, options).trainer.correction == "truncate"
-    assert build_run({}, {**options, "is_correction": "mask"}).trainer.correction == "mask"
-    assert build_run({}, {**options, "ratio_against": "rollout"}).trainer.correction == "none"
+def server_words(config: TrainConfig) -> tuple[str, ...]:
+    return tuple(server_process(config, python="python", on_gpu=True, model="m").argv)
 
 
-def test_other_servers_are_as_ever() -> None:
+def test_a_server_is_started_in_8_bits_only_if_it_is_asked_for() -> None:
     config = trainer_of()
     assert (config.ratio_against, config.correction) == ("rollout", "none")
-    argv = server_process(config, python="python", on_gpu=True, model="m").argv
-    assert not {"--quantization", "--kv-cache-dtype", "--return-routed-experts"} & {*argv}
-
-
-def test_the_server_is_started_so() -> None:
-    run = build_run({}, {"model_name": "m", "server.quantization": "fp8", "server.kv_cache_dtype": "fp8"})
-    assert run.trainer.server.in_8_bits
-    argv = server_process(run.trainer, python="python", on_gpu=True, model="m").argv
-    assert argv[argv.index("--quantization") + 1] == argv[argv.index("--kv-cache-dtype") + 1] == "fp8"
-    routed = server_process(trainer_of(routing_replay="server"), python="python", on_gpu=True, model="m").argv
-    assert "--return-routed-experts" in routed
+    assert not {"--quantization", "--kv-cache-dtype", "--return-routed-experts"} & {*server_words(config)}
+    coarse = of_a_run(quantization="fp8", kv_cache_dtype="fp8")
+    words = server_words(coarse)
+    assert coarse.server.in_8_bits
+    assert words[words.index("--quantization") + 1] == words[words.index("--kv-cache-dtype") + 1] == "fp8"
+    assert "--return-routed-experts" in server_words(trainer_of(routing_replay="server"))
 
 
 def test_the_flag_has_one_place() -> None:
@@ -81,29 +77,22 @@ def test_the_benchmark_of_the_loop_passes_it_on(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- the trainer in fp8, by values computed by hand
 
-ROWS = torch.tensor([[448.0, 17.0], [0.0, -896.0]])
 
-
-def test_a_number_is_rounded_to_three_bits_after_the_leading_one() -> None:
-    largest = torch.tensor(448.0)  # the greatest number of e4m3: the scale is 1
-    assert rounded_to_fp8(torch.tensor([448.0, 17.0, 18.9, -300.0, 0.0]), largest).tolist() == [
-        448.0,
-        16.0,
-        18.0,
-        -288.0,
-        0.0,
-    ]
-
-
-def test_the_scale_makes_the_largest_number_the_greatest_of_fp8() -> None:
-    assert rounded_to_fp8(torch.tensor([896.0, 34.0]), torch.tensor(896.0)).tolist() == [896.0, 32.0]
-    each_row = ROWS.abs().amax(-1, keepdim=True)
-    assert rounded_to_fp8(ROWS, each_row).tolist() == [[448.0, 16.0], [0.0, -896.0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
-    assert rounded_to_fp8(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype)).tolist() == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("values", "largest", "rounded"),
+    [
+        # 448 is the greatest number of e4m3: the scale is 1. Three bits stay after the leading one.
+        ([448.0, 17.0, 18.9, -300.0, 0.0], [448.0], [448.0, 16.0, 18.0, -288.0, 0.0]),
+        ([896.0, 34.0], [896.0], [896.0, 32.0]),
+        ([[448.0, 17.0], [0.0, -896.0]], [[448.0], [896.0]], [[448.0, 16.0], [0.0, -896.0]]),
+        ([0.0, 0.0], [0.0], [0.0, 0.0]),
+    ],
+)
+def test_rounded_to_fp8(values: Any, largest: Any, rounded: Any) -> None:
+    assert rounded_to_fp8(torch.tensor(values), torch.tensor(largest)).tolist() == rounded
+    if values == [0.0, 0.0]:  # the scale must not be 0 in 16 bits either
+        for dtype in (torch.bfloat16, torch.float16):
+            assert not rounded_to_fp8(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype)).any()
 
 
 class Model(nn.Module):
@@ -138,7 +127,7 @@ def matrices(model: nn.Module) -> list[nn.Linear]:
     return [each for name, each in named if isinstance(each, nn.Linear) and name.endswith("base_layer")]
 
 
-def in_fp8(model: nn.Module, *, fault: bool = False) -> nn.Module:
+def in_fp8(model: nn.Module, *, fault: bool = False) -> Any:
     """A copy with matrices in 8 bits and a scale for each, as vLLM has them; the fault: another tensor's scale."""
     rounded = copy.deepcopy(model)
     largest = torch.finfo(torch.float8_e4m3fn).max
@@ -165,7 +154,7 @@ def trainer() -> PeftModel:
 
 def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None:
     info = msgspec.structs.replace(INFO, quantization="fp8")
-    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
+    server = FakeServer(trainer, model=in_fp8(trainer))
     noise = prove(trainer, server, info).noise
     assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding to 32 bits: the test shows something
     config = trainer_of(quantization="fp8")
@@ -179,10 +168,10 @@ def test_a_model_that_rounding_moves_far_has_a_larger_limit(
     """Its own logprobs in fp8 say how far its server may be off."""
     monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
     info = msgspec.structs.replace(INFO, quantization="fp8")
-    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
+    server = FakeServer(trainer, model=in_fp8(trainer))
     assert prove(trainer, server, info).noise > 0.01
     for wrong, kind in ((True, "fp8"), (False, "awq")):
-        server = FakeServer(trainer, model=in_fp8(trainer, fault=wrong))  # pyright: ignore[reportArgumentType]
+        server = FakeServer(trainer, model=in_fp8(trainer, fault=wrong))
         with pytest.raises(BridgeError) as caught:
             info = msgspec.structs.replace(INFO, quantization=kind)
             prove(trainer, server, info)
@@ -242,7 +231,7 @@ def test_a_relaunched_server_in_fp8_may_be_off_by_as_much(
 ) -> None:
     monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
     info = msgspec.structs.replace(INFO, quantization=quantization)
-    server = WholeServer(trainer, model=in_fp8(trainer, fault=fault))  # pyright: ignore[reportArgumentType]
+    server = WholeServer(trainer, model=in_fp8(trainer, fault=fault))
     server.load("whole")
     proof = Proof(trainer, server, "float32")  # pyright: ignore[reportArgumentType]
     if not passes:
@@ -255,18 +244,13 @@ def test_a_relaunched_server_in_fp8_may_be_off_by_as_much(
     assert again <= allowed == pytest.approx(NOISE_MARGIN * noise)
 
 
-def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
-    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(BridgeError):
-        prove(trainer, server)
-
-
-def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
-    """Planted fault."""
-    info = msgspec.structs.replace(INFO, quantization="fp8")
-    server = FakeServer(trainer, model=in_fp8(trainer, fault=True))  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(("quantization", "fault"), [(None, False), ("fp8", True)])
+def test_proof_refuses_8_bits_that_a_server_does_not_say_and_the_scale_of_another_tensor(
+    trainer: PeftModel, quantization: str | None, fault: bool
+) -> None:
+    server = FakeServer(trainer, model=in_fp8(trainer, fault=fault))
     with pytest.raises(BridgeError) as caught:
-        prove(trainer, server, info)
+        prove(trainer, server, msgspec.structs.replace(INFO, quantization=quantization))
     assert caught.value.field.startswith(FAILED)
 
 

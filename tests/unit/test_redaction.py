@@ -39,14 +39,9 @@ FIGURES = (
 )
 
 
-@pytest.mark.parametrize("name", SECRETS)
-def test_is_secret_names_of_secrets(name: str) -> None:
-    assert is_secret(name)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_is_secret_names_of_figures(name: str) -> None:
-    assert not is_secret(name)
+@pytest.mark.parametrize(("name", "expected"), [*((s, True) for s in SECRETS), *((f, False) for f in FIGURES)])
+def test_is_secret(name: str, expected: bool) -> None:
+    assert is_secret(name) == expected
 
 
 def test_is_secret_own_options() -> None:
@@ -121,9 +116,7 @@ def test_redact_leaves_out_what_a_file_for_the_next_start_may_not_have() -> None
         "logs": "http://h/v1",
     }
     assert found.value == kept
-    assert found.names == [
-        *("vllm_api_key", "extra_args --hf-token", "extra_args.2", "url", "kwargs.api_key", "logs"),
-    ]
+    assert found.names == [*("vllm_api_key", "extra_args --hf-token", "extra_args.2", "url", "kwargs.api_key", "logs")]
     assert {"hunter2", "hunter3", "hunter6"} <= found.secrets
 
 
@@ -140,10 +133,7 @@ def test_a_problem_shows_no_secret() -> None:
 
 def test_trackers_and_logs_of_processes_get_no_secret(tmp_path: Path) -> None:
     config = TrainConfig(
-        model_name="m",
-        wandb_project="p",
-        rollout_api_key="hunter2",
-        atropos_url="http://u:hunter3@h:1",
+        model_name="m", wandb_project="p", rollout_api_key="hunter2", atropos_url="http://u:hunter3@h:1"
     )
     assert "hunter" not in json.dumps(public(config))
     log = tmp_path / "server.log"

@@ -29,16 +29,8 @@ PROMPT = [5, 9, 17, 3, 44, 8]
 
 
 def forward_of(model: nn.Module, source: str, packing: str = "off", share: str = "off") -> Forward:
-    return build_forward(
-        model,
-        TrainConfig(
-            model_name="m",
-            dtype="float32",
-            routing_replay=source,  # pyright: ignore[reportArgumentType]
-            packing=packing,  # pyright: ignore[reportArgumentType]
-            share_prompts=share,  # pyright: ignore[reportArgumentType]
-        ),
-    )
+    options = {"model_name": "m", "dtype": "float32", "routing_replay": source}
+    return build_forward(model, TrainConfig.model_validate({**options, "packing": packing, "share_prompts": share}))
 
 
 def sequences(count: int = 3, length: int = 40) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the disk and back: checksums, copies, the thread that writes, random generators."""
+"""Checkpoints on their way to the disk: checksums, copies, the thread that writes, and when they are begun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import logging
 import os
 import random
 import shutil
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,32 +20,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from grpo_trainer import files
 from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.optim import FusedAdamW
 from grpo_trainer.optim.spikes import NEEDED
 from grpo_trainer.policy import AllWeights
-from grpo_trainer.saving import manifest
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
+from grpo_trainer.saving.schedule import SHARE, Schedule
 from grpo_trainer.saving.snapshot import Copy, Snapshot
-from grpo_trainer.saving.writer import BackgroundWriter
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.versions import VersionOffsets
 from tests.unit.factories import batch, sample
+from tests.unit.test_checkpoint import ROLLOUTS, weights
+from tests.unit.test_checkpoint import trainer_of_all_weights as trainer
 from tests.unit.tiny_lora import tiny_qwen
-
-ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
-
-
-def trainer() -> Trainer:
-    model = tiny_qwen()
-    model.requires_grad_(True)
-    return Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
 
 
 class Weights(AllWeights):
@@ -63,12 +62,7 @@ def weights_of(one: Trainer) -> Weights:
 
 
 def saver(
-    one: Trainer,
-    folder: Path,
-    *,
-    policy: Weights | None = None,
-    snapshot: Snapshot | None = None,
-    **options: object,
+    one: Trainer, folder: Path, *, policy: Weights | None = None, snapshot: Snapshot | None = None, **options: object
 ) -> Checkpoints:
     config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", "keep_checkpoints": 0, **options})
     return Checkpoints(config, policy or weights_of(one), one.optimizer, snapshot=snapshot)
@@ -76,10 +70,6 @@ def saver(
 
 def disk_is_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
-
-
-def weights(one: Trainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in one.parameters]
 
 
 # ---------------------------------------------------------------- checksums
@@ -100,73 +90,50 @@ def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -
     state = read_state(sealed(tmp_path / "c"))
     check_files(tmp_path / "c", state)
     assert state.progress == Progress(3, 4, ("x", "y"), JUMPED)
-    assert {name: size for name, (size, _) in state.files.items()} == {
-        "weights": 10,
-        "inner/more": 3,
-    }
+    assert {name: size for name, (size, _) in state.files.items()} == {"weights": 10, "inner/more": 3}
 
 
-def test_a_folder_is_sealed_once_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[str, bool]] = []
-    there = tmp_path / "c" / STATE_FILE
-    monkeypatch.setattr(manifest, "sync", lambda path: synced.append((path.name, there.exists())))
-    sealed(tmp_path / "c")
-    assert synced == [("inner", False), (STATE_FILE, True), ("c", True)]
-
-
-def test_seal_syncs_each_file_before_the_state_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsync, state = os.fsync, tmp_path / "c" / STATE_FILE
-    sealed_when_synced: dict[int, bool] = {}
+def test_seal_syncs_files_and_folders_before_the_state_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, folder = os.fsync, tmp_path / "c"
+    is_sealed: dict[int, bool] = {}
 
     def noted(handle: int) -> None:
-        sealed_when_synced[os.fstat(handle).st_ino] = state.exists()
+        is_sealed[os.fstat(handle).st_ino] = (folder / STATE_FILE).exists()
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", noted)
-    paths = [path for path in sealed(tmp_path / "c").rglob("*") if path.is_file() and path != state]
-    assert {path.name: sealed_when_synced.get(path.stat().st_ino) for path in paths} == {
-        "weights": False,
-        "more": False,
-    }
+    sealed(folder)
+    found = {path.name: is_sealed.get(path.stat().st_ino) for path in (folder, *folder.rglob("*"))}
+    assert found == {"inner": False, "weights": False, "more": False, STATE_FILE: True, "c": True}
 
 
 @pytest.mark.parametrize(
-    ("damage", "file", "got", "wanted"),
+    ("file", "content", "got", "wanted"),
     [
-        (
-            lambda path: (path / "weights").write_bytes(b"0123456788"),
-            "weights",
-            f"checksum {hashlib.sha256(b'0123456788').hexdigest()}",
-            f"checksum {hashlib.sha256(b'0123456789').hexdigest()}",
-        ),
-        (lambda path: (path / "weights").write_bytes(b"012345"), "weights", "6 bytes", "10 bytes"),
-        (lambda path: (path / "inner" / "more").unlink(), "inner/more", "no such file", "3 bytes"),
+        ("weights", b"0123456788", *(f"checksum {hashlib.sha256(b'012345678' + x).hexdigest()}" for x in (b"8", b"9"))),
+        ("weights", b"012345", "6 bytes", "10 bytes"),
+        ("inner/more", None, "no such file", "3 bytes"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, damage: Any, file: str, got: str, wanted: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes | None, got: str, wanted: str) -> None:
     path = sealed(tmp_path / "c")
-    damage(path)
+    (path / file).unlink() if content is None else (path / file).write_bytes(content)
     with pytest.raises(DamagedError) as error:
         check_files(path, read_state(path))
     assert (error.value.field, error.value.got, error.value.wanted) == (file, got, wanted)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 3}', '{"step": 1, "policy_version": 1, "files": 3}'])
-def test_a_damaged_state_file_is_told(tmp_path: Path, text: str) -> None:
-    path = sealed(tmp_path / "c")
-    (path / STATE_FILE).write_text(text)
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"step": 3}', '{"step": 1, "policy_version": 1, "files": 3}', "another digit"]
+)
+def test_read_state_of_a_damaged_file(tmp_path: Path, text: str) -> None:
+    file = sealed(tmp_path / "c") / STATE_FILE
+    file.write_text(file.read_text().replace('"step": 3', '"step": 5') if text == "another digit" else text)
     with pytest.raises(DamagedError) as error:
-        read_state(path)
-    assert error.value.field == STATE_FILE and error.value.got
-
-
-def test_a_digit_of_the_state_that_changed_is_noticed(tmp_path: Path) -> None:
-    path = sealed(tmp_path / "c")
-    text = (path / STATE_FILE).read_text()
-    (path / STATE_FILE).write_text(text.replace('"step": 3', '"step": 5'))
-    with pytest.raises(DamagedError) as error:
-        read_state(path)
-    assert error.value.field == STATE_FILE and "checksum" in error.value.got
+        read_state(tmp_path / "c")
+    assert error.value.field == STATE_FILE and ("checksum" in error.value.got) >= (text == "another digit")
 
 
 # ---------------------------------------------------------------- damaged checkpoints of a run
@@ -245,19 +212,13 @@ def test_whole_folder_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert synced == [(tmp_path, True)]
 
 
-def test_a_run_that_never_saves_gives_its_batches_back_at_once(tmp_path: Path) -> None:
-    checkpoints = saver(trainer(), tmp_path, checkpoint_interval="never")
-    assert checkpoints.maybe_save(Progress(1000, 1000, ("a",))) == {}
-    assert checkpoints.settled(Progress(1000, 1000, ("a",))) == ("a",)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_never_saves_writes_nothing_in_place_of_a_deleted_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_never_saves_settles_its_batches_at_once_and_replaces_no_deleted_checkpoint(tmp_path: Path) -> None:
     saver(trainer(), tmp_path).save(Progress(5, 5))
     checkpoints = saver(trainer(), tmp_path, checkpoint_interval="never")
     assert checkpoints.resume() == Progress(5, 5)
     shutil.rmtree(tmp_path / "step_5")
-    assert checkpoints.maybe_save(Progress(6, 6)) == {}
+    assert checkpoints.maybe_save(Progress(1000, 1000, ("a",))) == {}
+    assert checkpoints.settled(Progress(1000, 1000, ("a",))) == ("a",)
     checkpoints.close()
     assert not list(tmp_path.glob("step_*"))
 
@@ -305,26 +266,6 @@ def test_a_write_that_fails_is_raised_at_a_later_step_and_training_had_gone_on(t
             time.sleep(0.03)
     assert error.value.errno == errno.ENOSPC
     assert checkpoints.safe is None and not list(tmp_path.iterdir())
-
-
-def test_a_save_is_put_off_while_another_is_written_and_then_due_at_once(tmp_path: Path) -> None:
-    one = trainer()
-    slow, go_on = weights_of(one), threading.Event()
-    slow.before = lambda: go_on.wait(30)
-    checkpoints = saver(one, tmp_path, policy=slow, checkpoint_interval=2)
-    begun = []
-    for step in range(1, 8):
-        one.step(ROLLOUTS, step)
-        if step == 5:
-            go_on.set()
-            checkpoints.close()  # waits for what is written
-        if "train/save_time" in checkpoints.maybe_save(Progress(step, step)):
-            begun.append(step)
-        if step == 5:
-            checkpoints.close()
-    checkpoints.save(Progress(7, 7), final=True)
-    assert begun == [2, 5, 6], "that of step 4 was put off"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_2", "step_5", "step_6"]
 
 
 def test_whoever_runs_the_trainer_hears_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -457,23 +398,6 @@ def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
     assert copy["a"].flatten()[0] == again["a"][0] == 9.0  # the same memory once more
 
 
-def test_a_job_that_fails_is_raised_once_by_who_asks_next() -> None:
-    writer = BackgroundWriter()
-
-    def fail() -> None:
-        raise OSError("first")
-
-    writer.start(fail)
-    with pytest.raises(OSError, match="first"):
-        writer.wait()
-    assert writer.wait()
-    done = threading.Event()
-    writer.start(lambda: done.wait(30) or None)  # type: ignore[arg-type, return-value]
-    assert not writer.wait(0.01)
-    done.set()
-    assert writer.wait()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_changes_nothing_before_it_has_waited_for_a_copy(dtype: torch.dtype) -> None:
     """Whichever optimizer: the fused one changes all in one go, the others their states before the weights."""
@@ -497,9 +421,6 @@ def test_an_update_changes_nothing_before_it_has_waited_for_a_copy(dtype: torch.
     assert at_the_wait == [before] and state() != before
 
 
-# ---------------------------------------------------------------- random generators
-
-
 def test_every_generator_comes_back() -> None:
     def draw() -> tuple[float, float, list[float]]:
         return random.random(), float(np.random.rand()), torch.rand(2).tolist()
@@ -516,9 +437,6 @@ def test_every_generator_comes_back() -> None:
     first = draw()
     seed_generators(3)
     assert draw() == first
-
-
-# ---------------------------------------------------------------- gradients that explode
 
 
 def test_a_step_that_explodes_is_skipped_and_a_resumed_trainer_knows_the_norms_before(tmp_path: Path) -> None:
@@ -543,3 +461,157 @@ def test_a_step_that_explodes_is_skipped_and_a_resumed_trainer_knows_the_norms_b
     assert not result.updated and reduce(result.metrics)["train/skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), before, strict=True))
     assert one_that_skips().step(explosive, 0).updated  # nothing before it to compare with
+
+
+# when checkpoints are begun ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("written", "steps", "seconds", "of_environments"),
+    [
+        *(("20", 20, 0.0, 20), (20, 20, 0.0, 20), ("0", 0, 0.0, 0), ("never", 0, 0.0, 0)),
+        *(("90s", 0, 90.0, 1), ("10m", 0, 600.0, 1), ("1.5h", 0, 5400.0, 1), ("0m", 0, 0.0, 0)),
+    ],
+)
+def test_an_interval_is_a_number_of_steps_or_a_time(
+    written: Any, steps: int, seconds: float, of_environments: int
+) -> None:
+    config = CheckpointConfig(checkpoint_interval=written)
+    found = config.interval_steps, config.interval_seconds, config.environment_interval
+    assert found == (steps, seconds, of_environments)
+    assert CheckpointConfig.model_validate(config.model_dump(mode="json")) == config
+    assert config.saves is (written != "never")
+
+
+@pytest.mark.parametrize("written", ["-1", "10 minutes", "m", "1.5", "10d", "", True])
+def test_what_is_no_interval_is_refused(written: Any) -> None:
+    with pytest.raises(ValueError, match="10m") as error:
+        CheckpointConfig(checkpoint_interval=written)
+    (found,) = error.value.errors()  # type: ignore[attr-defined]
+    assert isinstance(found["ctx"]["error"], ConfigError) and found["loc"] == ("checkpoint_interval",)
+
+
+def test_by_steps_a_resumed_run_goes_on_from_its_step() -> None:
+    schedule = Schedule(3, 0.0)
+    schedule.begun(7)
+    assert [schedule.is_due(step) for step in (8, 9)] == [False, True]
+
+
+def test_by_time_the_next_is_due_so_long_after_the_last() -> None:
+    clock = Clock(100.0)
+    schedule = Schedule(0, 600.0, clock)
+
+    def due_at(*times: float) -> list[bool]:
+        found = []
+        for clock.now in times:
+            found.append(schedule.is_due(5))
+        return found
+
+    assert due_at(100.0, 699.0, 700.0, 712.0) == [False, False, True, True]
+    schedule.begun(5, waited=0.5)  # 0.5 s are 2 % of 25 s, which is less than 600 s
+    assert due_at(1311.0, 1312.0) == [False, True]
+    schedule.begun(6, waited=26.0)  # 26 s are 2 % of 1300 s
+    assert due_at(1312.0 + 1299.0, 1312.0 + 1301.0) == [False, True]
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=8))
+def test_by_time_checkpoints_take_no_more_than_their_share(waits: list[float]) -> None:
+    """However long training waits for each of them, once the time after the last has passed as well."""
+    clock = Clock()
+    schedule = Schedule(0, 10.0, clock)
+    for step, wait in enumerate(waits):
+        while not schedule.is_due(step):
+            clock.now += 1.0
+        clock.now += wait
+        schedule.begun(step, wait)
+    while not schedule.is_due(len(waits)):
+        clock.now += 1.0
+    assert sum(waits) <= SHARE * clock.now
+
+
+class OneWeight:
+    """A policy of one number. Each write waits until the test lets it end.
+
+    Attributes:
+        most: how many writes there were at one time.
+    """
+
+    kind, step_prefix, final_name, marker = "a weight", "step_", "model_final", "weight"
+
+    def __init__(self) -> None:
+        self.model: Any = nn.Linear(1, 1, bias=False)
+        self.may_end = threading.Semaphore(0)
+        self._under_way = self.most = 0
+
+    def become(self, value: float) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.model.weight.detach()}
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._under_way += 1
+        self.most = max(self.most, self._under_way)
+        assert self.may_end.acquire(timeout=60)
+        (folder / "weight").write_bytes(struct.pack("<f", tensors["weight"].item()))
+        self._under_way -= 1
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        raise AssertionError("nothing is loaded here")
+
+
+def is_due(interval: str | int, step: int, last_step: int, now: float, last_at: float) -> bool:
+    """Whether one is due, from the definition."""
+    if isinstance(interval, int):
+        return any(each % interval == 0 for each in range(last_step + 1, step + 1))
+    return now - last_at >= 600.0
+
+
+@given(st.sampled_from(["10m", 1, 3]), st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=12))
+def test_one_write_at_a_time_and_none_is_lost(interval: str | int, steps: list[tuple[int, bool]]) -> None:
+    """Each step takes a given number of seconds; a write that has begun ends during the step or later."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, clock, policy = Path(name), Clock(), OneWeight()
+        config = CheckpointConfig(save_path=folder, checkpoint_interval=interval, keep_checkpoints=0)
+        optimizer = FusedAdamW(policy.model.parameters())
+        checkpoints = Checkpoints(config, policy, optimizer, clock=clock)
+        begun, is_writing, last_step, last_at = [], False, 0, 0.0
+        for step, (seconds, ends) in enumerate(steps, 1):
+            clock.now += seconds
+            policy.become(step)
+            if is_writing and ends:
+                policy.may_end.release()
+                checkpoints.close()  # which waits for it
+                is_writing = False
+            saved = checkpoints.maybe_save(Progress(step, step, (f"batch {step}",)))
+            wanted = not is_writing and is_due(interval, step, last_step, clock.now, last_at)
+            assert ("train/save_time" in saved) == wanted
+            if wanted:
+                begun.append(step)
+                is_writing, last_step, last_at = True, step, clock.now
+        last = len(steps)
+        policy.become(-1.0)
+        policy.may_end.release(2)
+        checkpoints.save(Progress(last + 1, last + 1), final=True)  # waits for the one before
+        checkpoints.close()
+        assert policy.most == 1
+        found = {path.name: struct.unpack("<f", (path / "weight").read_bytes()) for path in folder.iterdir()}
+        assert found == {**{f"step_{step}": (float(step),) for step in begun}, "model_final": (-1.0,)}
+        for step in begun:
+            state = read_state(folder / f"step_{step}")
+            check_files(folder / f"step_{step}", state)
+            assert state.progress == Progress(step, step, (f"batch {step}",))
