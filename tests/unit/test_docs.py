@@ -5,15 +5,27 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from environments.config import ServerConfig
+from environments.gsm8k import Gsm8kConfig
+from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.cli import app
+from grpo_trainer.config.options import options_of
 from grpo_trainer.config.processes import RunConfig
-from grpo_trainer.config.rules import unusual_lr
-from grpo_trainer.config.run import build_run
+from grpo_trainer.config.rules import Hardware, check, unusual_lr
+from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.checks import Case, sequence_length, servers_gpus
+from grpo_trainer.launch.plan import plan_run
+from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.memory import Devices, Server, Setup
+from grpo_trainer.model.shape import ModelShape
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +112,123 @@ def test_links_between_pages_lead_somewhere() -> None:
         for page, target, anchor in links
         if not target.exists() or (anchor and anchor not in anchors(target))
     ]
+
+
+# docs/migration.md names every flag of the original, and what it says is here is here; so do its rows on trl ---
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+
+TRAINER = (
+    "--model --model-name --lr --training-steps --batch-size --seq-len --gradient-accumulation-steps --device "
+    "--save-path --checkpoint-interval --kl-coef --clip-eps --no-reference-logprobs --vllm-port "
+    "--gpu-memory-utilization --vllm-gpu-memory-utilization --max-model-len --dtype --vllm-restart-interval "
+    "--atropos-url --use-wandb "
+    "--wandb-project --wandb-group --weight-bridge-mode --vllm-config-path --lora-r --lora-alpha --lora-dropout "
+    "--lora-target-modules --trainer-rank --world-size --init-method --num-inference-nodes --debug-loading --benchmark "
+    "--log-dir --warmup-steps --train-layer-indices --lora-layer-indices --vllm-gpu --adafactor-scale-parameter "
+    "--adafactor-relative-step"
+)
+
+
+def row_of(flag: str, table: str) -> list[str]:
+    """The cells of the flag's row_of in the table whose head has that text."""
+    _, _, after = GUIDE.partition(table)
+    lines = [line for line in after.partition("\n\n")[0].splitlines() if f"`{flag}`" in line.split("|")[1]]
+    assert len(lines) == 1, (flag, lines)
+    return [cell.strip() for cell in lines[0].split("|")[1:-1]]
+
+
+@pytest.mark.parametrize("flag", TRAINER.split())
+def test_every_flag_of_the_trainer_has_a_row_that_is_true(flag: str) -> None:
+    ours = {name for leaf in options_of(TrainConfig) for name in (*leaf.flags, *leaf.former)}
+    here = row_of(flag, "| there | default there | here | |\n")[2]
+    if "the same" in here:
+        assert flag in ours
+    elif here.startswith("`"):
+        assert re.findall(r"`(--[a-z.-]+)", here)[0] in ours
+    else:
+        assert here == "none" and flag not in ours
+
+
+@pytest.mark.parametrize(("kind", "config"), [("env", Gsm8kConfig), ("openai", ServerConfig)])
+def test_every_flag_of_the_environment_has_a_row_that_is_true(kind: str, config: type[BaseModel]) -> None:
+    library = pytest.importorskip("atroposlib.envs.base", reason="the original's: pip install atroposlib==0.4.0")
+    original = library.BaseEnvConfig if kind == "env" else library.APIServerConfig
+    for name in original.model_fields:
+        here = row_of(name, f"| `--{kind}.…` there")[-1]
+        known = name in config.model_fields or name == "max_num_workers"  # an alias
+        assert known == (not here.startswith("none") and not here.startswith("`--openai.timeout")), (name, here)
+
+
+def rows_from_trl() -> list[list[str]]:
+    _, _, after = GUIDE.partition("| `GRPOTrainer`, `GRPOConfig` | `grpo run` | |\n")
+    return [line.split("|")[1:-1] for line in after.partition("\n\n")[0].splitlines()[1:]]
+
+
+def from_trl(words: str, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    found: list[RunConfig] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: found.append(config))
+    needed = {"--model": "m", "--reward": "exact_match"} if "--data" in words else {"--model": "m"}
+    needed |= {"--data": "rows.jsonl"} if "--reward" in words else {}
+    more = [word for flag, value in needed.items() if flag not in words for word in (flag, value)]
+    CliRunner().invoke(app, ["run", *shlex.split(words), *more], catch_exceptions=False)
+    return found[0]
+
+
+@pytest.mark.parametrize("cells", rows_from_trl(), ids=lambda cells: cells[0].strip())
+def test_every_row_from_trl_is_accepted_in_both_spellings(cells: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here, other = (cell.strip() for cell in cells)
+    if here == "none":
+        return
+    config = from_trl(here.strip("`"), monkeypatch)
+    if re.fullmatch(r"`--[a-z-]+ [^`]+`", other):
+        flag, value = other.strip("`").split(" ", 1)
+        for spelled in (flag, flag.replace("-", "_").replace("__", "--", 1)):
+            assert from_trl(f"{spelled} {value}", monkeypatch) == config
+
+
+# the example configurations load, and fit the gpus that they name -------------------------------------------
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+SMOLLM2 = ModelShape(576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tied=True, positions=8192)
+COUNTS = {"two_gpus": 2, "four_gpus": 4}
+
+
+def test_configs_are_at_most_nine() -> None:
+    assert 0 < len(CONFIGS) <= 9
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_loads_and_keeps_the_rules(path: Path) -> None:
+    config = build_run(read_toml(path), {"model_name": "m"} if path.stem == "quickstart" else {})
+    gpus = 8 if path.stem == "several_machines" else COUNTS.get(path.stem, 1)
+    assert check(config, Hardware(on_gpu=True, gpus=gpus)) == []
+    ports = dict.fromkeys(("api", "trainers", *config.server.names), 1)
+    processes = {each.name for each in plan_run(config, ports, python="p", on_gpu=True).processes}
+    assert {f"env-{each.name}" for each in config.environments} < processes
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if re.search(r"GPUs? of \d+ GB", path.read_text())], ids=lambda path: path.stem
+)
+def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
+    text, config = path.read_text(), build_run(read_toml(path), {})
+    size = re.search(r"Qwen2.5-(\d\.?\d?B)", text)
+    shape = SHAPES[size[1].lower()] if size else SMOLLM2
+    gpus = COUNTS.get(path.stem, 1)
+    (gigabytes,) = map(int, re.findall(r"GPUs? of (\d+) GB", text))
+    spread = Server.of(config)
+    devices = Devices("cuda", gigabytes * 10**9, gpus)
+    plan = Setup(config.trainer, shape, spread, devices, config.options.trainer_gpus).plan()
+    assert not plan.problems and not plan.is_tight, plan
+    small = Setup(config.trainer, shape, spread, replace(devices, total=4 * 10**9), config.options.trainer_gpus).plan()
+    assert small.problems or small.is_tight
+    gpu = Gpu("G", "u", gigabytes * 10**9, gigabytes * 10**9)
+    machine = Machine("3.12.0", 1, gpus=(gpu,) * gpus)
+    case = Case(machine, config)
+    case.shape = (shape, "")
+    case.run = config
+    for finding in (sequence_length(case), servers_gpus(case)):
+        assert finding is not None and finding.status == "ok", finding

@@ -1,30 +1,50 @@
-"""How errors read: `test_messages*.py` alone assert on their wording. Here: what a problem, a command and a run say."""
+"""How errors and the lines of a run read: this file alone asserts on wording."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from environments.api import intake, wire
+from environments.api.__main__ import parse as parse_api
+from environments.api.records import ApiError
 from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
-from grpo_trainer.config.run import read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.before_start import Finding, fail, ok, warn
 from grpo_trainer.doctor.command import print_findings
-from grpo_trainer.errors import ConfigError, HungError, StoppedError, TrainingError
+from grpo_trainer.errors import (
+    ConfigError,
+    HungError,
+    ServerError,
+    StoppedError,
+    TrainingError,
+)
 from grpo_trainer.launch.process import Process
+from grpo_trainer.logs.console import RunConsole, live_line, step_line, waits_line
 from grpo_trainer.parallel.world import World
+from grpo_trainer.phases import IN_WORDS, LOGGED, STARTING, Wait
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.server_client import ATTEMPTS
 from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal
+from tests.unit import test_environment_runner as runner
+from tests.unit.test_environment_options import parse
+from tests.unit.test_server_client import Answer, server
 from tests.unit.test_supervisor import spec
+from vllm_server.errors import ServeError
+from vllm_server.http import parse_body
+from vllm_server.protocol import LoraLoadRequest
 
 # what all errors have in common ------------------------------------------------------------------------------
 
@@ -100,29 +120,12 @@ def test_a_doctors_verdict(findings: list[Finding], verdict: str) -> None:
             {"seq_len": "many", "lr": -1},
             "--seq-len: got many, wanted a valid integer\n--lr: got -1, wanted a number greater than 0",
         ),
-        ({"model_name": None}, "--model-name: got nothing, wanted a value: it is required"),
-        (
-            {"weight_bridge_mode": "lora_only", "lora_r": 24},
-            "--lora-r: got 24, wanted a rank that vLLM serves: 1, 8, 16, 32, 64, 128, 256, 320, 512; use 32",
-        ),
     ],
 )
 def test_options(given: Mapping[str, Any], text: str) -> None:
-    values = {"model_name": "m", **given}
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {key: value for key, value in values.items() if value is not None})
+        build(TrainConfig, {"model_name": "m", **given})
     assert str(error.value) == text
-
-
-def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("[trainer\n")
-    with pytest.raises(ConfigError) as error:
-        read_toml(file)
-    assert str(error.value) == (
-        f"--config {file}: not TOML: Expected ']' at the end of a table declaration (at line 1, column 9); "
-        "correct the file there"
-    )
 
 
 # processes ---------------------------------------------------------------------------------------------------
@@ -198,3 +201,158 @@ def test_the_end_of_a_run_without_checkpoints() -> None:
     end = StoppedError(signal.SIGTERM)
     save_on_exit(end, RunState(Progress(), Progress(12, 12), None, saves=False), saving, feed, World())
     assert str(end).endswith("at step 12; nothing is saved (--checkpoint-interval never); start again")
+
+
+# the lines of a run as text ---------------------------------------------------------------------------------
+
+
+def test_a_step_in_a_line() -> None:
+    numbers = {
+        "reward/mean": 0.25, "train/loss": -0.5, "grpo/mean_ratio": 1.01, "rollout/staleness_mean": 1.0,
+        "batch/zero_variance_share": 0.5, "train/tokens_per_second": 1234.0, "train/data_fetch_time": 0.1,
+        "train/step_time": 0.2, "train/sync_time": 0.003, "publish/version": 7.0, "publish/served_version": 5.0,
+    }  # fmt: skip
+    assert step_line(7, 10, numbers) == (
+        "Step  7/10  reward 0.250  loss -0.5000  ratio 1.010  stale 1.0  zero-var 50%  1,234 tok/s  "
+        "wait 0.10 step 0.20 publish 0.003 s  v5"
+    )
+
+
+def test_a_step_without_anything_to_learn_from_says_so_and_shows_no_number_that_there_is_not() -> None:
+    numbers = {"reward/mean": 1.0, "train/loss": 0.0, "train/skipped": 1.0, "batch/zero_variance_share": 1.0}
+    line = "Step 1/1  reward 1.000  nothing to learn: no group has a spread of rewards  zero-var 100%"
+    assert step_line(1, 1, numbers) == line
+
+
+def test_the_live_line() -> None:
+    numbers = {"reward/mean": 0.7123, "health/kl": 0.0, "train/loss": 0.1}
+    # seconds of a step: (2.0 + 2.1 + 2.1) / 3 = 2.07, as the longest counts as the second longest; 90 of them: 186 s
+    assert live_line(30, 120, numbers, [0.0, 0.5, 1.0], [2.0, 2.1, 8.0]) == (
+        "step 30/120  2.07 s a step  3 min left  reward 0.712 ▁▅█  healthy"
+    )
+    unhealthy = numbers | {"health/kl": 1.0, "health/ratio": 1.0}
+    assert live_line(119, 120, unhealthy, [0.5] * 3, [80.0, 82.0, 84.0]) == (
+        "step 119/120  81 s a step  81 s left  reward 0.712 ▁▁▁  OUT OF RANGE: KL, ratio"
+    )
+
+
+def test_the_live_line_shows_no_number_that_is_not_known_yet() -> None:
+    assert live_line(1, 120, {"reward/mean": 0.25}, [0.25], [5.0]) == "step 1/120  reward 0.250 ▁"
+    assert live_line(2, 120, {}, [], []) == "step 2/120"
+
+
+def test_what_a_start_waits_for_in_one_line() -> None:
+    server, trainer = Wait("server", STARTING, 20.4, "50% loaded"), Wait("trainer", IN_WORDS["model"], 3.0)
+    assert waits_line([server, trainer]) == (f"server: starting, 20 s; trainer: {IN_WORDS['model']}, 3 s: 50% loaded")
+    assert waits_line([]) == ""
+
+
+def test_a_pipe_has_a_line_when_a_phase_begins_and_when_it_lasts() -> None:
+    now: list[Wait] = []
+    out = io.StringIO()
+    view = RunConsole(Console(file=out, width=200), 10, lambda: now)
+    begins = {0: "imports", 3: "model", 4: "compile", 50: "rollouts"}
+    for second in (tenth / 10 for tenth in range(700)):
+        since = max(begin for begin in begins if begin <= second)
+        phase = Wait("trainer", begins[since], second - since, logged=begins[since] in LOGGED)
+        now[:] = [Wait("server", STARTING, second, "loads"), phase]
+        view.say_waits()
+    assert out.getvalue().splitlines() == [
+        "trainer: imports, 1 s",  # the model's phase takes less than a second
+        "trainer: compile, 1 s",
+        "server: starting, 10 s: loads",  # that it was started, was said before
+        "trainer: compile, 10 s",
+        "server: starting, 20 s: loads",
+        "trainer: compile, 20 s",
+        "server: starting, 40 s: loads",
+        "trainer: compile, 40 s",
+        "trainer: rollouts, 1 s",  # the trainer's own log says when that lasts
+    ]
+
+
+def test_settings_are_a_line_each(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text("[env]\ngroup_sise = 3\n")
+    with pytest.raises(UserError) as error:
+        parse("--config", str(file), "--env.group_size", "0", "--env.seed", "x", "--env.operation", "?")
+    assert str(error.value).splitlines() == [
+        "--env.tokenizer_name: required, but not given",
+        "--env.group_size: got '0', wanted a number greater than or equal to 1",
+        "--env.seed: got 'x', wanted a valid integer",
+        "--env.operation: got '?', wanted '+', '-' or '*'",
+        "env.group_sise: no such setting; did you mean env.group_size?",
+    ]
+
+
+# what the rollout API answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"masks": [[-100], [-100, 3]]}, "masks[0]: 1 entries, tokens[0] has 2; expected one entry per token"),
+        (
+            {"tokens": [[1, -2], [1, 3]]},
+            "tokens[0][1]: -2, expected a token id of the model, 0 or more; mark what is not trained in `masks`",
+        ),
+        ({"scores": [1.0]}, "scores: 1 for 2 sequences, expected one each"),
+        ({"scores": [None, 1.0]}, "scores[0]: Expected `float`, got `null`"),
+        ({"env_id": 99}, "env_id: never registered; got 99; take the id that POST /register-env answers with"),
+    ],
+)
+def test_a_group_that_is_refused(fields: dict[str, Any], text: str) -> None:
+    group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0], **fields}
+    service = asyncio.run(runner.started())
+    with pytest.raises(ApiError) as error:
+        intake.take_one(service, intake.read_one(msgspec.json.encode(group), wire.JSON), None)
+    assert error.value.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
+
+
+def test_a_body_that_is_cut_short() -> None:
+    with pytest.raises(ApiError) as error:
+        intake.read_one(b"{", wire.JSON)
+    assert error.value.response().detail == "body: Input data was truncated; wanted JSON"
+
+
+@pytest.mark.parametrize("flag", ["--ssl-certfile", "--ssl-keyfile"])
+def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_api([flag, "api.pem"])
+    assert "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)" in capsys.readouterr().err
+
+
+# the inference server ----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_the_server_refuses() -> None:
+    with pytest.raises(ServeError) as error:
+        parse_body(b'{"version": "newest"}', LoraLoadRequest)
+    answer = error.value.response().error
+    assert answer.message == (
+        "body: got a misfit (Expected `int | null`, got `str` - at `$.version`), "
+        "wanted the JSON that docs/server.md describes; correct it"
+    )
+    assert (answer.code, answer.type, answer.param) == (422, "UnprocessableEntityError", "body")
+    assert answer.message == f"{answer.param}: got {answer.got}, wanted {answer.wanted}; {answer.fix}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Answer(502, "bad gateway"), 'the inference server refuses GET URL with 502; got "bad gateway"'),
+        (
+            {"of": "another kind"},
+            "GET URL: not the answer of `grpo serve`: Object missing required field `lora_available`",
+        ),
+        (
+            None,
+            "GET URL: no answer from the inference server; got RemoteProtocolError: Server disconnected without "
+            "sending a response.; see in its log whether it still runs",
+        ),
+    ],
+)
+def test_a_server_that_refuses(answer: object, text: str) -> None:
+    with server([answer] if answer else [None] * ATTEMPTS) as (client, _), pytest.raises(ServerError) as error:
+        client.lora_status()
+    said = re.sub(r"http://127.0.0.1:\d+/lora/status", "URL", str(error.value))
+    assert said == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from typer.testing import CliRunner
 
 from environments.running.settings_check import BUILT_IN
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import build, dump, flat, options_of, with_options
+from grpo_trainer.config.options import build, dump, flat, options_of, override, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN
-from grpo_trainer.config.run import build_run
+from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
+from grpo_trainer.config.values import format_ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
+from tests.processes import ROOT
 
 
 def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +34,7 @@ def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+LORA = {"weight_bridge_mode": "lora_only"}
 PREDECESSOR_DEFAULTS = {
     "weight_bridge_mode": "none",
     "training_steps": 10,
@@ -74,49 +78,37 @@ def test_every_predecessor_flag_is_known() -> None:
     assert wanted <= flags
 
 
-LORA = {"weight_bridge_mode": "lora_only"}
-
-
 @pytest.mark.parametrize(
-    ("given_values", "field", "got", "helps"),
+    ("given", "field", "helps"),
     [
-        ({"model_name": None}, "--model-name", "nothing", "required"),
-        ({"lrr": 1}, "lrr", "", "lr?"),
-        ({"lr": "fast"}, "--lr", "fast", "number"),
-        ({"lr": 0}, "--lr", "0", "greater than 0"),
-        ({**LORA, "lora_r": 24}, "--lora-r", "24", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
-        ({**LORA, "lora_target_modules": ","}, "--lora-target-modules", "no names", "q_proj"),
-        ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode none", "--weight-bridge-mode lora_only, lora_restart"),
-        ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "lora", "'none'"),
-        ({"optimizer": "adamw_cpu"}, "--optimizer", "adamw_cpu", "use adamw_8bit"),
-        ({"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10 minutes", "10m"),
-        (
-            {"single_copy": True, "weight_bridge_mode": "none"},
-            *("--single-copy", "--weight-bridge-mode none", "--weight-bridge-mode shared_vllm"),
-        ),
-        (
-            {**LORA, "train_layer_indices": "1"},
-            *("--train-layer-indices", "--weight-bridge-mode lora_only", "--weight-bridge-mode none, shared_vllm"),
-        ),
-        ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "3-1", "0-3,28-31"),
-        ({"rollout_url": "localhost:8000"}, "--rollout-url", "localhost:8000", "http://localhost:8000"),
-        ({"lerning_rate": 1}, "lerning_rate", "", "learning_rate?"),
-        (
-            {"rollout_url": "http://a:1", "atropos-url": "http://a:2"},
-            *("--atropos-url", "http://a:2 and --rollout-url http://a:1", "one"),
-        ),
+        ({"model_name": None}, "--model-name", "required"),
+        ({"lrr": 1}, "lrr", "lr?"),
+        ({"lr": "fast"}, "--lr", "number"),
+        ({"lr": 0}, "--lr", "greater than 0"),
+        ({**LORA, "lora_r": 24}, "--lora-r", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
+        ({**LORA, "lora_target_modules": ","}, "--lora-target-modules", "q_proj"),
+        ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode lora_only, lora_restart"),
+        ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "'none'"),
+        ({"optimizer": "adamw_cpu"}, "--optimizer", "use adamw_8bit"),
+        ({"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10m"),
+        ({"single_copy": True, "weight_bridge_mode": "none"}, "--single-copy", "--weight-bridge-mode shared_vllm"),
+        ({**LORA, "train_layer_indices": "1"}, "--train-layer-indices", "--weight-bridge-mode none, shared_vllm"),
+        ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "0-3,28-31"),
+        ({"rollout_url": "localhost:8000"}, "--rollout-url", "http://localhost:8000"),
+        ({"lerning_rate": 1}, "lerning_rate", "learning_rate?"),
+        ({"rollout_url": "http://a:1", "atropos-url": "http://a:2"}, "--atropos-url", "one"),
+        # one problem, even where others would follow from it
+        ({"save_path": 5}, "--save-path", "path"),
+        ({**LORA, "lora_adapter": 5}, "--lora-adapter", "path"),
+        ({"server": 5}, "server", "[server]"),
+        ({"vllm_port": 9001, "server": {"port": 9002}}, "--server.port", "one value"),
     ],
 )
-def test_errors_name_the_option_what_came_and_what_was_wanted(
-    given_values: dict[str, object], field: str, got: str, helps: str
-) -> None:
-    given = {"model_name": "m", **given_values}
+def test_options_refusal_names_the_option_and_what_helps(given: dict[str, object], field: str, helps: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {key: value for key, value in given.items() if value is not None})
-    assert len(error.value.problems) == 1
-    assert (error.value.field, error.value.got) == (field, got)
-    assert helps in f"{error.value.wanted}; {error.value.fix}"
-    assert error.value.exit_code == 2
+        build(TrainConfig, {key: value for key, value in ({"model_name": "m"} | given).items() if value is not None})
+    (problem,) = error.value.problems
+    assert problem.field == field and helps in f"{problem.wanted}; {problem.fix}"
 
 
 def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
@@ -174,111 +166,73 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "flags", "args", "field", "got", "helps"),
+    ("file", "field", "helps"),
     [
-        ({"trainr": {}}, {}, [], "trainr", "", "trainer?"),
-        ({"server": {"prt": 1}}, {}, [], "server.prt", "", "server.port?"),
-        ({}, {"vllm_host": "h"}, [], "--vllm-host", "", "--server.port"),
-        ({}, {}, ["--larning-rate", "1"], "--larning-rate", "", "--learning-rate?"),
-        ({}, {}, ["--env.group_size"], "--env.group_size", "nothing", "value"),
-        ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam", "", "environments.name?"),
-        ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "--env", "2 environments", "file"),
-        ({"environments": 3}, {}, [], "environments", "3", "[[environments]]"),
-        ({"environments": [{"env": 3}]}, {}, [], "environments.env", "3", "table"),
-        ({"trainer": 3}, {}, [], "trainer", "3", "[trainer]"),
-        ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization", "7", "1"),
-        *(
-            ({}, {"server.extra_args": words}, [], "--server.extra-args", words.partition("=")[0], own)
-            for words, own in (
-                ("--tensor-parallel-size=2", "--server.tensor-parallel-size"),
-                ("-tp=2", "--server.tensor-parallel-size"),
-                ("--max-model-len=9", "--server.max-model-len"),
-                ("--dtype=float16", "--server.dtype"),
-                ("--api-key=k", "--server.api-key"),
-            )
-        ),
-        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "--vllm-extra-args", "--dtype", "--server.dtype"),
-        (
-            {},
-            {"vllm_extra_args": "--logits-dtype,model"},
-            [],
-            "--vllm-extra-args",
-            "--logits-dtype",
-            "--logits-dtype",
-        ),
-        ({}, {"api.extra_args": "--api-key,k"}, [], "--api.extra-args", "--api-key", "--rollout-api-key"),
-        (
-            {},
-            {"vllm_dtype": "float16", "server.dtype": "bfloat16"},
-            [],
-            *("--server.dtype", "bfloat16 and --vllm-dtype float16", "leave one out"),
-        ),
-        (
-            {"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}},
-            {},
-            [],
-            *("--max-model-len", "8 and --server.max-model-len 9", "leave one out"),
-        ),
-        (
-            {},
-            {"lora_r": "8", "lora_rank": "16", "weight_bridge_mode": "lora_only"},
-            [],
-            *("--lora-rank", "16 and --lora-r 8", "one"),
-        ),
-        ({"trainer": {"server": {"port": 9001}}}, {}, [], "trainer.server", "", "[server]"),
-        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", ", ".join(BUILT_IN)),
-        ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
-        ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
-        ({}, {}, ["--vllm-prt", "8"], "--vllm-prt", "", "--vllm-port?"),
-        ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
-        ({}, {}, ["sums"], "sums", "a word without a flag", "--NAME VALUE"),
+        ({"trainr": {}}, "trainr", "trainer?"),
+        ({"server": {"prt": 1}}, "server.prt", "server.port?"),
+        ({"environments": [{"nam": "x"}]}, "environments.nam", "environments.name?"),
+        ({"environments": 3}, "environments", "[[environments]]"),
+        ({"environments": [{"env": 3}]}, "environments.env", "table"),
+        ({"trainer": 3}, "trainer", "[trainer]"),
+        ({"trainer": {"server": {"port": 9001}}}, "trainer.server", "[server]"),
+        ({"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}}, "--max-model-len", "leave one out"),
     ],
 )
-def test_a_runs_errors(
-    file: dict[str, object], flags: dict[str, object], args: list[str], field: str, got: str, helps: str
-) -> None:
+def test_options_of_a_runs_file_that_are_refused(file: dict[str, object], field: str, helps: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_run(file, {"model_name": "m", **flags}, args)
-    assert (error.value.field, error.value.got) == (field, got)
-    assert helps in f"{error.value.wanted}; {error.value.fix}"
+        build_run(file, {"model_name": "m"})
+    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
 
 
 @pytest.mark.parametrize(
-    ("args", "written", "meant"),
+    ("flags", "field", "helps"),
     [
-        (["--env.group_sise", "8"], "env.group_sise", "env.group_size?"),
-        (["--openai.modl_name", "8"], "openai.modl_name", "openai.model_name?"),
+        ({"vllm_host": "h"}, "--vllm-host", "--server.port"),
+        ({"server.gpu_memory_utilization": "7"}, "--server.gpu-memory-utilization", "1"),
+        ({"server.extra_args": "--tensor-parallel-size=2"}, "--server.extra-args", "--server.tensor-parallel-size"),
+        ({"server.extra_args": "-tp=2"}, "--server.extra-args", "--server.tensor-parallel-size"),
+        ({"server.extra_args": "--max-model-len=9"}, "--server.extra-args", "--server.max-model-len"),
+        ({"server.extra_args": "--dtype=float16"}, "--server.extra-args", "--server.dtype"),
+        ({"server.extra_args": "--api-key=k"}, "--server.extra-args", "--server.api-key"),
+        ({"vllm_extra_args": "--dtype=float16"}, "--vllm-extra-args", "--server.dtype"),
+        ({"vllm_extra_args": "--logits-dtype,model"}, "--vllm-extra-args", "--logits-dtype"),
+        ({"api.extra_args": "--api-key,k"}, "--api.extra-args", "--rollout-api-key"),
+        ({"vllm_dtype": "float16", "server.dtype": "bfloat16"}, "--server.dtype", "leave one out"),
+        ({**LORA, "lora_r": "8", "lora_rank": "16"}, "--lora-rank", "one"),
+        ({"env": "gsm9k"}, "--env", ", ".join(BUILT_IN)),
     ],
 )
-def test_an_environments_settings_are_checked_before_it_runs(args: list[str], written: str, meant: str) -> None:
+def test_options_of_a_run_that_are_refused(flags: dict[str, object], field: str, helps: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_run({}, {"model_name": "m"}, args)
-    assert error.value.field.startswith("--env arithmetic")
-    assert written in str(error.value) and meant in str(error.value)
+        build_run({}, {"model_name": "m", **flags})
+    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "got", "wanted"),
+    ("words", "field", "helps"),
     [
-        ({"save_path": 5}, "--save-path", "5", "path"),
-        ({**LORA, "lora_adapter": 5}, "--lora-adapter", "5", "path"),
-        ({"server": 5}, "server", "5", "[server]"),
-        ({"vllm_port": 9001, "server": {"port": 9002}}, "--server.port", "9002 and --vllm-port 9001", "one value"),
+        ("--larning-rate 1", "--larning-rate", "--learning-rate?"),
+        ("--env.group_size", "--env.group_size", "value"),
+        ("--envv.group_size 8", "--envv.group_size", "--env.group_size?"),
+        ("--server.prt 8", "--server.prt", "--server.port?"),
+        ("--vllm-prt 8", "--vllm-prt", "--vllm-port?"),
+        ("--zzzzzz 8", "--zzzzzz", "--help"),
+        ("sums", "sums", "--NAME VALUE"),
+        # an environment's settings are checked before it runs
+        ("--env.group_sise 8", "--env arithmetic: env.group_sise", "env.group_size?"),
+        ("--openai.modl_name 8", "--env arithmetic: openai.modl_name", "openai.model_name?"),
     ],
 )
-def test_a_wrong_value_is_one_problem_even_where_others_follow_from_it(
-    given: dict[str, object], field: str, got: str, wanted: str
-) -> None:
+def test_words_of_a_run_that_are_refused(words: str, field: str, helps: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {"model_name": "m", **given})
-    (problem,) = error.value.problems
-    assert (problem.field, problem.got) == (field, got) and wanted in problem.wanted
+        build_run({}, {"model_name": "m"}, words.split())
+    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
 
 
-def test_every_wrong_value_is_a_problem_of_its_own() -> None:
+def test_one_environment_by_flag_beside_several_of_a_file_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {"model_name": "m", "lr": 0, "seq_len": 1})
-    assert {(problem.field, problem.got) for problem in error.value.problems} == {("--lr", "0"), ("--seq-len", "1")}
+        build_run({"environments": [{}, {}]}, {"model_name": "m", "env": "arithmetic"})
+    assert error.value.field == "--env"
 
 
 def test_a_tilde_is_the_home_folder_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,9 +308,6 @@ def test_a_flag_wins_over_another_name_of_it_in_the_file() -> None:
     assert config.run_dir == Path("b")
 
 
-LORA = {"weight_bridge_mode": "lora_only"}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -414,28 +365,6 @@ def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
     assert "gsm8k" in said and "verifiers" in said
     bridge = [line for line in said.splitlines() if "--weight-bridge-mode" in line or "--proof" in line]
     assert "--weight-bridge-mode" in bridge[0], "it comes first in its group"
-
-
-def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
-    said = CliRunner().invoke(app, ["run", "--help-all"], env={"COLUMNS": "100"}).output
-    for mode in ("none", "shared_vllm", "lora_only", "lora_restart"):
-        assert re.search(rf"(?m)\b{mode}: \w", said), mode
-    for choice in ("flash_attention_2", "adamw_8bit", "lora_restart", "tensorboard"):
-        assert choice in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field", "helps"),
-    [
-        (["--lerning-rate", "1"], "--lerning-rate", "--learning-rate?"),
-        (["--lerning-rate=1"], "--lerning-rate", "--learning-rate?"),
-        (["sums"], "sums", "--NAME VALUE"),
-    ],
-)
-@pytest.mark.parametrize("command", ["train", "run"])
-def test_every_command_suggests_what_was_meant(command: str, arguments: list[str], field: str, helps: str) -> None:
-    done = grpo(command, "--model", "m", *arguments)
-    assert done.returncode == 2 and done.stderr.startswith(f"grpo: {field}: ") and helps in done.stderr
 
 
 def test_help_begins_with_what_most_people_want() -> None:
@@ -510,3 +439,106 @@ def test_data_and_rewards_that_do_not_fit_are_named(
     with pytest.raises(ConfigError) as caught:
         environment_of(file, flags, args)
     assert field in [problem.field for problem in caught.value.problems]
+
+
+# flags together with a file ---------------------------------------------------------------------------------
+
+
+OF_A_MODE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
+
+
+def made(by: dict[str, Any], file: dict[str, Any] = OF_A_MODE) -> TrainConfig:
+    return build(TrainConfig, override(TrainConfig, file, by))
+
+
+def test_a_flag_wins_by_whichever_of_its_names() -> None:
+    bridge = made({"lora_r": 16, "lr": 1e-4})
+    assert bridge.weight_bridge_mode == "lora_only" and (bridge.lora_r, bridge.lora_alpha) == (16, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("by", "mode"),
+    [
+        ({"weight_bridge_mode": "none"}, "none"),
+        ({"weight_bridge_mode": "shared_vllm"}, "shared_vllm"),
+        ({"single_copy": True}, "shared_vllm"),
+    ],
+)
+def test_another_mode_takes_the_files_options_of_its_own_along(
+    by: dict[str, Any], mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = made(by)
+    assert config.weight_bridge_mode == mode and config.lr == 1e-3
+    assert [record.args for record in caplog.records] == [("--weight-bridge-mode", mode, "lora-rank, lora_alpha")]
+
+
+def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogCaptureFixture) -> None:
+    assert made({"weight_bridge_mode": "lora_only"}) == made({})
+    restart = made({"weight_bridge_mode": "lora_restart", "lora_r": 16}, {**OF_A_MODE, "lora_keep_versions": 4})
+    assert (restart.weight_bridge_mode, restart.lora_r, restart.lora_alpha) == ("lora_restart", 16, 32.0)
+    (warning,) = caplog.records
+    assert warning.args == ("--weight-bridge-mode", "lora_restart", "lora_keep_versions")
+
+
+@pytest.mark.parametrize("file", [{"single_copy": True}, {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}])
+def test_single_copy_is_a_mode_in_a_file_too_and_can_be_undone(file: dict[str, Any]) -> None:
+    file = {"model": "m", **file}
+    assert made({"weight_bridge_mode": "lora_only"}, file).weight_bridge_mode == "lora_only"
+    assert made({"single_copy": False, "weight_bridge_mode": "none"}, file).weight_bridge_mode == "none"
+    assert made({}, file).weight_bridge_mode == "shared_vllm"
+    assert made({"single_copy": False}).weight_bridge_mode == "lora_only"
+
+
+@pytest.mark.parametrize(
+    ("file", "by", "field"),
+    [
+        ({"weight_bridge_mode": "none"}, {}, "--lora-r"),
+        ({}, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r"),  # given for this very mode
+        ({"vllm_restart_interval": 5}, {"weight_bridge_mode": "lora_only"}, "--vllm-restart-interval"),
+        ({"vllm_restart_interval": 5}, {"weight_bridge_mode": "shared_vllm"}, "--vllm-restart-interval"),
+        ({"lora_rnak": 4}, {"weight_bridge_mode": "none"}, "lora_rnak"),
+        ({}, {"weight_bridge_mode": "nine"}, "--weight-bridge-mode"),
+    ],
+)
+def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        made(by, OF_A_MODE | file)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
+def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
+    file = read_toml(ROOT / "configs" / "quickstart.toml")
+    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.weight_bridge_mode == mode
+
+
+# numbers and ranges as flags --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0-3,28-31", (0, 1, 2, 3, 28, 29, 30, 31)), ("5", (5,)), (" 7, 1-2 ,2", (1, 2, 7)), ("3-3", (3,))],
+)
+def test_numbers_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
+    assert parse_ranges(text) == numbers
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_what_is_written_is_read_back(numbers: set[int]) -> None:
+    text = format_ranges(numbers)
+    assert parse_ranges(text) == tuple(sorted(numbers))
+    assert format_ranges(parse_ranges(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        *(("", "nothing"), ("1,,2", "nothing"), ("0,a", "a"), ("3-", "3-"), ("-3", "-3"), ("4-2", "4-2")),
+        *(("1.5", "1.5"), ("0-99999", "0-99999")),
+    ],
+)
+def test_anything_else_is_refused(text: str, got: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_ranges(text)
+    assert error.value.got == got and "0-3,28-31" in error.value.wanted

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,9 +16,11 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.places import Node, Place, gpus_of_run, place_run
-from grpo_trainer.launch.plan import RunPlan, plan_run
+from grpo_trainer.errors import ConfigError, ProcessFailedError
+from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, gpus_of_run, place_run
+from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
+from grpo_trainer.launch.replan import Replanner
+from grpo_trainer.run import planned
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a", "cluster": "auto"}
 
@@ -135,3 +140,194 @@ def test_trainers_on_two_nodes_meet_at_the_heads_address() -> None:
 
 def test_a_place_without_a_cluster_is_here() -> None:
     assert Place().is_here and Place().address == "127.0.0.1"
+
+
+# where a run's processes start again once their machine is lost, and one more server ------------------------
+
+
+HEAD, B, C, D = (Node(name, f"10.0.0.{number}", 1, id=name, is_head=number == 1) for number, name in enumerate("abcd"))
+CLUSTER_PORTS = {"api": 8000, "server": 9001, "server-2": 9002, "trainers": 7000}
+
+
+def two_servers(tmp_path: Path, **flags: Any) -> RunConfig:
+    base = {"model_name": "m", "weight_bridge_mode": "lora_only", "run_dir": str(tmp_path), "server.replicas": 2}
+    return build_run({}, {**base, **flags})
+
+
+class Machines:
+    """A cluster of nodes, each with room for one process, which it gives to a process that asks for the second time."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes = nodes
+        self.lost: set[Node] = set()
+        self.asked: dict[str, Place] = {}
+        self.silent = False
+
+    def is_lost(self, place: Place) -> bool:
+        return place.node in self.lost
+
+    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
+        if name in self.asked:
+            return self.asked.pop(name)
+        used = {place.node for place in (*taken, *self.asked.values())}
+        if free := [node for node in self.nodes if node not in used and node not in self.lost]:
+            self.asked[name] = Place(free[0], tuple(range(gpus)), name)
+        return None
+
+    def forget(self, name: str) -> None:
+        self.asked.pop(name, None)
+
+    def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
+        if self.silent:
+            raise ProcessFailedError("no answer", field="node")
+        return dict.fromkeys(wanted, 5555)
+
+
+def replanner(config: RunConfig, machines: Machines, **options: Any) -> tuple[Replanner, dict[str, ProcessSpec]]:
+    places = place_run(config, machines.nodes[:3], on_gpu=False)
+    plan = partial(planned, on_gpu=False)
+    specs = {process.name: process for process in plan(config, CLUSTER_PORTS, places).processes}
+    return Replanner(config, CLUSTER_PORTS, places, plan, machines=cast(Any, machines), **options), specs
+
+
+def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> None:
+    config = two_servers(tmp_path)
+    plan = plan_run(config, CLUSTER_PORTS, python=sys.executable, on_gpu=False)
+    specs = {process.name: process for process in plan.processes}
+    again = Replanner(config, CLUSTER_PORTS, NO_PLACES, partial(planned, on_gpu=False))
+    placed = again.placed([specs["server-2"], specs["trainer"]])
+    assert placed is not None
+    assert list(placed) == [specs["server-2"], specs["trainer"]]
+
+
+def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(two_servers(tmp_path), machines)
+    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
+    assert lost.place.node is not None
+    machines.lost.add(lost.place.node)
+    assert again.placed([lost]) is None, "a machine was asked"
+    machines.silent = True
+    assert again.placed([lost]) is None, "the machine has given room, and does not answer"
+    machines.silent = False
+    placed = again.placed([lost])
+    assert placed is not None
+    (server,) = placed
+    assert server.name == lost.name and server.place.node not in (lost.place.node, None)
+    assert server.ready_url == f"http://{server.place.address}:5555/health"
+    assert "5555" in server.argv and server.place.address in server.argv
+
+
+def test_without_a_free_machine_a_server_waits(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C)
+    again, specs = replanner(two_servers(tmp_path), machines)
+    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
+    assert lost.place.node is not None
+    machines.lost |= {B, C}
+    assert [again.placed([lost]) for _ in range(3)] == [None, None, None]
+
+
+def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(two_servers(tmp_path, trainer_gpus=2), machines)
+    assert specs["trainer-1"].place.node == B
+    machines.lost.add(B)
+    trainers = [specs["trainer"], specs["trainer-1"]]
+    assert again.placed(trainers) is None
+    placed = again.placed(trainers)
+    assert placed is not None
+    assert [spec.place.node for spec in placed] == [HEAD, D]
+    assert all(spec.again == ("--resume", "auto") for spec in placed)
+    assert {spec.env["MASTER_ADDR"] for spec in placed} == {HEAD.address}
+
+
+def test_one_more_server_has_the_options_of_the_others(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(two_servers(tmp_path), machines)
+    added = again.another_server(None)
+    assert again.placed([added]) is None
+    placed = again.placed([added])
+    assert placed is not None
+    (server,) = placed
+    assert (server.name, server.place.node) == ("server-3", D)
+    seeds = [each.argv[each.argv.index("--seed") + 1] for each in (specs["server-2"], server)]
+    assert seeds[0] != seeds[1]
+    its = {"9002", specs["server-2"].place.address, seeds[0]}
+    of_others = [word for word in specs["server-2"].argv if word not in its]
+    assert [word for word in server.argv if word not in ("5555", D.address, seeds[1])] == of_others
+    later = again.another_server(None)
+    assert [again.placed([later]) for _ in range(3)] == [None, None, None], "no machine is left"
+    again.vacate("server-3")
+    placed = again.placed([later])
+    assert placed is not None
+    assert (placed[0].name, placed[0].place) == ("server-4", server.place), "the place of the server that has left"
+
+
+def test_trainers_keep_the_room_that_they_have_until_there_is_room_for_all(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(two_servers(tmp_path, trainer_gpus=3, **{"server.replicas": 1}), machines)
+    trainers = [specs[name] for name in ("trainer", "trainer-1", "trainer-2")]
+    assert [spec.place.node for spec in trainers] == [HEAD, B, C]
+    machines.lost |= {B, C}
+    assert [again.placed(trainers) for _ in range(3)] == [None, None, None], "D alone is not enough"
+    newcomer = Node("e", "10.0.0.9", 1, id="e")
+    machines.nodes += (newcomer,)
+    assert again.placed(trainers) is None
+    placed = again.placed(trainers)
+    assert placed is not None and {spec.place.node for spec in placed} == {HEAD, D, newcomer}
+
+
+def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> None:
+    big = [Node(name, f"10.0.0.{number}", 2, id=name, is_head=number == 1) for number, name in enumerate("abc", 1)]
+    machines = Machines(*big)
+    config = two_servers(tmp_path, trainer_gpus=3, **{"server.replicas": 1, "server.tensor-parallel-size": 2})
+    places = {"trainer": Place(big[0], (0,)), "trainer-1": Place(big[0], (1,)), "trainer-2": Place(big[1], (0,))}
+    places["server"] = Place(big[2], (0, 1))
+    plan = partial(planned, on_gpu=True)
+    specs = {process.name: process for process in plan(config, CLUSTER_PORTS, places).processes}
+    again = Replanner(config, CLUSTER_PORTS, places, plan, machines=cast(Any, machines), on_gpu=True)
+    again.vacate("server")
+    machines.lost.add(big[1])
+    placed = again.placed([specs[name] for name in ("trainer", "trainer-1", "trainer-2")])
+    assert placed is not None and placed[2].place == Place(big[2], (0,))
+    server = again.placed([specs["server"]])
+    assert server is None, "one of two GPUs is free"
+
+
+def test_a_server_here_gets_the_gpus_that_are_named(tmp_path: Path) -> None:
+    config = two_servers(tmp_path, **{"server.gpus": "1;2"})
+
+    def plan(config: RunConfig, ports: Mapping[str, int], places: Places) -> Any:
+        if len((config.server.gpus or "").split(";")) != config.server.replicas:
+            raise ConfigError("one entry each", field="--server.gpus", got=config.server.gpus)
+        return plan_run(config, ports, python=sys.executable, on_gpu=True, places=places)
+
+    again = Replanner(config, CLUSTER_PORTS, NO_PLACES, plan)
+    with pytest.raises(ConfigError):
+        again.another_server(None)
+    server = again.another_server("3")
+    assert server is not None and (server.name, server.env["CUDA_VISIBLE_DEVICES"]) == ("server-3", "3")
+
+
+def test_the_only_server_of_a_run_keeps_its_gpu_when_another_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    config = two_servers(tmp_path, **{"server.replicas": 1})
+    plan = partial(planned, on_gpu=True)
+    again = Replanner(config, {**CLUSTER_PORTS, "trainers": 7000}, NO_PLACES, plan, on_gpu=True)
+    with pytest.raises(ConfigError) as error:
+        again.another_server(None)
+    assert error.value.field == "--gpus"
+    server = again.another_server("6")
+    assert server is not None and server.env["CUDA_VISIBLE_DEVICES"] == "6"
+    assert again._config.server.gpus == "5;6"  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:
+    big, small = Node("big", "1", 4, 8, id="big"), Node("small", "2", 1, 2, id="small")
+    places = {"server": Place(big, (0, 1)), "server-2": Place(big, (0, 1), "later"), "trainer": Place(small, (0,))}
+    assert free_nodes([big, small], places.values(), 1) == []
+    del places["server-2"]
+    assert free_nodes([big, small], places.values(), 2) == [big]
+    assert free_nodes([small, big], places.values(), 0) == [big, small]

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import shlex
+import socket
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from environments.api.__main__ import parse as parse_api
 from environments.running.settings_check import BUILT_IN
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig, environment_command
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, PortBusyError
+from grpo_trainer.launch.by_hand import commands_to_start
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process, started_again
+from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.run import empty_old_queue
+from tests.processes import free_port
+from vllm_server.flags import early
 
 PORTS = {"api": 8123, "server": 9123}
 
@@ -521,3 +530,108 @@ def test_a_trainers_servers() -> None:
     each = build(TrainConfig, given).server.each
     assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
     assert all(vllm.api_key == "k" and vllm.also == () for vllm in each)
+
+
+# what `grpo train` alone needs ------------------------------------------------------------------------------
+
+
+def by_hand(**flags: Any) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "my models/m", "weight_bridge_mode": "lora_only", "seq_len": 64, **flags})
+
+
+def words(config: TrainConfig, what: str) -> list[list[str]]:
+    found = commands_to_start(config, on_gpu=False, there=lambda _: False)
+    (commands,) = [commands for name, commands in found.items() if what in name]
+    return [shlex.split(command) for command in commands]
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    return dict(pairwise(command))
+
+
+def test_the_server_has_the_trainers_model_port_length_and_adapters() -> None:
+    (command,) = words(by_hand(vllm_port=9007, lora_r=8, log_dir="/logs"), "inference server")
+    given = pairs(command)
+    assert command[:2] == ["grpo", "serve"]
+    assert (given["--model"], given["--port"], given["--max-model-len"]) == ("my models/m", "9007", "64")
+    assert (given["--max-lora-rank"], given["--lora-root"]) == ("8", "/logs/adapters")
+    assert early(command[2:]).port == 9007
+
+
+def test_a_server_of_shared_weights_is_started_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    shared = by_hand(weight_bridge_mode="shared_vllm", vllm_config_path="/b.json")
+    (command,) = words(shared, "inference server")
+    assert "--shared-weights" in command and pairs(command)["--bridge-config-path"] == "/b.json"
+    assert command[0].startswith("VLLM_API_KEY=") and "secret" not in " ".join(command)
+
+
+def test_the_api_listens_where_the_trainer_asks() -> None:
+    api, environment = words(by_hand(rollout_url="http://localhost:8123"), "rollout API")
+    assert api[:2] == ["grpo", "api"] and parse_api(api[2:]).port == 8123
+    assert pairs(environment)["--env.rollout_server_url"] == "http://localhost:8123"
+
+
+def test_what_is_there_or_the_trainer_starts_itself_is_not_named() -> None:
+    assert commands_to_start(by_hand(), on_gpu=False, there=lambda _: True) == {}
+    owned = commands_to_start(by_hand(weight_bridge_mode="none"), on_gpu=False, there=lambda _: False)
+    assert [name.split(" at ")[0] for name in owned] == ["rollout API"]
+    nobody = by_hand(vllm_port=free_port(), rollout_url=f"http://127.0.0.1:{free_port()}")
+    assert len(commands_to_start(nobody, on_gpu=False)) == 2
+
+
+# ports for a run's processes --------------------------------------------------------------------------------
+
+
+def test_a_busy_port_names_its_holder_and_free_ones_differ() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"api": port, "server": 0})
+        assert error.value.field == "--api.port"
+        assert str(port) in error.value.got and f"pid {os.getpid()}" in error.value.got
+        assert error.value.exit_code == 2
+    claimed = claim_ports({"a": 0, "b": 0, "c": 0})
+    assert list(claimed) == ["a", "b", "c"]
+    assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5
+
+
+def test_free_ports_are_those_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    assert claim_ports({"a": 0})["a"] in FREE_PORTS
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server that starts: it does not listen yet
+        holder.bind(("127.0.0.1", port := free_port()))
+        monkeypatch.setenv(VARIABLE, f"{port}-{port + 1}")
+        assert claim_ports({"a": 0}) == {"a": port + 1}
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"a": 0, "b": 0})
+        assert error.value.field == VARIABLE and "held" in error.value.got.split()
+
+
+def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls in a row, with held ports between."""
+    first = free_port()
+    monkeypatch.setenv(VARIABLE, f"{first}-{first + 19}")
+    with ExitStack() as held:
+        for port in range(first, first + 20, 2):
+            with suppress(OSError):  # a server of another test holds it
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        assert len({free_port() for _ in range(5)}) == 5
+
+
+@pytest.mark.parametrize("given", ["x", "1", "9-8", "2009-2008", "0-5000", "65535-65536", "-1-5"])
+def test_a_range_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(VARIABLE, given)
+    with pytest.raises(PortBusyError) as error:
+        claim_ports({"a": 0})
+    assert (error.value.field, error.value.got) == (VARIABLE, given)
+
+
+def test_one_port_for_two_processes_is_refused() -> None:
+    port = free_port()
+    with pytest.raises(PortBusyError) as error:
+        claim_ports({"api": port, "server": port})
+    assert error.value.field == "ports" and error.value.got == f"api {port}, server {port}"

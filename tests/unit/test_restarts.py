@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,15 +14,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
-from grpo_common.roster import Member, Served, in_use, read_members
+from grpo_common.roster import FOLDER, MEMBERS_FILE, SERVED_FILE, Member, Served, in_use, read_members
+from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.launch import fleet, supervisor
-from grpo_trainer.launch.fleet import FOLDER, Answer, Request, answer_all, request
+from grpo_trainer.launch.fleet import FOLDER as REQUESTS
+from grpo_trainer.launch.fleet import Answer, Request, answer_all, request
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.servers import change, rows
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, free_port, spec
 
 TWICE = """
@@ -370,7 +375,7 @@ def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: Path) -> None:
-    folder = tmp_path / FOLDER
+    folder = tmp_path / REQUESTS
     folder.mkdir()
     drops = {name: msgspec.json.encode(Request("drop", f"http://{name}:1")) for name in ("b", "c")}
     for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops}.items():
@@ -386,3 +391,57 @@ def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: 
     assert obeyed == ["http://b:1"]
     answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer).done for path in folder.iterdir()}
     assert answers == {"a": False, "a2": False, "b": True}
+
+
+# `grpo servers` ---------------------------------------------------------------------------------------------
+
+
+A, B, C, D = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003, 9004))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / FOLDER).mkdir()
+    members = [
+        Member("server", A, "n1", "running"),
+        Member("server-2", B, "n2", "running", 2),
+        Member("server-3", C, "n2", "running"),
+        Member("server-4", D, "n2", "restarting", 2),
+    ]
+    served = {A: Served(1, 7), B: Served(1, 6), C: Served(1, None, "unproved"), D: Served(1, 7)}
+    (tmp_path / FOLDER / MEMBERS_FILE).write_bytes(msgspec.json.encode(members))
+    (tmp_path / FOLDER / SERVED_FILE).write_bytes(msgspec.json.encode(served))
+    return tmp_path
+
+
+def test_a_server_serves_once_its_present_process_has_a_version(run: Path) -> None:
+    found = [(row.name, row.state, row.version, row.note) for row in rows(run)]
+    assert found == [
+        ("server", "serves", 7, ""),
+        ("server-2", "running", None, ""),
+        ("server-3", "running", None, "unproved"),
+        ("server-4", "restarting", None, ""),
+    ]
+
+
+def test_the_list_is_printed_as_a_table_and_as_json(run: Path) -> None:
+    table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)])
+    assert table.exit_code == 0 and all(name in table.output for name in ("server-4", "n2", "serves"))
+    done = CliRunner().invoke(app, ["servers", "--run-dir", str(run), "--json"])
+    assert [row["url"] for row in json.loads(done.output)] == [A, B, C, D]
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9001", "http://host", "http://host:9001/v1", "https://host:1"])
+def test_an_address_of_another_form_is_refused(run: Path, url: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        change(run, Request("add", url))
+    assert (error.value.field, error.value.got) == ("URL", url)
+
+
+def test_a_run_that_is_over_or_has_no_list_is_not_changed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ConfigError) as over:
+        change(run, Request("add"))
+    assert over.value.field == "RUN_DIR"
+    with pytest.raises(ConfigError) as none:
+        change(tmp_path_factory.mktemp("other"), Request("add"))
+    assert none.value.field == "RUN_DIR"
