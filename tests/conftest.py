@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,15 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -
         if not folder.exists():
             subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return folder
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """A port at which this process listens."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture

@@ -133,14 +133,12 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     assert done.exit_code == 0 and not folder.exists()
 
 
-def test_what_would_stop_the_run_stops_the_dry_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_stop_the_run_stops_the_dry_one(
+    model: Path, busy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        config = build_run({}, {**BASE, "model_name": str(model), "api.port": holder.getsockname()[1]})
-        with pytest.raises(PortBusyError) as error:
-            dry_run.look_ahead(config)
+    with pytest.raises(PortBusyError) as error:
+        dry_run.look_ahead(build_run({}, {**BASE, "model_name": str(model), "api.port": busy_port}))
     assert error.value.field == "--api.port"
     with pytest.raises(ConfigError) as wrong:
         CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)

@@ -181,6 +181,7 @@ HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
         "import grpo_trainer.config.train, grpo_trainer.config.run",
         "import environments.api.wire",
         "import vllm_server.protocol",
+        "from grpo_trainer.doctor.checks import examine; from grpo_trainer.machine import look; examine(look(), None)",
     ],
 )
 def test_light_edges(code: str) -> None:

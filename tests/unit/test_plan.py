@@ -21,185 +21,191 @@ from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.by_hand import commands_to_start
-from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process, started_again
+from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, ProcessSpec, RunPlan, plan_run, server_process, started_again
 from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.run import empty_old_queue
 from tests.processes import free_port
 from vllm_server.flags import early
 
-PORTS = {"api": 8123, "server": 9123}
+PORTS = {"api": 8123, "server": 9123, "server-2": 9124, "server-3": 9125, "trainers": 7000}
+KEPT = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
+THREE = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
 
 
-def plan(
-    flags: dict[str, Any] | None = None,
-    *,
-    on_gpu: bool = False,
-    file: dict[str, Any] | None = None,
-    cache_bytes: int | None = None,
-) -> RunPlan:
+def a_run(file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
     base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
-    config: RunConfig = build_run(file or {}, {**base, **(flags or {})})
-    return plan_run(config, PORTS, python="py", on_gpu=on_gpu, cache_bytes=cache_bytes)
+    return build_run(file or {}, {**base, **flags})
+
+
+def plan(*, on_gpu: bool = False, file: dict[str, Any] | None = None, **flags: Any) -> RunPlan:
+    return plan_run(a_run(file, **flags), PORTS, python="py", on_gpu=on_gpu)
 
 
 def option(argv: tuple[str, ...], flag: str) -> str:
     return argv[argv.index(flag) + 1]
 
 
-def names_of(made: RunPlan) -> list[list[str]]:
-    return [[process.name for process in stage] for stage in made.stages]
+def processes_of(made: RunPlan, kind: str) -> list[ProcessSpec]:
+    return [process for process in made.processes if process.name.rstrip("-0123456789") == kind]
 
 
-def test_all_start_together_where_nobody_measures_a_gpu() -> None:
-    together = [["api", "server", "trainer", "env-arithmetic"]]
-    assert names_of(plan()) == together
-    assert names_of(plan(on_gpu=True, cache_bytes=1000)) == together
-    assert names_of(plan({"server.extra_args": "--kv-cache-memory-bytes=1000"}, on_gpu=True)) == together
+def server_of(made: RunPlan) -> ProcessSpec:
+    (server,) = processes_of(made, "server")
+    return server
 
 
-def test_several_trainer_processes_start_with_the_server_too() -> None:
-    flags = {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"}
-    own = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
-    for config, cache_bytes in ((build_run({}, flags), 1000), (build_run({}, flags | own), None)):
-        made = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True, cache_bytes=cache_bytes)
-        assert names_of(made) == [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]
+def trainers_file(made: RunPlan) -> TrainConfig:
+    return build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
 
 
-def test_a_trainer_comes_later_where_the_server_measures_the_gpu() -> None:
-    assert names_of(plan(on_gpu=True)) == [["api", "server", "env-arithmetic"], ["trainer"]]
+def environments_file(made: RunPlan) -> dict[str, Any]:
+    return made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+
+
+TOGETHER = ["api", "server", "trainer", "env-arithmetic"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "cache_bytes", "stages"),
+    [
+        ({}, False, None, [TOGETHER]),
+        ({}, True, 1000, [TOGETHER]),
+        (KEPT, True, None, [TOGETHER]),
+        ({"trainer_gpus": "2"}, True, 1000, [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]),
+        ({"trainer_gpus": "2"} | KEPT, True, None, [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]),
+        # where the server measures the GPU
+        ({}, True, None, [["api", "server", "env-arithmetic"], ["trainer"]]),
+        # the trainer starts its servers itself
+        ({"weight_bridge_mode": "none"}, True, None, [["api", "trainer", "env-arithmetic"]]),
+        ({"weight_bridge_mode": "none"}, False, None, [["api", "trainer", "env-arithmetic"]]),
+        ({"weight_bridge_mode": "lora_restart"}, True, None, [["api", "trainer", "env-arithmetic"]]),
+        (THREE | {"weight_bridge_mode": "none"}, True, None, [["api", "trainer", "env-arithmetic"]]),
+    ],
+)
+def test_plan_stages(flags: dict[str, Any], on_gpu: bool, cache_bytes: int | None, stages: list[list[str]]) -> None:
+    made, again = (
+        plan_run(a_run(**flags), PORTS, python="py", on_gpu=on_gpu, cache_bytes=cache_bytes) for _ in range(2)
+    )
+    assert [[process.name for process in stage] for stage in made.stages] == stages
+    assert made == again
 
 
 def test_the_servers_cache_is_as_large_as_was_planned() -> None:
-    server = plan(on_gpu=True, cache_bytes=1000).processes[1]
+    server = server_of(plan_run(a_run(), PORTS, python="py", on_gpu=True, cache_bytes=1000))
     assert option(server.argv, "--kv-cache-memory-bytes") == "1000"
-    assert not any("kv-cache" in word for word in plan(on_gpu=True).processes[1].argv)
+    assert not any("kv-cache" in word for word in server_of(plan(on_gpu=True)).argv)
 
 
 def test_every_process_has_the_environment_of_the_run() -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "rollout_api_key": "k"})
-    made = plan_run(config, PORTS, python="py", on_gpu=True, env={"SAID": "to all"})
+    made = plan_run(a_run(rollout_api_key="k"), PORTS, python="py", on_gpu=True, env={"SAID": "to all"})
     assert all(process.env["SAID"] == "to all" for process in made.processes)
     assert made.processes[0].env["ROLLOUT_API_KEY"] == "k"
 
 
-@pytest.mark.parametrize("mode", ["none", "lora_restart"])
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_server_that_the_trainer_starts_is_no_process_of_the_run(mode: str, on_gpu: bool) -> None:
-    made = plan({"weight_bridge_mode": mode}, on_gpu=on_gpu)
-    assert names_of(made) == [["api", "trainer", "env-arithmetic"]]
-
-
 def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts() -> None:
     table = {"server.dtype": "float16", "server.max_model_len": "99", "server.gpu_memory_utilization": "0.3"}
-    table |= {"server.enforce_eager": True, "server.extra_args": "--seed,7"}
-    made = plan({"weight_bridge_mode": "none", "vllm_timeout": "50", "vllm_api_key": "k", **table}, on_gpu=True)
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    spec = server_process(trainer, python="py", on_gpu=True, model="/runs/a/checkpoints/step_3", flags=("--x", "1"))
-    argv = spec.argv
-    assert option(argv, "--model") == "/runs/a/checkpoints/step_3"
-    assert option(argv, "--served-model-name") == "demo"  # what environments ask for stays the same
-    assert option(argv, "--port") == "9123" and spec.ready_url == "http://127.0.0.1:9123/health"
-    assert option(argv, "--dtype") == "float16" and option(argv, "--max-model-len") == "99"
-    assert "--logits-dtype" not in argv  # as its device suggests
-    assert option(argv, "--gpu-memory-utilization") == "0.3" and "--enforce-eager" in argv
-    assert option(argv, "--seed") == "7" and option(argv, "--x") == "1" and "--max-lora-rank" not in argv
-    assert spec.ready_timeout == 50 and spec.env == {"VLLM_API_KEY": "k"} and "k" not in argv
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    table |= {"server.enforce_eager": True, "server.extra_args": "--seed,7", "vllm_timeout": "50", "vllm_api_key": "k"}
+    made = plan(on_gpu=True, weight_bridge_mode="none", **table)
+    model = "/runs/a/checkpoints/step_3"
+    spec = server_process(trainers_file(made), python="py", on_gpu=True, model=model, flags=("--x", "1"))
+    wanted = {
+        "--model": model,
+        "--served-model-name": "demo",  # what environments ask for stays the same
+        **{"--port": "9123", "--dtype": "float16", "--max-model-len": "99", "--gpu-memory-utilization": "0.3"},
+        **{"--seed": "7", "--x": "1"},
+    }
+    assert {flag: option(spec.argv, flag) for flag in wanted} == wanted
+    assert "--enforce-eager" in spec.argv and not {"--logits-dtype", "--max-lora-rank", "k"} & {*spec.argv}
+    assert spec.ready_url == "http://127.0.0.1:9123/health"
+    assert spec.ready_timeout == 50 and spec.env == {"VLLM_API_KEY": "k"}
+    environment = environments_file(made)
     assert environment["openai"]["api_key"] == "k"
     assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
 
 
-def seeds(flags: dict[str, Any], step: int = 0) -> list[str]:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "server.replicas": 2, **flags})
-    made = plan_run(config, {**PORTS, "server-2": 9124}, python="py", on_gpu=False, step=step)
-    return [option(process.argv, "--seed") for process in made.processes if process.name.startswith("server")]
-
-
 def test_server_seed_differs_by_server_by_start_and_by_the_runs_seed() -> None:
-    first = seeds({})
-    assert seeds({}) == first
-    others = [*seeds({"seed": 1}), *seeds({}, step=10)]
+    def seeds(step: int = 0, **flags: Any) -> list[str]:
+        made = plan_run(a_run(**{"server.replicas": 2, **flags}), PORTS, python="py", on_gpu=False, step=step)
+        return [option(server.argv, "--seed") for server in processes_of(made, "server")]
+
+    first = seeds()
+    assert seeds() == first
+    others = [*seeds(seed=1), *seeds(step=10)]
     assert len({*first, *others}) == 6
-    (server,) = [process for process in plan().processes if process.name == "server"]
+    server = server_of(plan())
     again = [option(started_again(server, start).argv, "--seed") for start in range(3)]
     assert again[0] == option(server.argv, "--seed") and len(set(again)) == 3
     assert all(0 <= int(seed) < 2**31 for seed in [*first, *others, *again])
 
 
 def test_server_seed_of_restart_modes_differs_by_version() -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "none"}).trainer
+    config = a_run(weight_bridge_mode="none").trainer
     specs = [server_process(config, python="py", on_gpu=False, model="m", step=version) for version in (0, 3, 3)]
     first, second, same = (option(spec.argv, "--seed") for spec in specs)
     assert first != second == same
 
 
 def test_server_seed_of_the_user_stays() -> None:
-    (server,) = [process for process in plan({"server.extra_args": "--seed=7"}).processes if process.name == "server"]
+    server = server_of(plan(**{"server.extra_args": "--seed=7"}))
     assert server.argv.count("--seed") == 0 and "--seed=7" in started_again(server, 1).argv
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart", "shared_vllm"])
 def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> None:
-    made = plan({"weight_bridge_mode": mode, "vllm_api_key": "door-1", "rollout_api_key": "door-2"})
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    made = plan(weight_bridge_mode=mode, vllm_api_key="door-1", rollout_api_key="door-2")
+    trainer, environment = trainers_file(made), environments_file(made)
     assert (trainer.server.api_key, trainer.rollout_api_key) == ("door-1", "door-2")
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert (environment["openai"]["api_key"], environment["env"]["rollout_api_key"]) == ("door-1", "door-2")
     api = made.processes[0]
-    servers = [process for process in made.processes if process.name == "server"]
     assert api.env["ROLLOUT_API_KEY"] == api.ready_key == "door-2"
-    assert all(server.env["VLLM_API_KEY"] == server.ready_key == "door-1" for server in servers)
+    assert all(server.env["VLLM_API_KEY"] == server.ready_key == "door-1" for server in processes_of(made, "server"))
     assert not any("door-" in word for process in made.processes for word in process.argv)
 
 
 def test_without_keys_nobody_asks_for_one() -> None:
     made = plan()
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
-    assert "rollout_api_key" not in environment["env"]
+    assert "rollout_api_key" not in environments_file(made)["env"]
     assert not any("_API_KEY" in name for process in made.processes for name in process.env)
     assert not any(process.ready_key for process in made.processes)
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only"])
 @pytest.mark.parametrize("flag", ["max_model_len", "server.max_model_len"])
-def test_environments_ask_for_no_more_than_is_served(mode: str, flag: str) -> None:
-    made = plan({"weight_bridge_mode": mode, flag: "512", "seq_len": "2048"})
-    assert made.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["max_token_length"] == 512
-    longer = plan({"weight_bridge_mode": mode, flag: "4096", "seq_len": "2048"})
-    assert longer.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["max_token_length"] == 2048
+@pytest.mark.parametrize(("served", "asked"), [("512", 512), ("4096", 2048)])
+def test_environments_ask_for_no_more_than_is_served(mode: str, flag: str, served: str, asked: int) -> None:
+    made = plan(weight_bridge_mode=mode, seq_len="2048", **{flag: served})
+    assert environments_file(made)["env"]["max_token_length"] == asked
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
 @pytest.mark.parametrize("prefix", ["", "server."])
 def test_a_server_is_spread_as_the_options_say(mode: str, prefix: str) -> None:
     degrees = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3", "data_parallel_size": "4"}
-    made = plan({"weight_bridge_mode": mode, **{prefix + name: value for name, value in degrees.items()}}, on_gpu=True)
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    own = server_process(trainer, python="py", on_gpu=True, model="m")
+    made = plan(on_gpu=True, weight_bridge_mode=mode, **{prefix + name: value for name, value in degrees.items()})
+    own = server_process(trainers_file(made), python="py", on_gpu=True, model="m")
     argv = own.argv if mode != "lora_only" else made.processes[1].argv
-    for name, value in degrees.items():
-        assert option(argv, f"--{name.replace('_', '-')}") == value
+    assert {name: option(argv, f"--{name.replace('_', '-')}") for name in degrees} == degrees
     assert not any("parallel" in word for word in plan(on_gpu=True).processes[1].argv)
 
 
-def test_the_queue_lies_in_the_runs_folder_unless_it_is_told_otherwise() -> None:
-    def stores(**flags: str) -> list[str]:
-        argv = plan({f"api.{name}": value for name, value in flags.items()}).processes[0].argv
-        return [after for word, after in pairwise(argv) if word == "--store"]
+@pytest.mark.parametrize(
+    ("flags", "stores"),
+    [({}, ["/runs/a/queue.sqlite"]), ({"api.store": "/elsewhere/q"}, ["/elsewhere/q"]), ({"api.store": "none"}, [])],
+)
+def test_the_queue_lies_in_the_runs_folder_unless_an_option_says_otherwise(
+    flags: dict[str, str], stores: list[str]
+) -> None:
+    argv = plan(**flags).processes[0].argv
+    assert [after for word, after in pairwise(argv) if word == "--store"] == stores
 
-    assert stores() == ["/runs/a/queue.sqlite"]
-    assert stores(store="/elsewhere/q") == ["/elsewhere/q"]
-    assert stores(store="none") == []
 
-
-def test_a_run_that_begins_anew_finds_no_queue_of_one_before_it(tmp_path: Path) -> None:
-    flags = {"model_name": "demo", "run_dir": str(tmp_path)}
+def test_a_run_that_begins_again_finds_no_queue_of_one_before_it(tmp_path: Path) -> None:
     queue, log = tmp_path / "queue.sqlite", tmp_path / "queue.sqlite-wal"
 
     def left(**more: str) -> bool:
         queue.touch()
         log.touch()
-        empty_old_queue(build_run({}, {**flags, **more}))
+        empty_old_queue(a_run(run_dir=str(tmp_path), **more))
         assert queue.exists() == log.exists()
         return queue.exists()
 
@@ -217,30 +223,26 @@ def test_a_run_that_begins_anew_finds_no_queue_of_one_before_it(tmp_path: Path) 
 
 def test_environments_keep_the_patience_that_they_were_given() -> None:
     file = {"environments": [{"name": "arithmetic", "env": {"retry_timeout": 5}}]}
-    made = plan({"weight_bridge_mode": "none"}, file=file)
-    assert made.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["retry_timeout"] == 5
+    assert environments_file(plan(file=file, weight_bridge_mode="none"))["env"]["retry_timeout"] == 5
 
 
 def test_a_trainer_of_all_weights_has_time_to_save_them() -> None:
     seconds = {
-        mode: next(p.stop_seconds for p in plan({"weight_bridge_mode": mode}).processes if p.name == "trainer")
+        mode: processes_of(plan(weight_bridge_mode=mode), "trainer")[0].stop_seconds
         for mode in ("none", "shared_vllm", "lora_only", "lora_restart")
     }
     assert seconds["none"] == seconds["shared_vllm"] > seconds["lora_restart"] == seconds["lora_only"]
 
 
 def test_both_ends_agree_on_ports_lora_and_folders() -> None:
-    made = plan({"lora_r": "32", "lora_name": "sums", "lora_keep_versions": "6"})
-    server = next(process for process in made.processes if process.name == "server")
-    assert option(server.argv, "--port") == "9123" and server.ready_url == "http://127.0.0.1:9123/health"
-    assert option(server.argv, "--max-lora-rank") == "32"
-    assert option(server.argv, "--lora-name") == "sums"
-    assert option(server.argv, "--lora-keep-versions") == "6"
-    assert option(server.argv, "--lora-root") == "/runs/a/adapters"
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    made = plan(lora_r="32", lora_name="sums", lora_keep_versions="6")
+    server, trainer, environment = server_of(made), trainers_file(made), environments_file(made)
+    wanted = {"--port": "9123", "--max-lora-rank": "32", "--lora-name": "sums", "--lora-keep-versions": "6"}
+    wanted |= {"--lora-root": "/runs/a/adapters"}
+    assert {flag: option(server.argv, flag) for flag in wanted} == wanted
+    assert server.ready_url == "http://127.0.0.1:9123/health" and "--shared-weights" not in server.argv
     assert trainer.server.port == 9123 and trainer.atropos_url == "http://127.0.0.1:8123"
     assert trainer.log_dir == Path("/runs/a") and trainer.save_path == Path("/runs/a/checkpoints")
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["env"]["rollout_server_url"] == "http://127.0.0.1:8123"
     assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
 
@@ -252,10 +254,8 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
     if "share_base" in flags:
         base["weight_bridge_mode"] = "lora_only"
     made = plan_run(build_run({}, {**base, **flags}), PORTS, python="py", on_gpu=on_gpu)
-    assert [process.name for process in made.processes[:2]] == ["api", "server"]
-    server = made.processes[1]
+    server, trainer = server_of(made), trainers_file(made)
     assert "--shared-weights" in server.argv
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
     assert trainer.weight_bridge_mode in ("shared_vllm", "lora_only") and trainer.shares_weights
     assert str(trainer.vllm_config_path) == option(server.argv, "--bridge-config-path")
     assert str(trainer.vllm_config_path).startswith("/runs/a/config/")
@@ -266,32 +266,27 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
         assert option(server.argv, "--gpu-memory-utilization") == "0.45" and "--enforce-eager" not in server.argv
 
 
-def test_other_servers_keep_their_weights_to_themselves() -> None:
-    assert not any("--shared-weights" in process.argv for process in plan().processes)
-
-
 @pytest.mark.parametrize(
-    ("flags", "kept"),
+    ("flags", "flag", "value"),
     [
-        ({}, "4"),
-        ({"max_staleness": "0"}, "2"),
-        ({"max_staleness": "5"}, "7"),
-        ({"max_staleness": "5", "lora_keep_versions": "3"}, "3"),
+        # the versions that samples may come from
+        ({}, "--lora-keep-versions", "4"),
+        ({"max_staleness": "0"}, "--lora-keep-versions", "2"),
+        ({"max_staleness": "5"}, "--lora-keep-versions", "7"),
+        ({"max_staleness": "5", "lora_keep_versions": "3"}, "--lora-keep-versions", "3"),
+        # the trainer's length, unless the server's is given
+        ({"seq_len": "64"}, "--max-model-len", "64"),
+        ({"seq_len": "64", "server.max_model_len": "99"}, "--max-model-len", "99"),
     ],
 )
-def test_the_server_keeps_the_versions_that_samples_may_come_from(flags: dict[str, Any], kept: str) -> None:
-    assert option(plan(flags).processes[1].argv, "--lora-keep-versions") == kept
-
-
-def test_the_servers_length_follows_the_trainers_unless_it_is_given() -> None:
-    assert option(plan({"seq_len": "64"}).processes[1].argv, "--max-model-len") == "64"
-    assert option(plan({"seq_len": "64", "server.max_model_len": "99"}).processes[1].argv, "--max-model-len") == "99"
+def test_server_option_that_follows_from_the_trainers(flags: dict[str, Any], flag: str, value: str) -> None:
+    assert option(server_of(plan(**flags)).argv, flag) == value
 
 
 def test_cuda_graphs_stay_on_and_memory_is_shared_on_a_gpu() -> None:
-    argv = plan(on_gpu=True).processes[1].argv
+    argv = server_of(plan(on_gpu=True)).argv
     assert "--enforce-eager" not in argv and option(argv, "--gpu-memory-utilization") == "0.45"
-    assert "--gpu-memory-utilization" not in plan(on_gpu=False).processes[1].argv
+    assert "--gpu-memory-utilization" not in server_of(plan()).argv
 
 
 @pytest.mark.parametrize(
@@ -299,9 +294,8 @@ def test_cuda_graphs_stay_on_and_memory_is_shared_on_a_gpu() -> None:
     [({}, True, "bfloat16"), ({}, False, "float32"), ({"dtype": "float16"}, True, "float16")],
 )
 def test_server_and_trainer_have_one_dtype(flags: dict[str, Any], on_gpu: bool, dtype: str) -> None:
-    made = plan(flags, on_gpu=on_gpu)
-    assert option(made.processes[1].argv, "--dtype") == dtype
-    assert made.config_files[Path("/runs/a/config/trainer.toml")]["dtype"] == dtype
+    made = plan(on_gpu=on_gpu, **flags)
+    assert option(server_of(made).argv, "--dtype") == trainers_file(made).dtype == dtype
 
 
 def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
@@ -309,19 +303,22 @@ def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
     assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)
 
 
+# environments ------------------------------------------------------------------------------------------------
+
+
 def test_the_options_that_a_run_derives_for_environments_are_known() -> None:
-    flags = {"weight_bridge_mode": "none", "rollout_api_key": "k"}
-    made = plan(flags, file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]})
+    file = {"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]}
+    made = plan(file=file, weight_bridge_mode="none", rollout_api_key="k")
     tables = [table["env"] for path, table in made.config_files.items() if path.name.startswith("env-")]
     assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS | {"seed"}
 
 
-def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
-    made = plan(
-        file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}, {"name": "my.envs.maze_server"}]}
-    )
-    assert [process.name for process in made.processes[3:]] == ["env-arithmetic", "env-arithmetic-2", "env-maze"]
-    assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
+def test_environments_have_names_and_files_of_their_own() -> None:
+    names = ("arithmetic", "arithmetic", "my.envs.maze_server", "tests/unit/test_plan.py:Chess")
+    made = plan(file={"environments": [{"name": name} for name in names]})
+    own = ["env-arithmetic", "env-arithmetic-2", "env-maze", "env-test_plan"]
+    assert [process.name for process in made.processes[3:]] == own
+    assert len({name for name in made.config_files if name.name.startswith("env")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -336,13 +333,7 @@ def test_environments_of_a_kind_have_their_items_in_different_orders(
     assert [table.get("seed", 0) for table in tables] == [*expected, 0]
 
 
-def test_an_unknown_environment_is_named_with_those_that_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        environment_command("xiangqi")
-    assert (error.value.field, error.value.got) == ("--env", "xiangqi")
-    assert ", ".join(BUILT_IN) in error.value.wanted and "my_envs.xiangqi" in error.value.fix
+def test_environment_command_of_a_module_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_command("arithmetic") == ("environments.arithmetic",)
     assert environment_command("my.xiangqi") == ("environments", "my.xiangqi")
     monkeypatch.chdir(tmp_path)
@@ -352,45 +343,37 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"), [("rows.jsonl", "--data rows.jsonl"), ("ches.py", "chess.py"), ("a/b.py", "path")]
+    ("name", "helps"),
+    [
+        ("xiangqi", ", ".join(BUILT_IN)),
+        ("xiangqi", "my_envs.xiangqi"),
+        ("rows.jsonl", "--data rows.jsonl"),
+        ("ches.py", "chess.py"),
+        ("a/b.py", "path"),
+        ("reverse", "mine.reverse_text"),
+        ("reverse", "mine/reverse_text.py"),
+        ("reverse", "/a/b:/c"),  # where it was searched for
+    ],
 )
-def test_a_file_that_is_no_environment_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for file in ("chess.py", "rows.jsonl"):
-        (tmp_path / file).touch()
-    with pytest.raises(ConfigError) as error:
-        environment_command(name)
-    assert (error.value.field, error.value.got) == ("--env", name) and fix in error.value.fix
-
-
-def test_an_environment_of_a_file_is_named_after_it() -> None:
-    made = plan(file={"environments": [{"name": "tests/unit/test_plan.py:Chess"}]})
-    assert [process.name for process in made.processes if "test_plan" in process.name] == ["env-test_plan"]
-
-
-def test_an_environment_that_is_not_there_says_where_it_was_looked_for_and_names_the_nearest_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_environment_command_of_what_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, helps: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/a/b:/c")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "reverse_text.py").touch()
+    for file in ("chess.py", "rows.jsonl", "mine/reverse_text.py"):
+        (tmp_path / file).touch()
     with pytest.raises(ConfigError) as error:
-        environment_command("reverse")
-    assert str(tmp_path) in error.value.summary and "/a/b:/c" in error.value.summary
-    assert "mine.reverse_text" in error.value.fix and "mine/reverse_text.py" in error.value.fix
+        environment_command(name)
+    assert (error.value.field, error.value.got) == ("--env", name)
+    assert helps in f"{error.value.wanted}; {error.value.fix}; {error.value.summary}"
 
 
-def test_planning_is_pure() -> None:
-    assert plan() == plan()
+# several trainers and servers --------------------------------------------------------------------------------
 
 
 def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "3"})
-    processes = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True).processes
-    trainers = [process for process in processes if process.name.startswith("trainer")]
+    trainers = processes_of(plan(on_gpu=True, trainer_gpus="3"), "trainer")
     assert [process.name for process in trainers] == ["trainer", "trainer-1", "trainer-2"]
     assert len({process.argv for process in trainers}) == 1
     assert [(one.env["RANK"], one.env["LOCAL_RANK"]) for one in trainers] == [("0", "0"), ("1", "1"), ("2", "2")]
@@ -402,9 +385,7 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_plan_trainers_restart_together_and_resume(gpus: str) -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": gpus})
-    processes = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True).processes
-    trainers = [process for process in processes if process.name.startswith("trainer")]
+    trainers = processes_of(plan(on_gpu=True, trainer_gpus=gpus), "trainer")
     assert {(one.restarts, one.again) for one in trainers} == {("trainers", ("--resume", "auto"))}
     assert not any("--resume" in one.argv for one in trainers)  # the first start is as the user configured it
 
@@ -412,7 +393,7 @@ def test_plan_trainers_restart_together_and_resume(gpus: str) -> None:
 def test_a_trainer_of_one_process_waits_for_no_other_where_a_job_scheduler_counts_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (trainer,) = [process for process in plan().processes if process.name == "trainer"]
+    (trainer,) = processes_of(plan(), "trainer")
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", **trainer.env}.items():
         monkeypatch.setenv(name, value)
     assert (DistributedConfig().processes, DistributedConfig().rank) == (1, 0)
@@ -423,106 +404,66 @@ def test_each_trainer_that_shares_weights_has_a_server_on_its_gpu(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    base = {"model_name": "demo", "run_dir": "/runs/a", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"}
-    config = build_run({}, {**base, **flags})
-    ports = {**PORTS, "server-2": 9124, "trainers": 7000}
-    made = plan_run(config, ports, python="py", on_gpu=True)
-    servers = [process for process in made.processes if process.name in ("server", "server-2")]
+    made = plan(on_gpu=True, trainer_gpus="2", **flags)
+    servers, trainer = processes_of(made, "server"), trainers_file(made)
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["4", "5"]
     assert all("--shared-weights" in server.argv for server in servers)
     files = [option(server.argv, "--bridge-config-path") for server in servers]
     assert files[0] == "/runs/a/config/vllm_bridge_config.json" and len(set(files)) == 2
-    ranks = [process.env["LOCAL_RANK"] for process in made.processes if process.name.startswith("trainer")]
-    assert ranks == ["0", "1"]
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert [process.env["LOCAL_RANK"] for process in processes_of(made, "trainer")] == ["0", "1"]
     assert trainer.weight_bridge_mode in ("shared_vllm", "lora_only") and trainer.vllm_config_path is None
     assert [vllm.port for vllm in trainer.server.each] == [9123, 9124]
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
-    assert environment["openai"]["base_url"].count(",") == 1
+    assert environments_file(made)["openai"]["base_url"].count(",") == 1
 
 
-def test_further_servers_share_nothing_and_given_gpus_stay() -> None:
-    made = plan_of_three(share_base=True, trainer_gpus="2")
-    assert ["--shared-weights" in server.argv for server in made.processes[1:4]] == [True, True, False]
-    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in made.processes[1:4]] == ["0", "1,2", "3"]
-
-
-@pytest.mark.parametrize("flag", ["trainer_rank", "world_size", "init_method"])
-def test_ranks_are_the_runs_own(flag: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        plan({flag: "1"})
-    assert error.value.field == f"--{flag.replace('_', '-')}" and "--trainer-gpus" in error.value.fix
-
-
-REPLICAS = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
-THREE_PORTS = {**PORTS, "server-2": 9124, "server-3": 9125, "trainers": 7000}
-
-
-def plan_of_three(**flags: Any) -> RunPlan:
-    base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
-    return plan_run(build_run({}, base | REPLICAS | flags), THREE_PORTS, python="py", on_gpu=True)
-
-
-def test_several_servers_are_processes_on_gpus_of_their_own_and_everybody_knows_all() -> None:
-    made = plan_of_three()
-    servers = made.processes[1:4]
+@pytest.mark.parametrize(
+    ("flags", "shared"),
+    [
+        ({}, [False, False, False]),
+        ({"share_base": True}, [True, False, False]),
+        ({"share_base": True, "trainer_gpus": "2"}, [True, True, False]),
+    ],
+)
+def test_several_servers_are_on_gpus_of_their_own_and_everybody_knows_all(
+    flags: dict[str, Any], shared: list[bool]
+) -> None:
+    made = plan(on_gpu=True, **THREE, **flags)
+    servers = processes_of(made, "server")
     assert [server.name for server in servers] == ["server", "server-2", "server-3"]
     assert [option(server.argv, "--port") for server in servers] == ["9123", "9124", "9125"]
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0", "1,2", "3"]
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert [vllm.url for vllm in trainer.server.each] == [f"http://127.0.0.1:{port}" for port in (9123, 9124, 9125)]
-    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
-    assert environment["openai"]["base_url"] == ",".join(f"http://127.0.0.1:{port}/v1" for port in (9123, 9124, 9125))
+    assert ["--shared-weights" in server.argv for server in servers] == shared
+    urls = [f"http://127.0.0.1:{port}" for port in (9123, 9124, 9125)]
+    assert [vllm.url for vllm in trainers_file(made).server.each] == urls
+    assert environments_file(made)["openai"]["base_url"] == ",".join(f"{url}/v1" for url in urls)
 
 
 def test_several_servers_of_a_trainer_that_starts_them_itself() -> None:
-    made = plan_of_three(weight_bridge_mode="none", **{"server.gpus": "0;1;2"})
-    assert names_of(made) == [["api", "trainer", "env-arithmetic"]]
-    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
-    assert [(vllm.port, vllm.gpus) for vllm in trainer.server.each] == [(9123, "0"), (9124, "1"), (9125, "2")]
-
-
-def test_of_several_servers_the_first_shares_its_base_with_the_trainer() -> None:
-    made = plan_of_three(share_base=True)
-    assert ["--shared-weights" in server.argv for server in made.processes[1:4]] == [True, False, False]
+    made = plan(on_gpu=True, **THREE | {"weight_bridge_mode": "none", "server.gpus": "0;1;2"})
+    each = trainers_file(made).server.each
+    assert [(vllm.port, vllm.gpus) for vllm in each] == [(9123, "0"), (9124, "1"), (9125, "2")]
 
 
 def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() -> None:
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **REPLICAS})
-    assert config.server.wanted_ports == {"server": 9123, "server-2": 9124, "server-3": 9125}
-    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **REPLICAS, "server.port": "0"})
-    assert config.server.wanted_ports == {"server": 0, "server-2": 0, "server-3": 0}
+    assert a_run(**THREE).server.wanted_ports == {"server": 9123, "server-2": 9124, "server-3": 9125}
+    any_free = a_run(**THREE | {"server.port": "0"})
+    assert any_free.server.wanted_ports == {"server": 0, "server-2": 0, "server-3": 0}
 
 
 @pytest.mark.parametrize(
-    ("flags", "field", "got", "helps"),
+    ("flags", "field", "helps"),
     [
-        ({"vllm_also": "h:1"}, "--vllm-also", "", "--server.replicas"),
-        ({"server.roster": "/r"}, "--server.roster", "", "--run-dir"),
+        ({"trainer_rank": "1"}, "--trainer-rank", "--trainer-gpus"),
+        ({"world_size": "1"}, "--world-size", "--trainer-gpus"),
+        ({"init_method": "1"}, "--init-method", "--trainer-gpus"),
+        ({"vllm_also": "h:1"}, "--vllm-also", "--server.replicas"),
+        ({"server.roster": "/r"}, "--server.roster", "--run-dir"),
     ],
 )
-def test_several_servers_that_can_not_be_are_refused(flags: dict[str, Any], field: str, got: str, helps: str) -> None:
-    asked = {key: value for key, value in (REPLICAS | flags).items() if value is not None}
-    base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
+def test_what_a_run_sets_itself_is_refused(flags: dict[str, Any], field: str, helps: str) -> None:
     with pytest.raises(ConfigError) as error:
-        plan_run(build_run({}, base | asked), THREE_PORTS, python="py", on_gpu=True)
-    assert (error.value.field, error.value.got) == (field, got)
-    assert helps in f"{error.value.wanted}; {error.value.fix}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "field", "got", "wanted"),
-    [
-        ({"vllm_also": "10.0.0.2"}, "--vllm-also", "10.0.0.2", "HOST:PORT"),
-        ({"vllm_also": "http://10.0.0.2:9001"}, "--vllm-also", "http://10.0.0.2:9001", "HOST:PORT"),
-    ],
-)
-def test_a_trainers_servers_that_can_not_be_are_refused(
-    flags: dict[str, Any], field: str, got: str, wanted: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {"model": "m", "weight_bridge_mode": "lora_only", **flags})
-    assert (error.value.field, error.value.got) == (field, got) and wanted in error.value.wanted
+        a_run(**THREE | flags)
+    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
 
 
 def test_a_trainers_servers() -> None:
@@ -530,9 +471,13 @@ def test_a_trainers_servers() -> None:
     each = build(TrainConfig, given).server.each
     assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
     assert all(vllm.api_key == "k" and vllm.also == () for vllm in each)
+    for wrong in ("10.0.0.2", "http://10.0.0.2:9001"):
+        with pytest.raises(ConfigError) as error:
+            build(TrainConfig, given | {"vllm_also": wrong})
+        assert error.value.field == "--vllm-also" and "HOST:PORT" in error.value.wanted
 
 
-# what `grpo train` alone needs ------------------------------------------------------------------------------
+# commands to start by hand what `grpo train` alone needs -----------------------------------------------------
 
 
 def by_hand(**flags: Any) -> TrainConfig:
@@ -583,16 +528,11 @@ def test_what_is_there_or_the_trainer_starts_itself_is_not_named() -> None:
 # ports for a run's processes --------------------------------------------------------------------------------
 
 
-def test_a_busy_port_names_its_holder_and_free_ones_differ() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(PortBusyError) as error:
-            claim_ports({"api": port, "server": 0})
-        assert error.value.field == "--api.port"
-        assert str(port) in error.value.got and f"pid {os.getpid()}" in error.value.got
-        assert error.value.exit_code == 2
+def test_a_busy_port_names_its_holder_and_free_ones_differ(busy_port: int) -> None:
+    with pytest.raises(PortBusyError) as error:
+        claim_ports({"api": busy_port, "server": 0})
+    assert error.value.field == "--api.port" and error.value.exit_code == 2
+    assert str(busy_port) in error.value.got and f"pid {os.getpid()}" in error.value.got
     claimed = claim_ports({"a": 0, "b": 0, "c": 0})
     assert list(claimed) == ["a", "b", "c"]
     assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5
