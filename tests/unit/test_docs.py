@@ -84,14 +84,6 @@ def test_file_of_a_run_that_the_docs_show_is_accepted() -> None:
     assert build_run(tomllib.loads(table), {}).run_dir == Path("runs/sums-2")
 
 
-def test_readme_fits_on_a_few_screens_and_begins_with_what_to_type() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text.count("\n") <= 160 and len(text.split()) <= 1_600
-    first = ("![", "bash scripts/quickstart.sh", "bash scripts/test.sh", "it learnt:", "--reward my_rewards.py", "\n|")
-    places = [text.index(each) for each in first]
-    assert places == sorted(places) and text[: text.index("it learnt:")].count("\n") < 25
-
-
 def anchors(page: Path) -> set[str]:
     """What GitHub calls the page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

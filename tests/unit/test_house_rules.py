@@ -15,6 +15,7 @@ from environments.running.settings_check import BUILT_IN
 from tests.conftest import LANES
 
 ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
 PACKAGES = ("grpo_common", "vllm_server", "environments", "grpo_trainer")
 
 
@@ -43,55 +44,34 @@ def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def test_the_trainer_never_imports_vllm() -> None:
-    offenders = [str(path) for path in sources("grpo_trainer") for name in imports(path) if inside(name, "vllm")]
-    assert not offenders
+SETTINGS_CHECK = "environments.running.settings_check"
 
 
-def test_the_trainer_meets_the_server_only_in_its_protocol_and_environments_only_in_the_wire() -> None:
-    allowed = ("vllm_server.protocol", "environments.api.wire", "environments.running.settings_check")
-    offenders = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources("grpo_trainer")
-        for name in imports(path)
-        if (inside(name, "vllm_server") or inside(name, "environments")) and not any(inside(name, a) for a in allowed)
-    ]
-    assert not offenders
+@pytest.mark.parametrize(
+    ("package", "others", "allowed"),
+    [
+        ("grpo_common", ("grpo_trainer", "vllm_server", "environments", *HEAVY), ()),
+        ("vllm_server", ("grpo_trainer", "environments"), ()),
+        ("environments", ("grpo_trainer", "vllm_server"), ("vllm_server.protocol",)),
+        ("grpo_trainer", ("vllm",), ()),
+        (
+            "grpo_trainer",
+            ("vllm_server", "environments"),
+            ("vllm_server.protocol", "environments.api.wire", SETTINGS_CHECK),
+        ),
+    ],
+)
+def test_packages_import_of_others_only_what_is_allowed(
+    package: str, others: tuple[str, ...], allowed: tuple[str, ...]
+) -> None:
+    found = [(str(path.relative_to(ROOT)), name) for path in sources(package) for name in imports(path)]
+    offenders = [one for one in found if any(inside(one[1], other) for other in others)]
+    assert not [one for one in offenders if not any(inside(one[1], each) for each in allowed)]
 
 
 def test_only_who_starts_environments_checks_their_settings() -> None:
-    checkers = [
-        path.relative_to(ROOT / "grpo_trainer")
-        for path in sources("grpo_trainer")
-        if any(inside(name, "environments.running.settings_check") for name in imports(path))
-    ]
-    assert all(path.parts[0] in ("config", "launch", "doctor") for path in checkers)
-
-
-def test_environments_and_server_do_not_import_the_trainer() -> None:
-    offenders = [
-        (str(path.relative_to(ROOT)), name)
-        for package in ("environments", "vllm_server")
-        for path in sources(package)
-        for name in imports(path)
-        if inside(name, "grpo_trainer")
-    ]
-    assert not offenders
-
-
-def test_environments_meet_the_server_only_in_its_protocol() -> None:
-    offenders = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources("environments")
-        for name in imports(path)
-        if inside(name, "vllm_server") and not inside(name, "vllm_server.protocol")
-    ]
-    assert not offenders
-
-
-def test_the_server_does_not_import_environments() -> None:
-    offenders = [str(path) for path in sources("vllm_server") for name in imports(path) if inside(name, "environments")]
-    assert not offenders
+    paths = [path for path in sources("grpo_trainer") if any(inside(name, SETTINGS_CHECK) for name in imports(path))]
+    assert all(path.relative_to(ROOT / "grpo_trainer").parts[0] in ("config", "launch", "doctor") for path in paths)
 
 
 def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
@@ -150,17 +130,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter({file: found - {file, None} for file, found in arrows.items()}).prepare()
 
 
-def test_the_ground_floor_imports_none_of_the_others() -> None:
-    others = ("grpo_trainer", "vllm_server", "environments", *HEAVY)
-    offenders = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources("grpo_common")
-        for name in imports(path)
-        if any(inside(name, other) for other in others)
-    ]
-    assert not offenders
-
-
 def test_every_test_is_in_a_lane() -> None:
     """By its folder; and markers that no lane knows are errors (`--strict-markers`)."""
     files = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
@@ -168,9 +137,6 @@ def test_every_test_is_in_a_lane() -> None:
     for lane, marker in LANES.items():
         assert any(path.parts[0] == lane for path in files), f"{lane} has no test"
         assert marker in (None, "complete", "gpu")
-
-
-HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, default: int = 1024, **given: Any) 
 
 @pytest.mark.parametrize(
     ("sequences", "last"),
-    [
-        (1, [1, 2]),
-        (3, [3, 4, 6]),
-        (100, [160, 192, 200]),
-        (600, [512, 600, 640, 768, 1024]),
-        (4096, [640, 768, 1024]),
-    ],
+    [(1, [1, 2]), (3, [3, 4, 6]), (100, [160, 192, 200]), (600, [512, 600, 640, 768, 1024]), (4096, [640, 768, 1024])],
 )
 def test_graphs_up_to_twice_the_sequences(monkeypatch: pytest.MonkeyPatch, sequences: int, last: list[int]) -> None:
     sizes = planned(monkeypatch, default=sequences)

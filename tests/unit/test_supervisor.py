@@ -435,11 +435,7 @@ def test_supervisor_shows_the_first_lines_of_a_stack_and_the_log_that_has_the_re
 
 @pytest.mark.parametrize("fetched", [False, True], ids=["starves", "gets its last batch"])
 def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
-    make: Callable[[], Supervisor],
-    recorder: Recorder,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fetched: bool,
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: bool
 ) -> None:
     monkeypatch.setattr(supervisor_module, "PATIENCE_SECONDS", 1.0)
     ended = tmp_path / "ended"
