@@ -42,6 +42,13 @@ if "stays" in sys.argv:
 KILLED = "import os; os.kill(os.getpid(), 9)"
 
 
+def awaiting(path: Path, lines: int) -> ProcessSpec:
+    """A trainer that ends once a file has that many lines."""
+    path.touch()
+    code = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < int(sys.argv[2]): time.sleep(0.02)"
+    return spec("trainer", code, str(path), str(lines), ends_run=True)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.1)
@@ -92,10 +99,8 @@ def starts(folder: Path, name: str) -> list[str]:
 
 def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path: Path) -> None:
     env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
-    waits = "import os, sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
-    (tmp_path / "env").touch()
     with Running(tmp_path) as running:
-        running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
+        running.run([[awaiting(tmp_path / "env", 2), env]])
     assert starts(tmp_path, "env") == [".", "."]
 
 
@@ -138,9 +143,7 @@ def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end
 
 
 def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(tmp_path: Path) -> None:
-    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
-    (tmp_path / "a").touch()
-    trainer = spec("trainer", waits, str(tmp_path / "a"), ends_run=True)
+    trainer = awaiting(tmp_path / "a", 2)
     with Running(tmp_path) as running:
         running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
     (tmp_path / "a").write_text("")
@@ -169,11 +172,9 @@ def test_a_process_that_fails_at_once_every_time_ends_the_run_with_its_error(tmp
 def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "IN_A_ROW_SECONDS", 0.0)
     code = "import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit(1)"
-    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.02)"
-    (tmp_path / "env").touch()
     env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     with Running(tmp_path, 1) as running:
-        running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
+        running.run([[awaiting(tmp_path / "env", 4), env]])
 
 
 def test_a_server_that_is_never_ready_does_not_restart_for_ever(
@@ -212,9 +213,7 @@ def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path:
                 raise ProcessFailedError("its machine is gone", field=spec.name)
             return super().start(spec)
 
-    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
-    (tmp_path / "b").touch()
-    leads = spec("trainer", waits, str(tmp_path / "b"), ends_run=True, restarts=TRAINERS)
+    leads = replace(awaiting(tmp_path / "b", 2), restarts=TRAINERS)
     other = spec("trainer-1", TWICE.format(end=KILLED), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
     running = Refusing(tmp_path)
     with running:

@@ -119,11 +119,18 @@ def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str,
     assert (again.options, again.environments) == (config.options, config.environments)
 
 
+def rewrite(folder: Path, *removed: str, **added: Any) -> None:
+    """Changes the trainer's table of a stored run."""
+    tables = tomllib.loads((folder / RUN_FILE).read_text())
+    tables["trainer"] |= added
+    for key in removed:
+        del tables["trainer"][key]
+    (folder / RUN_FILE).write_text(tomli_w.dumps(tables))
+
+
 def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) -> None:
     config = stored(tmp_path / "r", weight_bridge_mode="none")
-    tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
-    tables["trainer"] |= dict.fromkeys(OLD_OPTIONS, True)
-    (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
+    rewrite(tmp_path / "r", **dict.fromkeys(OLD_OPTIONS, True))
     again = continued(tmp_path / "r").trainer
     assert again.model_copy(update={"resume": "never"}) == config.trainer
 
@@ -131,9 +138,7 @@ def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) ->
 @pytest.mark.parametrize("of_reference", [{"kl_beta": 0.1}, {"log_kl": True}])
 def test_a_run_of_before_the_option_keeps_its_reference(tmp_path: Path, of_reference: dict[str, Any]) -> None:
     stored(tmp_path / "r", lora_adapter=ADAPTER, **of_reference)
-    tables = tomllib.loads((tmp_path / "r" / RUN_FILE).read_text())
-    del tables["trainer"]["kl_reference"]
-    (tmp_path / "r" / RUN_FILE).write_text(tomli_w.dumps(tables))
+    rewrite(tmp_path / "r", "kl_reference")
     assert continued(tmp_path / "r").trainer.kl_reference == "base"
 
 
@@ -257,22 +262,20 @@ def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "field", "got"),
+    ("flags", "field"),
     [
-        ({"weight_bridge_mode": "none"}, "--weight-bridge-mode", "none"),
-        ({"lora_r": 8}, "--lora-r", "8"),
-        ({"lora_target_modules": "q_proj"}, "--lora-target-modules", "q_proj"),
+        ({"weight_bridge_mode": "none"}, "--weight-bridge-mode"),
+        ({"lora_r": 8}, "--lora-r"),
+        ({"lora_target_modules": "q_proj"}, "--lora-target-modules"),
     ],
 )
-def test_other_parameters_than_the_checkpoints_are_refused(
-    tmp_path: Path, flags: dict[str, Any], field: str, got: str
-) -> None:
+def test_other_parameters_than_the_checkpoints_are_refused(tmp_path: Path, flags: dict[str, Any], field: str) -> None:
     stored(tmp_path / "r")
     assert continued(tmp_path / "r", **flags), "nothing is saved yet"
     save_checkpoint(tmp_path / "r")
     with pytest.raises(ConfigError) as error:
         continued(tmp_path / "r", **flags)
-    assert (error.value.field, error.value.got) == (field, got)
+    assert error.value.field == field
 
 
 def test_a_folder_that_is_not_there_and_two_folders_are_refused(tmp_path: Path) -> None:

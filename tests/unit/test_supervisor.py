@@ -315,14 +315,20 @@ def test_notices_are_shown_at_once_and_waits_for_a_server_once_it_is_there(tmp_p
     assert told == [f"trainer: {line}" for line in ("WARNING careful", "proved", "WARNING server, 2", "ERROR last")]
 
 
-def test_a_process_that_fails_stops_the_run_with_its_last_lines(
-    make: Callable[[], Supervisor], recorder: Recorder
+@pytest.mark.parametrize(
+    ("name", "code", "may_end", "got", "last"),
+    [
+        ("env", f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)", True, "exit code 3", LAST),
+        ("api", "pass", False, "exit code 0", ""),
+    ],
+)
+def test_supervisor_process_that_fails_stops_the_run_with_its_last_lines(
+    make: Callable[[], Supervisor], recorder: Recorder, name: str, code: str, may_end: bool, got: str, last: str
 ) -> None:
-    failing = spec("env", f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)", may_end=True)
     with pytest.raises(ProcessFailedError) as error, make() as supervisor:
-        supervisor.run([[spec("trainer", SLEEPER, ends_run=True), failing]])
-    assert (error.value.field, error.value.got) == ("env", "exit code 3")
-    assert LAST in error.value.fix and "logs/env.log" in error.value.fix
+        supervisor.run([[spec("trainer", SLEEPER, ends_run=True), spec(name, code, may_end=may_end)]])
+    assert (error.value.field, error.value.got) == (name, got)
+    assert last in error.value.fix and f"logs/{name}.log" in error.value.fix
     assert_gone(recorder.pids)
 
 
@@ -468,12 +474,6 @@ def test_an_environment_may_end_before_the_trainer(make: Callable[[], Supervisor
         supervisor.run(
             [[spec("env", "pass", may_end=True), spec("trainer", "import time; time.sleep(1)", ends_run=True)]]
         )
-
-
-def test_a_server_that_ends_with_0_is_a_failure_all_the_same(make: Callable[[], Supervisor]) -> None:
-    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
-        supervisor.run([[spec("api", "pass"), spec("trainer", SLEEPER, ends_run=True)]])
-    assert (error.value.field, error.value.got) == ("api", "exit code 0")
 
 
 def test_one_that_is_never_ready_is_told_with_what_it_said_last(make: Callable[[], Supervisor]) -> None:
