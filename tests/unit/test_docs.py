@@ -124,7 +124,7 @@ TRAINER = (
 
 
 def row_of(flag: str, table: str) -> list[str]:
-    """The cells of the flag's row_of in the table whose head has that text."""
+    """The cells of the flag's row in the table whose head has that text."""
     _, _, after = GUIDE.partition(table)
     lines = [line for line in after.partition("\n\n")[0].splitlines() if f"`{flag}`" in line.split("|")[1]]
     assert len(lines) == 1, (flag, lines)

@@ -120,14 +120,10 @@ def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
     assert correction(ratio_against="trainer", is_correction="mask") == "mask"
 
 
-def test_single_copy_is_another_name_of_the_mode() -> None:
-    config = build(TrainConfig, {"model": "m", "single-copy": True, "train-layer-indices": "21,20"})
-    assert config.weight_bridge_mode == "shared_vllm"
-    assert config.layer_indices == (20, 21)
-    assert build(TrainConfig, dump(config)) == config
-
-
 def test_dashes_and_aliases_mean_the_same() -> None:
+    single = build(TrainConfig, {"model": "m", "single-copy": True, "train-layer-indices": "21,20"})
+    assert single.weight_bridge_mode == "shared_vllm" and single.layer_indices == (20, 21)
+    assert build(TrainConfig, dump(single)) == single
     one = build(TrainConfig, {"model": "m", "training-steps": 5, "rollout-url": "http://a:1/"})
     two = build(TrainConfig, {"model_name": "m", "training_steps": "5", "atropos_url": "http://a:1"})
     assert one == two
@@ -172,6 +168,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"server": {"prt": 1}}, "server.prt", "server.port?"),
         ({"environments": [{"nam": "x"}]}, "environments.nam", "environments.name?"),
         ({"environments": 3}, "environments", "[[environments]]"),
+        ({"data": 5, "rewards": ["a.py:f"]}, "environments.data", ""),
+        ({"data": "a.jsonl", "rewards": "a.py:f"}, "rewards", ""),
+        ({"environments": [{}, {}], "data": "a.jsonl"}, "--env", ""),
         ({"environments": [{"env": 3}]}, "environments.env", "table"),
         ({"trainer": 3}, "trainer", "[trainer]"),
         ({"trainer": {"server": {"port": 9001}}}, "trainer.server", "[server]"),
@@ -264,20 +263,6 @@ def test_train_alone_is_answered_with_an_example_and_the_command_that_starts_eve
     assert isinstance(some, ConfigError) and not some.fix
 
 
-def test_help_says_defaults_and_what_is_required() -> None:
-    """In square brackets they would be markup, and not be seen."""
-    command = typer.Typer()
-
-    @command.command()
-    @with_options(TrainConfig)
-    def train(options: dict[str, object]) -> None: ...
-
-    said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
-    assert "(default: 0.999)" in said and "(required)" in said
-    (rate,) = re.findall(r"--lr FLOAT (.*?) │", said)
-    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
-
-
 def test_groups_of_several_sizes_need_only_add_up_to_a_step() -> None:
     file = {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": "10"}}]}
     build_run(file, {"model_name": "m", "batch_size": 16, "gradient_accumulation_steps": 1})  # 6 + 10
@@ -291,10 +276,11 @@ def test_a_servers_option_has_one_value_under_both_of_its_names() -> None:
         assert config.server.max_model_len == config.trainer.server.max_model_len == config.trainer.served_len == 512
     same = build_run({}, {"model_name": "m", "server.dtype": "float16", "vllm_dtype": "float16"})
     assert same.server.dtype == "float16"
-    for mine, its in (("server.dtype", "vllm_dtype"), ("vllm_dtype", "server.dtype")):
-        table, _, key = its.rpartition(".")
-        file = {table or "trainer": {key: "bfloat16"}}
-        config = build_run(file, {"model_name": "m", mine: "float16"})
+    for flag, file in (
+        ("server.dtype", {"trainer": {"vllm_dtype": "bfloat16"}}),
+        ("vllm_dtype", {"server": {"dtype": "bfloat16"}}),
+    ):
+        config = build_run(file, {"model_name": "m", flag: "float16"})
         assert config.server.dtype == config.trainer.server.dtype == "float16", "a flag wins over the file"
 
 
@@ -340,7 +326,8 @@ def test_keys_come_from_the_environment_where_no_flag_gives_them(
     assert dumped({key: "given"})[key] == "given"
 
 
-def test_a_flag_that_is_on_has_one_that_turns_it_off() -> None:
+def test_flags_of_a_command_and_its_help() -> None:
+    """In square brackets, defaults would be markup and not be seen."""
     command, got = typer.Typer(), {}
 
     @command.command()
@@ -350,8 +337,11 @@ def test_a_flag_that_is_on_has_one_that_turns_it_off() -> None:
 
     CliRunner().invoke(command, ["--no-proof", "--benchmark", "--no-gradient-checkpointing", "--model", "m"])
     assert got == {"proof": False, "benchmark": True, "gradient_checkpointing": False, "model": "m"}
-    said = CliRunner().invoke(command, ["--help"], env={"COLUMNS": "80"}).output
+    said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
     assert "--no-proof)" in said and "--no-gradient-checkpointing)" in said
+    assert "(default: 0.999)" in said and "(required)" in said
+    (rate,) = re.findall(r"--lr FLOAT (.*?) │", said)
+    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])
@@ -372,16 +362,12 @@ def test_help_begins_with_what_most_people_want() -> None:
     assert re.search(r"│ run ", said).start() < re.search(r"│ train ", said).start()  # type: ignore[union-attr]
 
 
-def test_an_unknown_environment_is_named_as_it_was_written() -> None:
+def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
     assert "nosuch" in done.stderr and ", ".join(BUILT_IN) in done.stderr
-
-
-def test_an_environment_is_called_as_it_was_asked_for() -> None:
-    called = ("env", "arithmetic")
-    done = grpo(*called, "nothing")
-    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
+    done = grpo("env", "arithmetic", "nothing")
+    assert done.returncode == 2 and done.stderr.startswith("grpo env arithmetic: COMMAND: ")
     assert "'nothing'" in done.stderr
 
 
@@ -417,27 +403,22 @@ def test_an_environment_of_ones_own_may_have_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "flags", "args", "field"),
+    ("flags", "args", "field"),
     [
-        ({}, {"data": "a.jsonl"}, [], "--env dataset: --reward"),
-        ({}, {"env": "dataset", "reward": ["my.py:f"]}, [], "--env dataset: --data"),
-        ({}, {"env": "arithmetic", "data": "a.jsonl"}, [], "--env arithmetic: --data"),
-        ({}, {"reward": ["my.py:f"]}, [], "--env dataset: --data"),
-        ({}, {"env": "arithmetic", "reward": ["my.py:f"]}, [], "--env arithmetic: --reward"),
-        ({}, {"data": "a.jsonl", "reward": ["my.py"]}, [], "--env dataset: --reward my.py"),
-        ({}, {"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, [], "--env dataset: --reward"),
-        ({}, {"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.splt", "x"], "--env dataset: data.splt"),
-        ({}, {"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.held_out", "x"], "--env dataset: --data.held_out"),
-        ({"data": 5, "rewards": ["a.py:f"]}, {}, [], "environments.data"),
-        ({"data": "a.jsonl", "rewards": "a.py:f"}, {}, [], "rewards"),
-        ({"environments": [{}, {}], "data": "a.jsonl"}, {}, [], "--env"),
+        ({"data": "a.jsonl"}, [], "--env dataset: --reward"),
+        ({"env": "dataset", "reward": ["my.py:f"]}, [], "--env dataset: --data"),
+        ({"env": "arithmetic", "data": "a.jsonl"}, [], "--env arithmetic: --data"),
+        ({"reward": ["my.py:f"]}, [], "--env dataset: --data"),
+        ({"env": "arithmetic", "reward": ["my.py:f"]}, [], "--env arithmetic: --reward"),
+        ({"data": "a.jsonl", "reward": ["my.py"]}, [], "--env dataset: --reward my.py"),
+        ({"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, [], "--env dataset: --reward"),
+        ({"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.splt", "x"], "--env dataset: data.splt"),
+        ({"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.held_out", "x"], "--env dataset: --data.held_out"),
     ],
 )
-def test_data_and_rewards_that_do_not_fit_are_named(
-    file: dict[str, Any], flags: dict[str, Any], args: list[str], field: str
-) -> None:
+def test_data_and_rewards_that_do_not_fit_are_named(flags: dict[str, Any], args: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        environment_of(file, flags, args)
+        environment_of({}, flags, args)
     assert field in [problem.field for problem in caught.value.problems]
 
 
@@ -449,11 +430,6 @@ OF_A_MODE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 
 
 def made(by: dict[str, Any], file: dict[str, Any] = OF_A_MODE) -> TrainConfig:
     return build(TrainConfig, override(TrainConfig, file, by))
-
-
-def test_a_flag_wins_by_whichever_of_its_names() -> None:
-    bridge = made({"lora_r": 16, "lr": 1e-4})
-    assert bridge.weight_bridge_mode == "lora_only" and (bridge.lora_r, bridge.lora_alpha) == (16, 32.0)
 
 
 @pytest.mark.parametrize(

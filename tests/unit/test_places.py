@@ -190,6 +190,23 @@ def replanner(config: RunConfig, machines: Machines, **options: Any) -> tuple[Re
     return Replanner(config, CLUSTER_PORTS, places, plan, machines=cast(Any, machines), **options), specs
 
 
+def given_room(again: Replanner, *specs: ProcessSpec) -> list[ProcessSpec]:
+    """Where processes are once a machine, which is asked first, has room."""
+    assert again.placed(specs) is None
+    placed = again.placed(specs)
+    assert placed is not None
+    return list(placed)
+
+
+def waits(again: Replanner, *specs: ProcessSpec) -> bool:
+    return [again.placed(specs) for _ in range(3)] == [None, None, None]
+
+
+def server_elsewhere(specs: Mapping[str, ProcessSpec]) -> ProcessSpec:
+    """A server that is not on the head."""
+    return next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
+
+
 def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> None:
     config = two_servers(tmp_path)
     plan = plan_run(config, CLUSTER_PORTS, python=sys.executable, on_gpu=False)
@@ -203,9 +220,8 @@ def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> N
 def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path) -> None:
     machines = Machines(HEAD, B, C, D)
     again, specs = replanner(two_servers(tmp_path), machines)
-    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
-    assert lost.place.node is not None
-    machines.lost.add(lost.place.node)
+    lost = server_elsewhere(specs)
+    machines.lost |= {B, C} & {lost.place.node}
     assert again.placed([lost]) is None, "a machine was asked"
     machines.silent = True
     assert again.placed([lost]) is None, "the machine has given room, and does not answer"
@@ -221,10 +237,8 @@ def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: 
 def test_without_a_free_machine_a_server_waits(tmp_path: Path) -> None:
     machines = Machines(HEAD, B, C)
     again, specs = replanner(two_servers(tmp_path), machines)
-    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
-    assert lost.place.node is not None
     machines.lost |= {B, C}
-    assert [again.placed([lost]) for _ in range(3)] == [None, None, None]
+    assert waits(again, server_elsewhere(specs))
 
 
 def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
@@ -232,10 +246,7 @@ def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
     again, specs = replanner(two_servers(tmp_path, trainer_gpus=2), machines)
     assert specs["trainer-1"].place.node == B
     machines.lost.add(B)
-    trainers = [specs["trainer"], specs["trainer-1"]]
-    assert again.placed(trainers) is None
-    placed = again.placed(trainers)
-    assert placed is not None
+    placed = given_room(again, specs["trainer"], specs["trainer-1"])
     assert [spec.place.node for spec in placed] == [HEAD, D]
     assert all(spec.again == ("--resume", "auto") for spec in placed)
     assert {spec.env["MASTER_ADDR"] for spec in placed} == {HEAD.address}
@@ -244,11 +255,7 @@ def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
 def test_one_more_server_has_the_options_of_the_others(tmp_path: Path) -> None:
     machines = Machines(HEAD, B, C, D)
     again, specs = replanner(two_servers(tmp_path), machines)
-    added = again.another_server(None)
-    assert again.placed([added]) is None
-    placed = again.placed([added])
-    assert placed is not None
-    (server,) = placed
+    (server,) = given_room(again, again.another_server(None))
     assert (server.name, server.place.node) == ("server-3", D)
     seeds = [each.argv[each.argv.index("--seed") + 1] for each in (specs["server-2"], server)]
     assert seeds[0] != seeds[1]
@@ -256,7 +263,7 @@ def test_one_more_server_has_the_options_of_the_others(tmp_path: Path) -> None:
     of_others = [word for word in specs["server-2"].argv if word not in its]
     assert [word for word in server.argv if word not in ("5555", D.address, seeds[1])] == of_others
     later = again.another_server(None)
-    assert [again.placed([later]) for _ in range(3)] == [None, None, None], "no machine is left"
+    assert waits(again, later), "no machine is left"
     again.vacate("server-3")
     placed = again.placed([later])
     assert placed is not None
@@ -269,12 +276,10 @@ def test_trainers_keep_the_room_that_they_have_until_there_is_room_for_all(tmp_p
     trainers = [specs[name] for name in ("trainer", "trainer-1", "trainer-2")]
     assert [spec.place.node for spec in trainers] == [HEAD, B, C]
     machines.lost |= {B, C}
-    assert [again.placed(trainers) for _ in range(3)] == [None, None, None], "D alone is not enough"
+    assert waits(again, *trainers), "D alone is not enough"
     newcomer = Node("e", "10.0.0.9", 1, id="e")
     machines.nodes += (newcomer,)
-    assert again.placed(trainers) is None
-    placed = again.placed(trainers)
-    assert placed is not None and {spec.place.node for spec in placed} == {HEAD, D, newcomer}
+    assert {spec.place.node for spec in given_room(again, *trainers)} == {HEAD, D, newcomer}
 
 
 def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> None:

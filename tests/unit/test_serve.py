@@ -29,7 +29,7 @@ from vllm_server import generate, protocol, routes
 from vllm_server.before_vllm import CHANGING, GENERATING, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.errors import EngineEndedError
 from vllm_server.http import ROUTES
-from vllm_server.policy import Lease, PolicyRegistry, Version
+from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.server import PolicyServer
 
 ENVIRONMENTS = 200
@@ -66,19 +66,8 @@ def test_only_an_end_without_a_signal_is_a_failure(ending: str) -> None:
 def test_gate_and_newest_version_are_around_vllms_application(root_path: str) -> None:
     """Also below vLLM's --root-path, which a proxy may keep in the path."""
     serve = pytest.importorskip("vllm_server.serve")
-
-    async def vllms(request: Request) -> JSONResponse:
-        return JSONResponse(await request.json() if request.method == "POST" else {})
-
-    @asynccontextmanager
-    async def serving(_: str | None) -> AsyncIterator[Lease]:
-        yield Lease(Version("policy-v1", 1, 1, "memory://1", 0.0), 1)
-
-    app = Starlette()
-    app.add_route("/{path:path}", vllms, methods=["GET", "POST"])
-    server: Any = SimpleNamespace(registry=SimpleNamespace(knows=lambda _: True), serving=serving, has_trainer=True)
     args = Namespace(host="127.0.0.1", api_key=["k"], allowed_origins=[], root_path=root_path)
-    client = TestClient(serve.application(app, server, args))
+    client = TestClient(serve.application(answering_app(), a_server(trainer=True), args))
     key = {"authorization": "Bearer k"}
     assert client.get(f"{root_path}/health").status_code == 200, "a probe needs no key"
     assert client.get(f"{root_path}/v1/models").status_code == 401
@@ -139,8 +128,8 @@ def test_connections_of_many_environments_are_taken() -> None:
 # what comes before vllm's own routes, with a stand-in for its application -----------------------------------
 
 
-def client_of(*, trainer: bool = False, root_path: str = "") -> TestClient:
-    """A client_of of an application that answers by its request; policy-v1 is the newest version."""
+def a_server(*, trainer: bool) -> Any:
+    """policy-v1 is the newest version."""
     registry = PolicyRegistry(served_name="base", lora_name="policy", keep=1, capacity=2)
     registry.activate(registry.reserve("policy-v1", 1, adapter_id=1, path="memory://1", now=0.0))
 
@@ -148,13 +137,22 @@ def client_of(*, trainer: bool = False, root_path: str = "") -> TestClient:
     async def serving(model: str | None) -> AsyncIterator[Lease]:
         yield Lease(registry.resolve(model), 1)
 
-    async def vllms(request: Request) -> JSONResponse:
+    return SimpleNamespace(registry=registry, serving=serving, has_trainer=trainer)
+
+
+def answering_app() -> Starlette:
+    """In the place of vLLM's application: it answers with what it is sent."""
+
+    async def answer(request: Request) -> JSONResponse:
         return JSONResponse(await request.json() if request.method == "POST" else {})
 
     app = Starlette()
-    app.add_route("/{path:path}", vllms, methods=["GET", "POST"])
-    server: Any = SimpleNamespace(registry=registry, serving=serving, has_trainer=trainer)
-    return TestClient(BeforeVllm(app, server), root_path=root_path)
+    app.add_route("/{path:path}", answer, methods=["GET", "POST"])
+    return app
+
+
+def client_of(*, trainer: bool = False, root_path: str = "") -> TestClient:
+    return TestClient(BeforeVllm(answering_app(), a_server(trainer=trainer)), root_path=root_path)
 
 
 @pytest.mark.parametrize(
