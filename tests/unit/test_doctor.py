@@ -305,8 +305,8 @@ def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_
 @pytest.mark.parametrize("second", [False, True])
 def test_doctor_a_port_is_busy(model: Path, busy_port: int, second: bool) -> None:
     two: dict[str, Any] = {"server.replicas": 2, "server.gpus": "0;1", "server.port": busy_port - 1}
-    flags = two if second else {"server.port": busy_port}
-    examination = look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * 2))
+    one: dict[str, Any] = {"server.port": busy_port}
+    examination = look_at(run_of(model, **(two if second else one)), replace(MACHINE, gpus=MACHINE.gpus * 2))
     found = next(each for each in examination.findings if each.name == "ports")
     assert found.status == "fail" and f"{busy_port} " in found.got and "--server.port 0" in found.fix
 
@@ -317,10 +317,10 @@ def test_an_adapters_learning_rate_for_all_weights(
 ) -> None:
     """The doctor warns of it, and `grpo run` before it starts anything: here it refuses to, because of the port."""
     flags: dict[str, Any] = {"weight_bridge_mode": mode, "lr": 5e-4}
-    found = only_fault(look_at(run_of(model, **flags)), "warn")
+    found, busy = only_fault(look_at(run_of(model, **flags)), "warn"), flags | {"server.port": busy_port}
     assert found.name == "learning rate" and "0.0005" in found.got and "--lr 0.0001" in found.fix
     with pytest.raises(PortBusyError):
-        run(run_of(model, **flags, **{"server.port": busy_port}), Console(quiet=True))
+        run(run_of(model, **busy), Console(quiet=True))
     assert [record.levelname for record in caplog.records if found.fix in record.getMessage()] == ["WARNING"]
 
 

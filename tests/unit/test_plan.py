@@ -6,6 +6,7 @@ import fcntl
 import os
 import shlex
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -32,12 +33,12 @@ KEPT = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
 THREE = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
 
 
-def a_run(file: dict[str, Any] | None = None, **flags: Any) -> RunConfig:
+def a_run(file: Any = None, **flags: Any) -> RunConfig:
     base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
     return build_run(file or {}, {**base, **flags})
 
 
-def plan(*, on_gpu: bool = False, file: dict[str, Any] | None = None, **flags: Any) -> RunPlan:
+def plan(*, on_gpu: Any = False, file: Any = None, **flags: Any) -> RunPlan:
     return plan_run(a_run(file, **flags), PORTS, python="py", on_gpu=on_gpu)
 
 
@@ -58,7 +59,7 @@ def trainers_file(made: RunPlan) -> TrainConfig:
     return build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
 
 
-def environments_file(made: RunPlan) -> dict[str, Any]:
+def environments_file(made: RunPlan) -> Mapping[str, Any]:
     return made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
 
 
