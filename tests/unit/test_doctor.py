@@ -317,7 +317,8 @@ def test_an_adapters_learning_rate_for_all_weights(
 ) -> None:
     """The doctor warns of it, and `grpo run` before it starts anything: here it refuses to, because of the port."""
     flags: dict[str, Any] = {"weight_bridge_mode": mode, "lr": 5e-4}
-    found, busy = only_fault(look_at(run_of(model, **flags)), "warn"), flags | {"server.port": busy_port}
+    busy: dict[str, Any] = flags | {"server.port": busy_port}
+    found = only_fault(look_at(run_of(model, **flags)), "warn")
     assert found.name == "learning rate" and "0.0005" in found.got and "--lr 0.0001" in found.fix
     with pytest.raises(PortBusyError):
         run(run_of(model, **busy), Console(quiet=True))
