@@ -366,8 +366,9 @@ def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
     assert "nosuch" in done.stderr and ", ".join(BUILT_IN) in done.stderr
-    done = grpo("env", "arithmetic", "nothing")
-    assert done.returncode == 2 and done.stderr.startswith("grpo env arithmetic: COMMAND: ")
+    called = ("env", "arithmetic")
+    done = grpo(*called, "nothing")
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
     assert "'nothing'" in done.stderr
 
 
