@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample, Teacher
 from vllm_server.protocol import BridgeInfo, WorkerInfo
 
 VOCAB = 11
+E = TypeVar("E", bound=Exception)
 
 
 def sample(
@@ -94,6 +97,17 @@ def bridge_info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
         logprobs_mode="processed_logprobs", vllm_version="0", lora_dtype="bfloat16", machine=machine,
         workers=list(workers) or [worker()],
     )  # fmt: skip
+
+
+@contextmanager
+def refusing(
+    kind: type[E], field: str, status: int | None = None, got: str | None = None
+) -> Iterator[pytest.ExceptionInfo[E]]:
+    """The block raises this error of this field; a server's has this status."""
+    with pytest.raises(kind) as refused:
+        yield refused
+    for part, wanted in {"field": field, "status": status, "got": got}.items():
+        assert wanted is None or getattr(refused.value, part) == wanted
 
 
 def values_of(flags: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""How an adapter comes to the engine: bodies, and the channel of the one trainer."""
+"""How an adapter comes to the engine: bodies, the channel of the one trainer, and which adapters are servable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
+from tests.unit.factories import refusing
 from vllm_server.errors import ServeError
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
+from vllm_server.protocol.adapter_config import SERVABLE, refusals
 from vllm_server.publisher import Bodies, Channels, delivered_by, from_body
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -109,9 +112,8 @@ def test_a_channel_that_cannot_be_served_leaves_the_open_one_alone(
     async def story() -> None:
         channels = Channels(engine := StandInEngine())
         name = await channels.open(channel(), 8)
-        with pytest.raises(ServeError) as refused:
+        with refusing(ServeError, field, 422) as refused:
             await channels.open(channel(**changed), 8)
-        assert (refused.value.status, refused.value.field) == (422, field)
         assert all(part in getattr(refused.value, name) for name, part in parts.items())
         assert engine.open == [name] and channels.delivery(name).channel == name
 
@@ -122,9 +124,8 @@ def test_a_channel_that_the_engine_cannot_open_is_not_open() -> None:
     async def story() -> None:
         channels = Channels(engine := StandInEngine())
         engine.fails = True
-        with pytest.raises(ServeError) as refused:
+        with refusing(ServeError, "channel"):
             await channels.open(channel(), 8)
-        assert refused.value.field == "channel"
         engine.fails = False
         name = await channels.open(channel(), 8)  # which would close an open one first
         assert engine.open == [name]
@@ -209,9 +210,8 @@ def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:
     ],
 )
 def test_a_body_that_is_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
-    with pytest.raises(ServeError) as refused:
+    with refusing(ServeError, field, 422) as refused:
         receive([body])
-    assert (refused.value.status, refused.value.field) == (422, field)
     assert got in refused.value.got
     assert refused.value.fix
 
@@ -240,3 +240,55 @@ def test_no_way_or_two_are_refused(request_: LoraLoadRequest, body: str | None, 
     with pytest.raises(ServeError) as refused:
         delivered_by(request_, body)
     assert (refused.value.status, refused.value.got) == (422, got)
+
+
+def written(config: Any) -> dict[str, Any]:
+    """What PEFT writes into adapter_config.json for a configuration."""
+    return json.loads(json.dumps(config.to_dict(), default=lambda value: sorted(value) or None))
+
+
+PLAIN = {"r": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"layers_to_transform": [0, 2], "layers_pattern": "layers"},
+        {"lora_alpha": 7.5, "lora_dropout": 0.1},
+        {"init_lora_weights": "gaussian"},
+        {"task_type": None},
+    ],
+)
+def test_what_is_served_has_no_refusal(options: dict[str, Any]) -> None:
+    assert refusals(written(LoraConfig(**{**PLAIN, **options})), 8) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (LoraConfig(**PLAIN, use_dora=True), "use_dora"),
+        (LoraConfig(**PLAIN, modules_to_save=["lm_head"]), "modules_to_save"),
+        (LoraConfig(**PLAIN, bias="lora_only"), "bias"),
+        (LoraConfig(**PLAIN, lora_bias=True), "lora_bias"),
+        (LoraConfig(**PLAIN, rank_pattern={"q_proj": 4}), "rank_pattern"),
+        (LoraConfig(**PLAIN, alpha_pattern={"q_proj": 4}), "alpha_pattern"),
+        (LoraConfig(**PLAIN, init_lora_weights="pissa"), "init_lora_weights"),
+        (LoraConfig(**PLAIN, init_lora_weights="olora"), "init_lora_weights"),
+        (LoraConfig(**{**PLAIN, "task_type": "SEQ_CLS"}), "task_type"),
+        (LoraConfig(**{**PLAIN, "r": 16}), "r"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "peft_type"),
+        (PrefixTuningConfig(num_virtual_tokens=4), "peft_type"),
+        (PromptTuningConfig(num_virtual_tokens=4), "peft_type"),
+    ],
+)
+def test_what_is_not_served_is_named_first_with_a_fix(config: Any, field: str) -> None:
+    first = refusals(written(config), 8)[0]
+    assert first.field == field and first.fix and first.wanted
+    assert str(first).startswith(f"{field}: got ")
+
+
+def test_every_field_of_the_table_is_one_of_pefts() -> None:
+    known = set(LoraConfig().to_dict())
+    assert set(SERVABLE) <= known | {"monteclora_config", "kasa_config", "arrow_config"}  # these are newer than 0.18

@@ -1,8 +1,12 @@
-"""Publishing on a stand-in engine: order of events, room, refusals, and a publish that fails half-way."""
+"""Publishing on a stand-in engine: order of events, room, a publish that fails half-way, what a request may hold."""
+
+from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+import os
+import socket
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from starlette.requests import ClientDisconnect, Request
 
+from tests.unit.factories import refusing
+from vllm_server.adapters import check_config
 from vllm_server.errors import ServeError, not_finite
+from vllm_server.fence import Fence
+from vllm_server.generate import check_integers
+from vllm_server.http import endpoint, json_response, parse_body
 from vllm_server.policy import PolicyRegistry
-from vllm_server.protocol import ChannelRequest, LoraLoadRequest, LoraUnloadRequest
+from vllm_server.protocol import HIGHEST_VERSION, ChannelRequest, LoraLoadRequest, LoraUnloadRequest, UpdateEndRequest
 from vllm_server.publisher import Delivery, Installed, Publisher
 
 RANK = 4
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 class StandInEngine:
@@ -25,7 +37,6 @@ class StandInEngine:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.fails: set[str] = set()
-        self.opened: list[str] = []
 
     def next_id(self) -> int:
         return len(self.events) + 1
@@ -34,13 +45,9 @@ class StandInEngine:
         self._event(f"add {name}")
         return Installed(slot=len(self.events), replayed=False, stall_seconds=0.0)
 
-    async def open_channel(self, name: str, request: ChannelRequest) -> None:
-        self._event("open")
-        self.opened.append(name)
+    async def open_channel(self, name: str, request: ChannelRequest) -> None: ...
 
-    async def close_channel(self, name: str) -> None:
-        self._event("close")
-        self.opened.remove(name)
+    async def close_channel(self, name: str) -> None: ...
 
     async def remove(self, name: str, adapter_id: int) -> None:
         self._event(f"remove {name}")
@@ -56,108 +63,114 @@ def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: flo
     return Publisher(held, StandInEngine(), (root.resolve(),), max_rank=8, room_timeout_s=timeout)
 
 
-def events(publisher: Publisher) -> list[str]:
+def engine_of(publisher: Publisher) -> StandInEngine:
     assert isinstance(publisher.engine, StandInEngine)
-    return publisher.engine.events
+    return publisher.engine
 
 
 def save_adapter(folder: Path, **config: Any) -> str:
     folder.mkdir(parents=True)
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{module}.lora_A.weight": torch.ones(RANK, 6), f"{module}.lora_B.weight": torch.ones(6, RANK)}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(
         json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]} | config)
     )
     return str(folder)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
 
 
 def load(publisher: Publisher, path: str, **more: Any) -> Coroutine[Any, Any, Any]:
     return publisher.load(LoraLoadRequest(adapter_path=path, **more))
 
 
-def test_a_publish_loads_routes_and_lets_the_oldest_go(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
+class Publishing:
+    """A publisher, and a root with adapters named 1, 2 and so on."""
 
-    async def story() -> None:
-        for number in (1, 2, 3):
-            answer = await load(publisher, save_adapter(tmp_path / f"{number}"))
-            assert (answer.adapter_name, answer.policy_version) == (f"policy-v{number}", number)
-        assert answer.unloaded == ["policy-v1"]
-        assert answer.load_count == 3
-        assert publisher.registry.newest.name == "policy-v3"
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.root = root
+        self.publisher = make_publisher(root, **options)
+        self.serving = self.publisher.serving
 
-    run(story())
-    assert events(publisher) == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
+    def load(self, number: int, **more: Any) -> Coroutine[Any, Any, Any]:
+        folder = self.root / f"{number}"
+        return load(self.publisher, str(folder) if folder.exists() else save_adapter(folder), **more)
 
+    @property
+    def engine(self) -> StandInEngine:
+        return engine_of(self.publisher)
 
-def test_a_publish_that_is_sent_again_gets_the_first_answer_and_loads_nothing(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-    folder = save_adapter(tmp_path / "1")
+    @property
+    def events(self) -> list[str]:
+        return self.engine.events
 
-    async def story() -> None:
-        both = [load(publisher, folder, adapter_name="policy-v1", request_id="r") for _ in range(2)]
-        first, again = await asyncio.gather(*both)
-        assert first == again and first.load_count == 1
-        with pytest.raises(ServeError) as refused:
-            await load(publisher, folder, adapter_name="policy-v1", request_id="another")
-        assert (refused.value.field, refused.value.got) == ("adapter_name", "policy-v1")
-
-    run(story())
-    assert events(publisher) == ["add policy-v1"]
+    @property
+    def newest(self) -> str:
+        return self.publisher.registry.newest.name
 
 
-def test_a_version_leaves_the_engine_with_its_last_request(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path, keep=1)
+def story(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
+    """A test that is a coroutine, of a publisher with these options."""
 
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        with publisher.serving() as version:
-            assert version.name == "policy-v1"
-            answer = await load(publisher, save_adapter(tmp_path / "2"))
-            assert answer.unloaded == []
-            with publisher.serving() as newer:
-                assert newer.name == "policy-v2"
-            await asyncio.sleep(0)  # sweeps run as tasks: this one is the publish's
-            assert events(publisher)[-1] == "add policy-v2"
-        await asyncio.sleep(0)
-        assert events(publisher)[-1] == "remove policy-v1"
+    def test_of(told: Callable[[Publishing], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+        return lambda tmp_path: asyncio.run(told(Publishing(tmp_path, **options)))
 
-    run(story())
+    return test_of
 
 
-def test_a_publish_waits_for_a_place_that_requests_hold(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path, keep=1, capacity=2)
+@story()
+async def test_publisher_loads_routes_and_lets_the_oldest_go(made: Publishing) -> None:
+    for number in (1, 2, 3):
+        answer = await made.load(number)
+        assert (answer.adapter_name, answer.policy_version) == (f"policy-v{number}", number)
+    assert (answer.unloaded, answer.load_count, made.newest) == (["policy-v1"], 3, "policy-v3")
+    await asyncio.sleep(0)  # versions leave in a task
+    assert made.events == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
 
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        running = publisher.serving()
-        running.__enter__()
-        await load(publisher, save_adapter(tmp_path / "2"))
-        third = asyncio.create_task(load(publisher, save_adapter(tmp_path / "3")))
+
+@story()
+async def test_publisher_answers_a_repeated_request_with_its_first_answer(made: Publishing) -> None:
+    first, again = await asyncio.gather(*(made.load(1, adapter_name="policy-v1", request_id="r") for _ in range(2)))
+    assert first == again and first.load_count == 1
+    with refusing(ServeError, "adapter_name", got="policy-v1"):
+        await made.load(1, adapter_name="policy-v1", request_id="another")
+    assert made.events == ["add policy-v1"]
+
+
+@story(keep=1)
+async def test_publisher_removes_a_version_with_its_last_request(made: Publishing) -> None:
+    await made.load(1)
+    with made.serving() as version:
+        assert version.name == "policy-v1"
+        assert (await made.load(2)).unloaded == []
+        with made.serving() as newer:
+            assert newer.name == "policy-v2"
+        await asyncio.sleep(0)  # sweeps run as tasks: this one is the publish's
+        assert made.events[-1] == "add policy-v2"
+    await asyncio.sleep(0)
+    assert made.events[-1] == "remove policy-v1"
+
+
+@story(keep=1, capacity=2)
+async def test_publisher_waits_for_a_place_that_requests_hold(made: Publishing) -> None:
+    await made.load(1)
+    with made.serving():
+        await made.load(2)
+        third = asyncio.create_task(made.load(3))
         await asyncio.sleep(0.05)
         assert not third.done()  # version 1 is being used, version 2 is the newest: no place
-        running.__exit__(None, None, None)
-        assert (await third).policy_version == 3
-
-    run(story())
-    assert events(publisher).index("remove policy-v1") < events(publisher).index("add policy-v3")
+    assert (await third).policy_version == 3
+    assert made.events.index("remove policy-v1") < made.events.index("add policy-v3")
 
 
 class SlowEngine(StandInEngine):
-    """Has as many slots as it says, and takes its time to free one."""
+    """Has four slots, and takes its time to free one."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.slots = slots
         self.held: set[str] = set()
 
     async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
-        assert len(self.held) < self.slots, "all slots are taken"
+        assert len(self.held) < 4, "all slots are taken"
         self.held.add(name)
         return await super().add(name, adapter_id, delivery)
 
@@ -167,134 +180,98 @@ class SlowEngine(StandInEngine):
         await super().remove(name, adapter_id)
 
 
-def test_a_publish_waits_for_slots_that_are_being_freed(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path, keep=1, capacity=4)
-    publisher.engine = SlowEngine(4)
-
-    async def story() -> None:
-        with ExitStack() as running:
-            for number in (1, 2, 3, 4):
-                await load(publisher, save_adapter(tmp_path / f"{number}"))
-                running.enter_context(publisher.serving())
-        for number in (5, 6, 7):  # the first three are on their way out of the engine, one after the other
-            answer = await load(publisher, save_adapter(tmp_path / f"{number}"))
-            assert answer.policy_version == number
-        while publisher.engine.held != {"policy-v7"}:  # pyright: ignore[reportAttributeAccessIssue]
-            await asyncio.sleep(0.01)
-
-    run(story())
+@story(keep=1, capacity=4)
+async def test_publisher_waits_for_slots_that_are_being_freed(made: Publishing) -> None:
+    made.publisher.engine = engine = SlowEngine()
+    with ExitStack() as running:
+        for number in (1, 2, 3, 4):
+            await made.load(number)
+            running.enter_context(made.serving())
+    for number in (5, 6, 7):  # the first three are on their way out of the engine, one after the other
+        assert (await made.load(number)).policy_version == number
+    while engine.held != {"policy-v7"}:
+        await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_refusal_of_the_engine_is_about_the_part_of_the_request_that_named_the_adapter(
-    tmp_path: Path, kind: str
-) -> None:
+@pytest.mark.parametrize(("kind", "field"), [("disk", "adapter_path"), ("memory", "body")])
+def test_publisher_names_the_part_of_the_request_that_the_engine_refuses(tmp_path: Path, kind: str, field: str) -> None:
     publisher = make_publisher(tmp_path)
-    publisher.engine.fails = {"add policy-v1"}  # pyright: ignore[reportAttributeAccessIssue]
+    engine_of(publisher).fails = {"add policy-v1"}
     folder = save_adapter(tmp_path / "1")
     body = tmp_path / "body"
-    tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    save_file(tensors, body, {"adapter_config": (Path(folder) / "adapter_config.json").read_text()})
+    save_file(load_file(Path(folder) / WEIGHTS), body, {"adapter_config": (Path(folder) / CONFIG).read_text()})
+    with refusing(ServeError, field):
+        asyncio.run(load(publisher, folder) if kind == "disk" else publisher.load(LoraLoadRequest(), str(body)))
+
+
+@story(keep=1, capacity=2, timeout=0.05)
+async def test_publisher_refuses_when_no_place_comes_free(made: Publishing) -> None:
+    await made.load(1)
+    with made.serving():
+        await made.load(2)
+        with pytest.raises(ServeError) as refused:
+            await made.load(3)
+        assert refused.value.status == 503 and "--max-loras" in refused.value.fix
+        assert made.newest == "policy-v2"
+
+
+@story()
+async def test_publisher_serves_the_old_version_after_a_load_that_failed(made: Publishing) -> None:
+    await made.load(1)
+    made.engine.fails = {"add policy-v2"}
     with pytest.raises(ServeError) as refused:
-        if kind == "disk":
-            asyncio.run(load(publisher, folder))
-        else:
-            asyncio.run(publisher.load(LoraLoadRequest(), str(body)))
-    assert refused.value.field == {"disk": "adapter_path", "memory": "body"}[kind]
+        await made.load(2)
+    assert refused.value.status == 422 and "add policy-v2" in refused.value.got
+    assert made.events[-1] == "remove policy-v2"  # what the engine may have kept of it
+    with made.serving() as version:
+        assert version.name == "policy-v1"
 
 
-def test_a_place_that_never_comes_free_is_an_error_that_says_so(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path, keep=1, capacity=2, timeout=0.05)
-
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        with publisher.serving():
-            await load(publisher, save_adapter(tmp_path / "2"))
-            with pytest.raises(ServeError) as refused:
-                await load(publisher, save_adapter(tmp_path / "3"))
-            assert refused.value.status == 503 and "--max-loras" in refused.value.fix
-            assert publisher.registry.newest.name == "policy-v2"
-
-    run(story())
-
-
-def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        publisher.engine.fails = {"add policy-v2"}  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ServeError) as refused:
-            await load(publisher, save_adapter(tmp_path / "2"))
-        assert refused.value.status == 422 and "add policy-v2" in refused.value.got
-        assert events(publisher)[-1] == "remove policy-v2"  # what the engine may have kept of it
-        with publisher.serving() as version:
-            assert version.name == "policy-v1"
-
-    run(story())
+@story()
+async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made: Publishing) -> None:
+    made.engine.fails = {"add policy-v1", "remove policy-v1"}
+    with pytest.raises(ServeError) as refused:
+        await made.load(1)
+    assert refused.value.status == 503
+    with refusing(ServeError, "policy", 503) as half_way, made.serving():
+        pass
+    assert all(call in half_way.value.got for call in made.engine.fails)
+    await made.load(2, version=2)
+    with made.serving() as version:
+        assert version.name == "policy-v2"
 
 
-def test_a_publish_that_fails_half_way_stops_generation_until_one_succeeds(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-
-    async def story() -> None:
-        publisher.engine.fails = {"add policy-v1", "remove policy-v1"}  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ServeError) as refused:
-            await load(publisher, save_adapter(tmp_path / "1"))
-        assert refused.value.status == 503
-        with pytest.raises(ServeError) as half_way, publisher.serving():
-            pass
-        assert (half_way.value.status, half_way.value.field) == (503, "policy")
-        assert "add policy-v1" in half_way.value.got and "remove policy-v1" in half_way.value.got
-        await load(publisher, save_adapter(tmp_path / "2"), version=2)
-        with publisher.serving() as version:
-            assert version.name == "policy-v2"
-
-    run(story())
-
-
-def test_an_adapter_that_is_not_finite_is_refused_in_the_engines_words_and_changes_nothing(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-
+@story()
+async def test_publisher_refuses_an_adapter_that_is_not_finite_in_the_engines_words(made: Publishing) -> None:
     class Strict(StandInEngine):
         async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
             if delivery.origin.endswith("2"):
                 raise not_finite("q.lora_B.weight", "nan")
             return await super().add(name, adapter_id, delivery)
 
-    publisher.engine = Strict()
-
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        with pytest.raises(ServeError) as refused:
-            await load(publisher, save_adapter(tmp_path / "2"))
-        assert (refused.value.status, refused.value.field, refused.value.got) == (422, "q.lora_B.weight", "nan")
-        assert publisher.registry.newest.name == "policy-v1" and publisher.fault is None
-        assert (await load(publisher, save_adapter(tmp_path / "3"))).policy_version == 2
-
-    run(story())
-    assert [version.name for version in publisher.registry.versions] == ["policy-v1", "policy-v2"]
+    made.publisher.engine = Strict()
+    await made.load(1)
+    with pytest.raises(ServeError) as refused:
+        await made.load(2)
+    assert (refused.value.status, refused.value.field, refused.value.got) == (422, "q.lora_B.weight", "nan")
+    assert made.newest == "policy-v1" and made.publisher.fault is None
+    assert (await made.load(3)).policy_version == 2
+    assert [version.name for version in made.publisher.registry.versions] == ["policy-v1", "policy-v2"]
 
 
-def test_unload_withdraws_now_or_when_idle(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
+@story()
+async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
+    async def unload(**named: Any) -> tuple[str, str | None, int]:
+        gone = await made.publisher.unload(LoraUnloadRequest(**named))
+        return gone.status, gone.previous_name, gone.policy_version
 
-    async def story() -> None:
-        await load(publisher, save_adapter(tmp_path / "1"))
-        await load(publisher, save_adapter(tmp_path / "2"))
-        with publisher.serving():
-            gone = await publisher.unload(LoraUnloadRequest())
-            assert (gone.status, gone.previous_name, gone.policy_version) == ("draining", "policy-v2", 1)
-        gone = await publisher.unload(LoraUnloadRequest(adapter_name="policy-v1"))
-        assert (gone.status, gone.previous_name, gone.policy_version) == ("success", "policy-v1", 0)
-        gone = await publisher.unload(LoraUnloadRequest())
-        assert (gone.status, gone.previous_name) == ("success", None)
-
-    run(story())
-    assert sorted(e for e in events(publisher) if e.startswith("remove")) == [
-        "remove policy-v1",
-        "remove policy-v2",
-    ]
+    await made.load(1)
+    await made.load(2)
+    with made.serving():
+        assert await unload() == ("draining", "policy-v2", 1)
+    assert await unload(adapter_name="policy-v1") == ("success", "policy-v1", 0)
+    assert (await unload())[:2] == ("success", None)
+    assert sorted(event for event in made.events if "remove" in event) == ["remove policy-v1", "remove policy-v2"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +287,7 @@ def test_unload_withdraws_now_or_when_idle(tmp_path: Path) -> None:
         ({"r": 3}, ".lora_A.weight", "shape [4, 6]", "rank 3"),
     ],
 )
-def test_an_adapter_that_cannot_be_served_is_refused_before_the_engine_sees_it(
+def test_publish_of_an_adapter_that_cannot_be_served_reaches_no_engine(
     tmp_path: Path, config: dict[str, Any], field: str, got: str, wanted: str
 ) -> None:
     publisher = make_publisher(tmp_path)
@@ -318,21 +295,10 @@ def test_an_adapter_that_cannot_be_served_is_refused_before_the_engine_sees_it(
         asyncio.run(load(publisher, save_adapter(tmp_path / "1", **config)))
     assert (refused.value.status, refused.value.got) == (422, got)
     assert refused.value.field.endswith(field) and refused.value.wanted.startswith(wanted)
-    assert events(publisher) == []
+    assert engine_of(publisher).events == []
 
 
-def test_a_path_outside_the_roots_is_refused_also_behind_a_link(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path / "root")
-    outside = save_adapter(tmp_path / "outside")
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root/link").symlink_to(outside)
-    for path in (outside, str(tmp_path / "root/link"), str(tmp_path / "root/../outside")):
-        with pytest.raises(ServeError) as refused:
-            asyncio.run(load(publisher, path))
-        assert refused.value.status == 403 and "--lora-root" in refused.value.fix
-
-
-def test_missing_and_damaged_files_are_told_apart(tmp_path: Path) -> None:
+def test_publish_tells_missing_and_damaged_files_apart(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
     with pytest.raises(ServeError) as missing:
         asyncio.run(load(publisher, str(tmp_path / "nothing")))
@@ -348,3 +314,213 @@ def test_missing_and_damaged_files_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ServeError) as gone:
         asyncio.run(load(publisher, str(tmp_path / "1")))
     assert gone.value.status == 404 and weights.name in gone.value.got
+
+
+def refusal(publisher: Publisher, path: str, **more: Any) -> ServeError:
+    """Of a publish; it names what was wrong, in all parts, and the next publish works."""
+    with pytest.raises(ServeError) as refused:
+        asyncio.run(asyncio.wait_for(load(publisher, path, **more), 60))
+    error = refused.value
+    assert 400 <= error.status < 500
+    assert error.field and error.wanted and error.fix
+    assert publisher.registry.load_count == 0
+    return error
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def publisher(root: Path) -> Publisher:
+    return make_publisher(root)
+
+
+@pytest.mark.parametrize("version", [-1, HIGHEST_VERSION + 1, 2**63, 10**30])
+def test_publish_of_a_version_out_of_bounds_is_refused(publisher: Publisher, root: Path, version: int) -> None:
+    folder = save_adapter(root / "a")
+    assert refusal(publisher, folder, version=version).field == "version"
+    if len(str(version)) <= 18:
+        assert refusal(publisher, folder, adapter_name=f"policy-v{version}", version=version).field == "version"
+
+
+def test_publish_of_a_number_in_the_name_has_the_same_bound(publisher: Publisher, root: Path) -> None:
+    folder = save_adapter(root / "a")
+    assert refusal(publisher, folder, adapter_name=f"policy-v{HIGHEST_VERSION + 1}").field == "version"
+    answer = asyncio.run(load(publisher, folder, adapter_name=f"policy-v{HIGHEST_VERSION}"))
+    assert answer.policy_version == 2**53
+
+
+@pytest.mark.parametrize("name", ["a\r\nb", "\0", "a\x7f", "\u2028", "\x1b[31m", "x" * 257])
+def test_publish_under_a_name_that_is_none_is_refused(publisher: Publisher, root: Path, name: str) -> None:
+    error = refusal(publisher, save_adapter(root / "a"), adapter_name=name)
+    assert error.field == "adapter_name"
+    assert error.got.isprintable() and len(error.got) < 300
+
+
+def test_publish_takes_names_of_other_languages(publisher: Publisher, root: Path) -> None:
+    names = ("Ünïcode 策略", "x" * 256)
+    for name in names:
+        answer = asyncio.run(load(publisher, save_adapter(root / name[:9]), adapter_name=name))
+        assert answer.adapter_name == name
+
+
+def test_fence_has_the_same_bound_of_versions() -> None:
+    class Engine:
+        async def hold(self, *, abort: bool) -> None: ...
+        async def release(self) -> None: ...
+        async def renew(self, *, recompute: bool) -> None: ...
+
+    async def story() -> None:
+        from vllm_server.protocol import PROOF_VERSION, UpdateBeginRequest
+
+        fence = Fence("boot", Engine(), on_version=lambda _: None)
+        for version in (-2, HIGHEST_VERSION + 1, 10**30):
+            begun = await fence.begin(UpdateBeginRequest(boot_id="boot"))
+            with refusing(ServeError, "version", 422):
+                await fence.end(UpdateEndRequest(token=begun.token, version=version))
+            await fence.end(UpdateEndRequest(token=begun.token, version=PROOF_VERSION))
+
+    asyncio.run(story())
+
+
+def test_registry_counts_within_the_bound() -> None:
+    registry = PolicyRegistry(served_name="base", lora_name="policy", keep=1, capacity=2, base_version=HIGHEST_VERSION)
+    with refusing(ServeError, "version"):
+        registry.name_for(None, None)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "/".join(["y" * 200] * 30), "~nosuchuser/x", "a\0b", "circle", ""])
+def test_publish_of_a_path_that_is_none_is_refused(publisher: Publisher, root: Path, path: str) -> None:
+    (root / "circle").symlink_to("circle")
+    error = refusal(publisher, str(root / path) if path == "circle" else path)
+    assert error.field == "adapter_path"
+    assert len(error.got) < 5000 or error.status == 403
+
+
+def test_publish_of_a_folder_whose_name_is_no_text_is_refused_in_text(publisher: Publisher, root: Path) -> None:
+    (root / "link").symlink_to(os.fsdecode(b"\xff"))
+    assert json_response(refusal(publisher, str(root / "link")).response()).body
+
+
+def test_publish_from_outside_the_root_is_refused(publisher: Publisher, root: Path, tmp_path: Path) -> None:
+    outside = Path(save_adapter(tmp_path / "outside"))
+    folder = Path(save_adapter(root / "a"))
+    (root / "link").symlink_to(outside)
+    for path in (outside, root / "link", root / "../outside"):
+        error = refusal(publisher, str(path))
+        assert error.status == 403 and "--lora-root" in error.fix
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).rename(folder / "aside")
+        (folder / name).symlink_to(outside / name)
+        assert refusal(publisher, str(folder)).status == 403
+        (folder / name).unlink()
+        (folder / "aside").rename(folder / name)
+    assert asyncio.run(load(publisher, str(folder))).load_count == 1
+
+
+def test_publish_follows_links_within_the_root(publisher: Publisher, root: Path) -> None:
+    blobs, folder = Path(save_adapter(root / "blobs")), root / "snapshot"
+    folder.mkdir()
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).symlink_to(Path("../blobs") / name)
+    assert asyncio.run(load(publisher, str(folder))).adapter_path == str(folder)
+    assert blobs.is_dir()
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link-to-device"])
+def test_publish_opens_regular_files_only(
+    publisher: Publisher, root: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    folder = Path(save_adapter(root / "a"))
+    (folder / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # a socket's path is short
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    error = refusal(publisher, str(folder))
+    assert error.field == ("adapter_path" if kind == "link-to-device" else name)
+    assert asyncio.run(load(publisher, save_adapter(root / "good"))).load_count == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b'{"r":' * 100_000, b"\xff\xfe", b"", b"null", b'{"r": 1' + b"0" * 5000 + b"}", b" " * (2 << 20)],
+)
+def test_publish_of_a_configuration_that_is_none_is_refused(publisher: Publisher, root: Path, text: bytes) -> None:
+    folder = Path(save_adapter(root / "a"))
+    (folder / CONFIG).write_bytes(text)
+    error = refusal(publisher, str(folder))
+    assert error.field == CONFIG
+    assert len(error.got) < 300
+
+
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("value", [DEEP, "x" * 10_000, 10**400, float("nan"), {"a": DEEP}, True])
+@pytest.mark.parametrize("field", ["lora_alpha", "target_modules", "use_rslora", "r", "bias"])
+def test_check_config_shows_fields_in_short(field: str, value: object) -> None:
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], field: value}
+    if (field, value) in (("use_rslora", True), ("r", True), ("target_modules", "x" * 10_000)):
+        check_config(config, max_rank=8)
+        return
+    with refusing(ServeError, field) as refused:
+        check_config(config, max_rank=8)
+    assert len(refused.value.got) <= 200
+
+
+def test_publish_answers_what_was_understood(publisher: Publisher, root: Path) -> None:
+    folder = save_adapter(root / "a", secret="private", use_rslora=True, note=[[[["deep"]]]])
+    answer = asyncio.run(load(publisher, folder))
+    assert answer.adapter_config == {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"seed": 2**70}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"prompt": {"prompt_token_ids": [1, 2**63]}}, "prompt"),
+        ({"stop_token_ids": [[2**64]]}, "stop_token_ids"),
+        ({"policy_version": 10**30}, "policy_version"),
+    ],
+)
+def test_check_integers_that_the_engine_cannot_hold(body: dict[str, Any], key: str) -> None:
+    with refusing(ServeError, key, 422):
+        check_integers({"n": 1, **body})
+    check_integers({"seed": 2**63 - 1, "logprobs": -(2**63), "temperature": 1e300, "prompt": "1", "stop": ["9" * 30]})
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"\xff": 1}', b"\xff", b'{"seed": 1e999}'])
+def test_parse_body_that_is_no_json(body: bytes) -> None:
+    for kind in (dict[str, Any], LoraLoadRequest):
+        with refusing(ServeError, "body", 422):
+            parse_body(body, kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "field"), [(RecursionError(), 422, "body"), (ClientDisconnect(), 499, None)]
+)
+def test_endpoint_answers_for_a_body_that_is_too_deep_or_breaks_off(
+    error: Exception, status: int, field: str | None
+) -> None:
+    async def handler() -> Any:
+        raise error
+
+    answer = asyncio.run(endpoint(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
+    assert answer.status_code == status
+    assert field is None or json.loads(bytes(answer.body))["error"]["param"] == field

@@ -1,4 +1,4 @@
-"""Which transport is taken, for every place that trainer and server may be in."""
+"""Which transport an adapter takes for every place of trainer and server; what the server confirms."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights.gpus import TrainerPlace, obstacle
+from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import choose as module
 from grpo_trainer.weights.transports.choose import OPENERS, open_transport
 from grpo_trainer.weights.transports.disk import Disk
-from tests.unit.factories import OURS, worker
+from grpo_trainer.weights.transports.transport import Sent
+from tests.unit.factories import OURS, refusing, worker
 from tests.unit.factories import bridge_info as info
 from tests.unit.tiny_lora import tiny_lora
-from vllm_server.protocol import BridgeInfo, Transport, machine_id
+from vllm_server.protocol import BridgeInfo, LoraLoadResponse, Transport, machine_id
 from vllm_server.protocol.nccl import NcclError
 
 OTHER = "GPU-other"
@@ -85,10 +88,10 @@ def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_a_warning(
         def load_adapter(self, request: Any) -> None:
             raise ServerError("refused", field="rank")
 
-    refusing: Any = Refuses()
-    with pytest.raises(ServerError) as refused:
-        Disk(PackedAdapter(tiny_lora(), torch.float32), refusing, root, "policy", 2).send("policy-v7", 7, activate=True)
-    assert refused.value.field == "rank" and len(caplog.records) == 3
+    server = Refuses()
+    with refusing(ServerError, "rank"):
+        Disk(PackedAdapter(tiny_lora(), torch.float32), server, root, "policy", 2).send("policy-v7", 7, activate=True)
+    assert len(caplog.records) == 3
 
 
 @pytest.mark.parametrize(
@@ -200,9 +203,8 @@ def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(open
     for name in OPENERS:
         assert opened(name) == name
         openers[name] = ServerError(f"{name} refused")
-        with pytest.raises(BridgeError) as refused:
+        with refusing(BridgeError, "--lora-transport", got=name) as refused:
             opened(name)
-        assert (refused.value.field, refused.value.got) == ("--lora-transport", name)
         (reason,) = refused.value.problems[1:]
         assert (reason.field, reason.summary) == (f"not {name}", f"{name} refused")
     with pytest.raises(BridgeError) as none:
@@ -210,3 +212,46 @@ def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(open
     assert none.value.got == "auto"
     reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
     assert reasons == [(f"not {name}", f"{name} refused") for name in OPENERS]
+
+
+LOADED = LoraLoadResponse(
+    adapter_path="", adapter_name="policy-v3", adapter_id=1, load_count=1, adapter_config={}, policy_version=3,
+    transport="disk", slot=0, replayed=False, load_seconds=0.0, stall_seconds=0.0, unloaded=[],
+)  # fmt: skip
+
+
+class Confirming:
+    """A transport whose server confirms version 3, whatever was sent."""
+
+    name: Transport = "disk"
+
+    def send(self, name: str, version: int, *, activate: bool) -> Sent:
+        return Sent(LOADED, 0.0)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def bridge() -> LoraSwap:
+    nothing: Any = None
+    bridge = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only"), nothing, nothing, Path(), 64)
+    bridge.transport = Confirming()
+    return bridge
+
+
+def test_a_confirmed_version_is_published(bridge: LoraSwap) -> None:
+    published = bridge.publish(3)
+    assert (published.version, published.name) == (3, "policy-v3")
+
+
+def test_another_version_than_the_published_one_is_refused(bridge: LoraSwap) -> None:
+    with pytest.raises(BridgeError) as failed:
+        bridge.publish(4)
+    assert (failed.value.field, failed.value.got) == ("version", "3 (policy-v3)")
+    assert failed.value.wanted == "4 (policy-v4)"
+
+
+def test_another_name_than_the_sent_one_is_refused(bridge: LoraSwap) -> None:
+    with pytest.raises(BridgeError) as failed:
+        bridge.send("policy-proof", 3, activate=False)
+    assert failed.value.wanted == "3 (policy-proof)"

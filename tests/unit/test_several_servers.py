@@ -1,11 +1,12 @@
-"""Servers that leave and join between publishes, by bridges that only remember what was asked of them."""
+"""Several servers behind one trainer, also such as leave and join, by bridges that only remember what was asked."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -22,16 +23,27 @@ from grpo_trainer.server_client import present
 from grpo_trainer.weights import elastic
 from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.elastic import ElasticServers
+from grpo_trainer.weights.multi_server import SeveralServers
 
 A, B, C = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003))
 
 
 class Bridge(WeightBridge):
-    def __init__(self) -> None:
+    """Remembers what was asked of it, and fails with `fails`."""
+
+    def __init__(
+        self, seen: int = 0, noise: float | None = 0.01, seconds: float = 1.0, fails: Exception | None = None
+    ) -> None:
+        self.seen, self.noise, self.seconds, self.fails = seen, noise, seconds, fails
         self.said: list[str] = []
-        self.fails: Exception | None = None
-        self.seen = 0
-        self.together: threading.Barrier | None = None  # with how many others it is connected to
+        self.together: threading.Barrier | None = None  # with how many others it is asked at the same time
+        self.serves: int | None = None
+
+    def _asked(self) -> None:
+        if self.together is not None:
+            self.together.wait(60)
+        if self.fails is not None:
+            raise self.fails
 
     def __enter__(self) -> Bridge:
         self.said.append("in")
@@ -41,24 +53,96 @@ class Bridge(WeightBridge):
         self.said.append("out")
 
     def connect(self, policy_version: int) -> int:
-        if self.together is not None:
-            self.together.wait(60)
-        if self.fails is not None:
-            raise self.fails
+        self._asked()
         return max(policy_version, self.seen)
 
     def prove(self) -> float | None:
         self.said.append("proved")
-        return 0.01
+        return self.noise
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        self.said.append("pause")
+        yield
+        self.said.append("resume")
 
     def publish(self, version: int) -> Published:
-        if self.fails is not None:
-            raise self.fails
+        self._asked()
         self.said.append(f"v{version}")
-        return Published(version, f"policy-v{version}", {"publish/version": Sum(version)})
+        metrics = {"train/sync_time": Sum(self.seconds), "publish/version": Sum(version)}
+        return Published(self.serves or version, f"policy-v{version}", metrics)
 
     def welcome(self) -> None:
         raise AssertionError("of all servers, not of one")
+
+
+def several(*bridges: Bridge) -> SeveralServers:
+    return SeveralServers({f"http://host-{number}:9001": bridge for number, bridge in enumerate(bridges)})
+
+
+def test_several_begin_with_the_highest_version_that_one_has_seen() -> None:
+    with several(Bridge(), Bridge(seen=7), Bridge(seen=3)) as servers:
+        assert servers.connect(2) == 7
+
+
+@pytest.mark.parametrize("ask", [SeveralServers.connect, SeveralServers.publish])
+def test_several_are_asked_at_the_same_time_and_each_that_fails_is_named(
+    ask: Callable[[SeveralServers, int], object],
+) -> None:
+    gone = ServerError("the connection broke", field="POST /x")  # names its server itself
+    bridges = [Bridge(fails=gone), Bridge(), Bridge(fails=BridgeError(field="model", got="another"))]
+    barrier = threading.Barrier(3)
+    for bridge in bridges:
+        bridge.together = barrier
+    with several(*bridges) as servers, pytest.raises(BridgeError) as refused:
+        ask(servers, 1)
+    problems = [(each.field, each.got) for each in refused.value.problems]
+    assert problems == [("POST /x", gone.got), ("server http://host-2:9001: model", "another")]
+    assert bridges[1].said == (["in", "v1", "out"] if ask is SeveralServers.publish else ["in", "out"])
+    with several(Bridge(), Bridge(fails=gone)) as servers, pytest.raises(ServerError) as raised:
+        ask(servers, 1)
+    assert raised.value is gone
+
+
+@pytest.mark.parametrize(("noises", "largest"), [((0.01, 0.03), 0.03), ((None, None), None)])
+def test_several_are_proved_and_the_largest_noise_counts(noises: Sequence[float | None], largest: float | None) -> None:
+    with several(*(Bridge(noise=noise) for noise in noises)) as servers:
+        assert servers.prove() == largest
+
+
+def test_several_are_published_to_and_the_slowest_counts() -> None:
+    bridges = [Bridge(seconds=seconds) for seconds in (1.0, 3.0, 2.0)]
+    with several(*bridges) as servers:
+        published = servers.publish(4)
+    assert (published.version, published.name) == (4, "policy-v4")
+    assert reduce(published.metrics) == {"train/sync_time": 3.0, "publish/version": 4.0}
+    assert [bridge.said for bridge in bridges] == [["in", "v4", "out"]] * 3
+
+
+def test_servers_on_different_versions_are_an_error() -> None:
+    behind = Bridge()
+    behind.serves = 3
+    with several(Bridge(), behind) as servers, pytest.raises(BridgeError) as error:
+        servers.publish(4)
+    assert error.value.wanted == "4" and error.value.got == "4 at http://host-0:9001, 3 at http://host-1:9001"
+
+
+def test_one_that_can_not_be_entered_ends_those_before_it() -> None:
+    class Refusing(Bridge):
+        def __enter__(self) -> Bridge:
+            raise BridgeError("no")
+
+    first = Bridge()
+    with pytest.raises(BridgeError), several(first, Refusing()):
+        pass
+    assert first.said == ["in", "out"]
+
+
+def test_weights_change_while_all_are_told() -> None:
+    bridges = [Bridge(), Bridge()]
+    with several(*bridges) as servers, servers.updating():
+        assert all(bridge.said[-1] == "pause" for bridge in bridges)
+    assert all(bridge.said == ["in", "pause", "resume", "out"] for bridge in bridges)
 
 
 class Run:
@@ -109,18 +193,12 @@ def test_a_server_that_fails_a_publish_leaves_and_the_run_goes_on(run: Run) -> N
     with run.servers() as servers:
         both(run, servers)
         run.opened[B][0].fails = ServerError("no answer")
-        run.make = lambda: broken()
+        run.make = lambda: Bridge(fails=ServerError("still no answer"))
         published = servers.publish(1)
         assert published.version == 1 and reduce(published.metrics)["publish/servers"] == 1
         assert in_use(run.folder) == {A: 1}
         assert run.opened[B][0].said[-1] == "out"
         assert read_served(run.folder)[B].note
-
-
-def broken() -> Bridge:
-    bridge = Bridge()
-    bridge.fails = ServerError("still no answer")
-    return bridge
 
 
 def test_a_server_that_restarts_is_proved_and_gets_the_newest_version_before_it_serves(run: Run) -> None:
@@ -177,14 +255,9 @@ def test_a_server_that_fails_its_proof_never_serves_until_it_restarts(run: Run) 
 
 
 def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_served(run: Run) -> None:
-    def ahead() -> Bridge:
-        bridge = Bridge()
-        bridge.seen = 1
-        return bridge
-
     with run.servers() as servers:
         both(run, servers)
-        run.make = ahead
+        run.make = lambda: Bridge(seen=1)
         run.list((A, "running", 1), (C, "running", 1))
         servers.welcome()  # with version 0; the attempt may have made it one of version 1
         servers.publish(1)
@@ -194,16 +267,11 @@ def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_serv
 
 
 def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run) -> None:
-    def ahead() -> Bridge:
-        bridge = Bridge()
-        bridge.seen = 2
-        return bridge
-
     with run.servers() as servers:
         both(run, servers)
         run.list((A, "running", 1))
         run.opened[A][0].fails = ServerError("the connection broke")
-        run.make = ahead
+        run.make = lambda: Bridge(seen=2)
         with pytest.raises(ServerError) as error:
             servers.publish(1)
     assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field

@@ -1,0 +1,531 @@
+"""All weights as they are sent: which way they take, what is packed, gathered, and read at the other end."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load, load_file
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.locked_memory import LockedMemory
+from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.weights import broadcast
+from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
+from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.build import weights_folder
+from grpo_trainer.weights.gpus import TrainerPlace, obstacle
+from grpo_trainer.weights.senders.choose import AUTOMATIC, SENDERS
+from grpo_trainer.weights.senders.disk import FolderSender
+from grpo_trainer.weights.senders.main_memory import MemorySender
+from grpo_trainer.weights.senders.sender import NotInPlaceError, Way
+from tests.golden.models import CONFIGS, random_model
+from tests.unit.factories import OURS, bridge_info, refusing, worker
+from vllm_server.protocol import BridgeInfo, DiskSource, Staging, WeightsOpenRequest, WeightsOpenResponse, file_parts
+from vllm_server.protocol.file_parts import PartThreads
+from vllm_server.worker.packed import Layout, layout_of
+from vllm_server.worker.sources import FolderReader, MemoryMap
+
+CPU = torch.device("cpu")
+LIMIT = 40_000
+"""Bytes: small models travel in several buckets."""
+
+OTHER = "GPU-1"
+SEES_OURS = worker(uuid=OTHER, visible=[OTHER, OURS])
+APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
+
+
+def tensors_of(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    return {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "described", "possible"),
+    [
+        (TrainerPlace(OURS, "here"), bridge_info(), {"cuda_ipc"}),
+        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS), {"cuda_ipc", "nccl"}),
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(SEES_OURS), {"nccl", "main_memory"}),
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(), {"main_memory"}),  # on our GPU
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(worker(uuid=OTHER), machine="there"), {"nccl"}),
+        (TrainerPlace("", "here", sharded=True), bridge_info(worker(uuid="")), {"main_memory"}),
+        (TrainerPlace(OURS, "here"), APART, {"nccl"}),
+        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS, worker(1, OTHER)), {"nccl"}),  # one does not see our GPU
+        (TrainerPlace(OURS, "here"), bridge_info(worker(), worker(1, OTHER)), set()),  # and one is on it
+        (TrainerPlace(OURS, "here"), bridge_info(machine="there"), set()),  # the same GPU cannot be there
+        (TrainerPlace("", "here"), bridge_info(), set()),
+        (TrainerPlace("", "here"), bridge_info(worker(uuid="")), set()),
+    ],
+)
+def test_senders_that_work_where(trainer: TrainerPlace, described: BridgeInfo, possible: set[str]) -> None:
+    found = {name for name in SENDERS if obstacle(name, trainer, described) is None}
+    assert found == possible | {"gloo", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("sharded", "machine", "chosen"), [(True, "here", "main_memory"), (True, "there", "nccl"), (False, "here", "nccl")]
+)
+def test_only_sharded_weights_on_the_servers_machine_go_by_main_memory(
+    sharded: bool, machine: str, chosen: str
+) -> None:
+    trainer, described = TrainerPlace(OURS, "here", sharded), bridge_info(worker(uuid=OTHER), machine=machine)
+    assert next(name for name in AUTOMATIC if obstacle(name, trainer, described) is None) == chosen
+
+
+UNREACHED = BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
+
+
+class Server:
+    """One that opens every channel, or refuses."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.said: list[str] = []
+
+    def open_weights(self, asked: WeightsOpenRequest) -> WeightsOpenResponse:
+        assert isinstance(asked.source, DiskSource)
+        self.said.append(f"open {asked.source.folder}")
+        self.staging = asked.staging
+        if self.refusal is not None:
+            raise self.refusal
+        return WeightsOpenResponse(channel="c", staged=False, staging_bytes=0)
+
+    def close_weights(self, name: str) -> None:
+        self.said.append(f"close {name}")
+
+
+class Sender:
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.error, self.closed = name, error, False
+        self.source = DiskSource(folder=name)
+
+    def join(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def reach(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    *senders: Sender,
+    staging: Staging = "off",
+    info: BridgeInfo | None = None,
+    gpus: tuple[str, ...] = (),
+) -> Any:
+    """Open a channel from a trainer on the GPU `own`, whose processes are on `gpus`."""
+
+    def found(*_: Any) -> Iterator[Any]:
+        yield from senders
+
+    monkeypatch.setattr(broadcast, "senders", found)
+    monkeypatch.setattr(broadcast, "REASON_SECONDS", 5.0)
+    monkeypatch.setattr(broadcast.TrainerPlace, "of", lambda tensor: TrainerPlace("own", "here"))
+    config: Any = SimpleNamespace(broadcast_transport="auto", broadcast_staging=staging, in_flight="keep")
+    nothing: Any = None
+    talks: Any = server
+    url, folder = "http://host", Path("/none")
+    bridge = BroadcastBridge(config, nothing, nothing, talks, url, folder, 8, "float32", gpus=gpus)
+    stored = {"w": torch.zeros(1)}
+    way: Any = SimpleNamespace(info=info or bridge_info(), buckets=SimpleNamespace(headers=[b"header"]), stored=stored)
+    return bridge._reach(way)[0]  # pyright: ignore[reportPrivateUsage]
+
+
+def test_broadcast_uses_the_first_sender_that_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, first, second = Server(), Sender("nccl"), Sender("gloo")
+    assert reach(server, monkeypatch, first, second) is first
+    assert server.said == ["open nccl"] and not first.closed
+
+
+def test_broadcast_tries_the_next_sender_when_the_server_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, first, second = Server(), Sender("nccl", UNREACHED), Sender("gloo")
+    assert reach(server, monkeypatch, first, second) is second
+    assert server.said[-2:] == ["close ", "open gloo"]
+    assert first.closed and not second.closed
+
+
+@pytest.mark.parametrize("error", [UNREACHED, ServerError("refused", field="weights")])
+def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = Sender("gloo", error)
+    with pytest.raises(type(error)) as raised:
+        reach(Server(), monkeypatch, Sender("nccl", UNREACHED), last)
+    assert raised.value is error and last.closed
+    with refusing(ServerError, "weights"):  # by the server's side
+        reach(Server(ServerError("refused", field="weights")), monkeypatch, Sender("gloo"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "asked", "wanted"),
+    [
+        ("own", (), "auto", "off"),
+        ("second", ("own", "second"), "auto", "off"),
+        ("third", ("own", "second"), "auto", "auto"),
+        ("own", (), "on", "on"),
+    ],
+)
+def test_memory_that_a_trainer_process_plans_to_use_is_not_taken_for_staging(
+    gpu: str, gpus: tuple[str, ...], asked: Staging, wanted: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, info = Server(), bridge_info(worker(uuid=gpu))
+    reach(server, monkeypatch, Sender("gloo"), staging=asked, info=info, gpus=gpus)
+    assert server.staging == wanted
+
+
+def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
+    """It is deleted at the end, so it is never the folder that the user names, nor another run's."""
+    root, one, other = tmp_path / "root", tmp_path / "one", tmp_path / "other"
+    asked = BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk", broadcast_root=root)
+    first = weights_folder(asked, one)
+    assert first.parent == root and first == weights_folder(asked, one) != weights_folder(asked, other)
+    assert (
+        weights_folder(BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk"), one) == one / "weights"
+    )
+
+
+NOTHING: Any = SimpleNamespace(in_flight="keep", close=lambda: None)
+
+
+class Shards:
+    """Weights that are gathered; counts how often."""
+
+    def __init__(self) -> None:
+        self.weights = {"w": torch.tensor([1.0, 1.0 + 2**-10]), "none": torch.zeros(0, 4), "v": torch.full((3, 2), 5.0)}
+        self.count = 0
+        self.looks = 0
+
+    def own(self) -> Mapping[str, Tensor]:
+        self.looks += 1
+        return self.weights
+
+    def gather(self, keep: Callable[[Tensor], Tensor]) -> Mapping[str, Tensor]:
+        self.count += 1
+        return {name: keep(tensor) for name, tensor in self.weights.items()}
+
+    def present(self) -> PresentWeights:
+        return PresentWeights(self.own, self.gather)
+
+
+def test_present_weights_are_gathered_again_once_they_change() -> None:
+    """Even for the same version: a server may have been sent the old ones as a version that does not count."""
+    shards = Shards()
+    weights = shards.present()
+    weights.of(1, torch.float32)
+    weights.of(1, torch.float32)
+    assert shards.count == 1
+    weights.of(2, torch.float32)
+    bridge = BroadcastBridge(NOTHING, NOTHING, weights, NOTHING, "http://server", Path("/x"), 8, "float32")
+    with bridge.updating():
+        shards.weights["w"] *= 2
+    assert weights.of(2, torch.float32)["w"][0] == 2.0 and shards.count == 3
+    bridge.close()
+    weights.of(2, torch.float32)
+    assert shards.count == 4
+
+
+def test_present_weights_are_rounded_in_memory_that_is_used_again() -> None:
+    shards = Shards()
+    weights = shards.present()
+    exact, rounded = weights.of(1, torch.float32), weights.of(1, torch.bfloat16)
+    assert exact.keys() == rounded.keys() == shards.weights.keys()
+    for name, tensor in shards.weights.items():
+        assert torch.equal(exact[name], tensor) and torch.equal(rounded[name], tensor.to(torch.bfloat16))
+    assert rounded["w"][1] == 1.0 and rounded["none"].shape == (0, 4)
+    again = weights.of(2, torch.bfloat16)
+    assert again["v"].data_ptr() == rounded["v"].data_ptr() != exact["v"].data_ptr()
+    assert weights.of(1, torch.float32) is exact
+    assert weights.own() is shards.weights and shards.looks == 1
+
+
+def test_present_weights_of_one_process_are_never_copied() -> None:
+    own = {"w": torch.zeros(1)}
+    assert PresentWeights(lambda: own).of(1, torch.bfloat16) is own
+
+
+def test_present_weights_are_read_by_another_process() -> None:
+    shards = Shards()
+    weights = shards.present()
+    place = weights.gathered(torch.bfloat16)
+    assert place is not None and weights.gathered(torch.bfloat16) is place
+    read = [sys.executable, "-c", f"print(open({place.memory.path!r}, 'rb').read().hex(), end='')"]
+    for version in (1, 2):
+        shards.weights["v"] *= version
+        weights.of(version, torch.bfloat16)
+        found = bytes.fromhex(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
+        assert len(found) == len(place.memory)
+        for name in ("w", "v"):
+            tensor = place.tensors[name]
+            start = tensor.data_ptr() - place.memory.address
+            there = torch.frombuffer(bytearray(found[start : start + tensor.nbytes]), dtype=torch.bfloat16)
+            assert torch.equal(there, shards.weights[name].to(torch.bfloat16).flatten())
+    assert PresentWeights(shards.own).gathered(torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_together_are_the_checkpoint(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = random_model(architecture)
+    stored = tensors_of(model)
+    buckets = Buckets(model, stored, dtype, LIMIT)
+    assert len(buckets) > 1
+    sent: dict[str, torch.Tensor] = {}
+    buffer_E = torch.empty(buckets.largest, dtype=dtype)
+    for number, header in enumerate(buckets.headers):
+        data = buckets.pack(number, stored, buffer_E).view(torch.uint8).numpy().tobytes()
+        found = load(header + data)
+        assert not set(found) & set(sent)
+        sent |= found
+    assert buckets.nbytes == sum(tensor.nbytes for tensor in sent.values())
+    model.to(dtype).save_pretrained(tmp_path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    wanted = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert sorted(sent) == sorted(wanted)
+    assert all(sent[name].dtype == dtype and torch.equal(sent[name], wanted[name]) for name in wanted)
+
+
+def test_buckets_have_the_weights_of_now() -> None:
+    model = random_model(sorted(CONFIGS)[0])
+    stored = tensors_of(model)
+    buckets = Buckets(model, stored, torch.float32)
+    buffer_E = torch.empty(buckets.largest)
+    before = buckets.pack(0, stored, buffer_E).clone()
+    with torch.no_grad():
+        next(iter(stored.values())).add_(1.0)
+    changed = buckets.pack(0, stored, buffer_E) != before
+    assert int(changed.sum()) == next(iter(stored.values())).numel()
+
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 24, "num_hidden_layers": 1}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True))
+
+
+def gathering(model: PreTrainedModel) -> PresentWeights:
+    def gather(keep: Callable[[Tensor], Tensor]) -> Mapping[str, Tensor]:
+        return {name: keep(tensor.detach()) for name, tensor in tensors_of(model).items()}
+
+    return PresentWeights(lambda: tensors_of(model), gather)
+
+
+def way_of(model: PreTrainedModel, weights: PresentWeights) -> Way:
+    buckets, gathered = Buckets(model, weights.own(), torch.bfloat16, limit=2048), weights.gathered(torch.bfloat16)
+    return Way("http://server", bridge_info(), Path("/none"), buckets, weights.own(), gathered)
+
+
+def layouts_of(way: Way) -> list[Layout]:
+    return [layout_of(header, "") for header in way.buckets.headers]
+
+
+def test_main_memory_brings_each_version_as_it_would_be_packed(model: PreTrainedModel) -> None:
+    weights = gathering(model)
+    way = way_of(model, weights)
+    sender, layouts = MemorySender(way), layouts_of(way)
+    assert len(layouts) > 2 and sender.is_ahead
+    mapped = MemoryMap(sender.source, layouts, CPU)
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+        sender.send(version, weights.of(version, torch.bfloat16))
+        for number, layout in enumerate(layouts):
+            got_E = torch.zeros(layout.numel, dtype=torch.bfloat16)
+            wanted_E = way.buckets.pack(number, tensors_of(model), torch.zeros_like(got_E))
+            mapped.fill(version, number, got_E)
+            assert torch.equal(got_E, wanted_E) and got_E.any()
+
+
+def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    way = way_of(model, gathering(model))
+    source, layouts = MemorySender(way).source, layouts_of(way)
+    file = tmp_path / "memory"
+    file.write_bytes(bytes(source.nbytes))
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    first, *rest = source.tensors
+    short = replace(source.tensors[first], shape=[1], stride=[1])
+    for wrong, named in (
+        (replace(source, path="/proc/0/fd/9"), "/proc/0/fd/9"),
+        (replace(source, path=str(link)), str(link)),
+        (replace(source, name="grpo-0"), source.path),
+        (replace(source, nbytes=source.nbytes + 4096), source.path),
+        (replace(source, tensors={name: source.tensors[name] for name in rest}), first),
+        (replace(source, tensors={**source.tensors, first: short}), first),
+    ):
+        with pytest.raises(ValueError, match=named):
+            MemoryMap(wrong, layouts, CPU)
+    MemoryMap(source, layouts, CPU)
+
+
+def test_without_memory_that_processes_can_share_weights_take_another_way(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(name: str) -> int:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    weights = gathering(model)
+    with pytest.raises(NotInPlaceError):
+        MemorySender(way_of(model, weights))
+    found = weights.of(1, torch.float32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(model).items())
+
+
+def test_memory_stays_open_as_long_as_a_tensor_of_it(model: PreTrainedModel) -> None:
+    memory = LockedMemory(4096, shared=True)
+    path, tensor = memory.path, memory.take([8], torch.float32)
+    del memory
+    gc.collect()
+    assert Path(path).exists()
+    del tensor
+    gc.collect()
+    assert not Path(path).exists()
+
+
+def test_what_is_converted_for_a_checkpoint_takes_another_way() -> None:
+    """transformers fuses a mixture's experts, which a checkpoint has apart."""
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
+    with pytest.raises(NotInPlaceError) as refused:
+        MemorySender(way_of(mixture, gathering(mixture)))
+    assert "experts" in refused.value.got
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a small model takes several parts, and the last one is smaller."""
+    for module in ("vllm_server.protocol.file_parts", "vllm_server.worker.sources"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 3000)
+
+
+class Sent:
+    """A model whose weights go through a folder."""
+
+    def __init__(self, folder: Path, architecture: str, dtype: torch.dtype) -> None:
+        model = random_model(architecture)
+        self.folder = folder
+        self.stored = tensors_of(model)
+        self.buckets = Buckets(model, self.stored, dtype, LIMIT)
+        self.sender = FolderSender(Way("", bridge_info(), folder, self.buckets, self.stored))
+        self.reader = FolderReader(self.sender.source, self.buckets.headers, CPU)
+        self.sender.join()
+
+    def packed(self, number: int) -> Tensor:
+        return self.buckets.pack(number, self.stored, torch.empty(self.buckets.largest, dtype=self.buckets.dtype))
+
+    def read(self, version: int, number: int) -> Tensor:
+        buffer_E = torch.empty_like(self.packed(number))
+        self.reader.fill(version, number, buffer_E)
+        return buffer_E
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_disk_reads_what_was_sent(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    made = Sent(tmp_path / "weights", architecture, dtype)
+    for version in (4, 5):
+        with torch.no_grad():
+            for each in made.stored.values():
+                each.add_(torch.randn(each.shape))
+        made.sender.send(version, made.stored)
+        assert len(made.buckets) > 1
+        for number in range(len(made.buckets)):
+            assert torch.equal(made.read(version, number), made.packed(number))
+            file = tmp_path / "weights" / str(version) / f"{number}.safetensors"
+            assert {each.dtype for each in load_file(file).values()} == {dtype}, "any program can read it"
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["5"], "version 4 is gone"
+    made.sender.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_disk_names_a_version_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    made.sender.send(1, made.stored)
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def full(file: int, data: memoryview, offset: int) -> int:
+        if len(written) == 20:
+            raise OSError(28, "No space left on device")
+        written.append(offset)
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError) as failed:
+        made.sender.send(2, made.stored)
+    assert failed.value.filename.endswith(".safetensors")
+    for version in (1, 2):
+        with pytest.raises(FileNotFoundError):
+            made.read(version, 0)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    made.sender.send(2, made.stored)
+    assert torch.equal(made.read(2, 0), made.packed(0))
+
+
+def test_disk_does_not_read_a_file_of_the_version_before(tmp_path: Path) -> None:
+    """As a network disk may show it, where a file's old content is still cached."""
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    made.sender.send(9, made.stored)
+    stale = (tmp_path / "9" / "1.safetensors").read_bytes()
+    made.sender.send(10, made.stored)
+    assert torch.equal(made.read(10, 1), made.packed(1))
+    (tmp_path / "10" / "1.safetensors").write_bytes(stale)
+    assert torch.equal(made.read(10, 0), made.packed(0))
+    with pytest.raises(ValueError, match="another version"):
+        made.read(10, 1)
+
+
+def test_disk_takes_nothing_that_a_killed_trainer_left(tmp_path: Path) -> None:
+    Sent(tmp_path, "qwen2", torch.float32).sender.send(7, Sent(tmp_path, "qwen2", torch.float32).stored)
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    with pytest.raises(FileNotFoundError):
+        made.read(7, 0)
+
+
+def test_disk_continues_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:700], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:900]], offset))
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    made.sender.send(1, made.stored)
+    assert torch.equal(made.read(1, 1), made.packed(1))
+
+
+def test_disk_names_a_file_that_ends_early(tmp_path: Path) -> None:
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    made.sender.send(1, made.stored)
+    file = tmp_path / "1" / "0.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(ValueError, match=str(file)):
+        made.read(1, 0)
+
+
+def test_disk_threads_finish_all_work_before_an_error_is_raised() -> None:
+    done: list[int] = []
+
+    def work(memory: file_parts.PartMemory, item: int) -> None:
+        if item == 1:
+            raise ValueError(item)
+        done.append(item)
+
+    with pytest.raises(ValueError):
+        PartThreads(CPU).each(work, range(6))
+    assert sorted(done) == [0, 2, 3, 4, 5]
