@@ -11,10 +11,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
+import uvicorn
 
 from grpo_common.http import CLIENT_IDLE_S
 from grpo_trainer import quick_post, server_client
@@ -90,15 +92,20 @@ def by_body(client: ServerClient) -> None:
     client.load_adapter(protocol.LoraLoadRequest(adapter_name="policy-v1", version=1), memoryview(b"x" * (3 << 20)))
 
 
+def by_name_twice(client: ServerClient) -> None:
+    by_name(client)
+    by_name(client)
+
+
 @pytest.mark.parametrize("publish", [by_name, by_body])
-def test_a_publish_whose_answer_was_lost_is_sent_again_as_the_same(publish: Callable[[ServerClient], None]) -> None:
+def test_client_sends_a_publish_again_whose_answer_was_lost(publish: Callable[[ServerClient], None]) -> None:
     with server([None, ANSWER]) as (client, heard):
         publish(client)
     assert heard[0] == heard[1] and b"request_id" in heard[0]
     assert publish is by_name or len(heard[0]) > 3 << 20
 
 
-def test_what_can_not_be_done_twice_is_not_sent_twice() -> None:
+def test_client_does_not_begin_an_update_twice() -> None:
     begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
     with server([None]) as (client, heard), pytest.raises(ServerError) as unanswered:
         client.begin_update(begin)
@@ -106,8 +113,8 @@ def test_what_can_not_be_done_twice_is_not_sent_twice() -> None:
     assert unanswered.value.field.startswith("POST http://") and "ProtocolError" in unanswered.value.got
 
 
-class Fenced(BaseHTTPRequestHandler):
-    """Answers the begin and the end of an update; closes a connection without a word after `most` requests on it."""
+class Answering(BaseHTTPRequestHandler):
+    """Answers what a trainer posts; closes a connection without a word after `most` requests on it."""
 
     protocol_version = "HTTP/1.1"
     most = 99
@@ -117,8 +124,8 @@ class Fenced(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.heard.append((str(self.client_address), self.path, self.headers["Authorization"]))
         self.rfile.read(int(self.headers["Content-Length"]))
-        begins = self.path == protocol.BRIDGE_UPDATE_BEGIN_ROUTE
-        self._say(200, BEGUN if begins else ENDED)
+        said = {protocol.BRIDGE_UPDATE_BEGIN_ROUTE: BEGUN, protocol.BRIDGE_UPDATE_END_ROUTE: ENDED}
+        self._say(200, said.get(self.path, ANSWER))
 
     def _say(self, status: int, said: object) -> None:
         body = msgspec.json.encode(said)
@@ -138,7 +145,7 @@ BEGUN = protocol.UpdateBeginResponse(token="t", pause_seconds=0.0)
 ENDED = protocol.UpdateEndResponse(policy_version=1, stall_seconds=0.0)
 
 
-class Refusing(Fenced):
+class Refusing(Answering):
     """Refuses the first request, and answers the next on the same connection."""
 
     def _say(self, status: int, said: object) -> None:
@@ -148,15 +155,40 @@ class Refusing(Fenced):
             super()._say(409, ServeError(409, "update", got="one", wanted="none", fix="wait").response())
 
 
+class Slow(Answering):
+    """Takes its time with an adapter, and answers other requests for as long as it is `awake`."""
+
+    protocol_version = "HTTP/1.0"
+    awake = threading.Event()
+    take = threading.Event()
+
+    def do_POST(self) -> None:
+        self.take.wait()
+        super().do_POST()
+
+    def do_GET(self) -> None:
+        self.awake.wait()
+        self._say(503, None)
+
+
 @contextmanager
-def fenced(kind: type[Fenced], **settings: Any) -> Iterator[ServerClient]:
+def listening(kind: type[Answering] = Answering, **settings: Any) -> Iterator[ServerClient]:
     kind.heard.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        client = ServerClient(Server(port=listening.server_port, **settings))
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as at:
+        thread = threading.Thread(target=at.serve_forever)
+        thread.start()
+        client = ServerClient(Server(port=at.server_port, **settings))
         yield client
         client.close()
-        listening.shutdown()
+        Slow.awake.set()
+        Slow.take.set()
+        at.shutdown()
+        thread.join()
+
+
+def connections() -> int:
+    """On which the server has heard something."""
+    return len({address for address, _, _ in Answering.heard})
 
 
 def update(client: ServerClient) -> None:
@@ -164,45 +196,49 @@ def update(client: ServerClient) -> None:
     assert client.end_update(protocol.UpdateEndRequest(token="t", version=1)) == ENDED
 
 
-def test_an_update_is_one_connection_and_carries_the_key() -> None:
-    with fenced(Fenced, api_key="secret") as client:
+def test_client_updates_on_one_connection_and_sends_the_key() -> None:
+    with listening(api_key="secret") as client:
         update(client)
         update(client)
-    assert len({address for address, _, _ in Fenced.heard}) == 1
+    assert connections() == 1
     routes = [protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.BRIDGE_UPDATE_END_ROUTE] * 2
-    assert [heard[1:] for heard in Fenced.heard] == [(route, "Bearer secret") for route in routes]
+    assert [heard[1:] for heard in Answering.heard] == [(route, "Bearer secret") for route in routes]
 
 
-def test_a_connection_that_the_server_closed_is_not_used_for_what_can_not_be_sent_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Fenced, "most", 1)
+def test_client_updates_on_no_connection_that_the_server_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answering, "most", 1)
     monkeypatch.setattr(quick_post, "CLIENT_IDLE_S", 999.0)
-    with fenced(Fenced) as client:
+    with listening() as client:
         client.begin_update(protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0))
         while client._quick.is_open:
             time.sleep(0.01)
         client.end_update(protocol.UpdateEndRequest(token="t", version=1))
-    assert len({address for address, _, _ in Fenced.heard}) == len(Fenced.heard) == 2
+    assert connections() == len(Answering.heard) == 2
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_post, "CLIENT_IDLE_S", -1.0)
-    with fenced(Fenced) as client:
-        update(client)
-    assert len({address for address, _, _ in Fenced.heard}) == len(Fenced.heard) == 2
+@pytest.mark.parametrize(("module", "ask"), [(quick_post, update), (server_client, by_name_twice)])
+def test_client_uses_no_connection_that_was_idle_for_long(
+    module: ModuleType, ask: Callable[[ServerClient], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn's and vLLM's own default is 5 s; a server of ours waits longer."""
+    assert uvicorn.Config("app").timeout_keep_alive / 2 >= CLIENT_IDLE_S
+    for idle, used in ((CLIENT_IDLE_S, 1), (-1.0, 2)):  # in the second case each has been idle for longer
+        monkeypatch.setattr(module, "CLIENT_IDLE_S", idle)
+        with listening() as client:
+            ask(client)
+        assert connections() == used and len(Answering.heard) == 2
 
 
-def test_a_refused_update_carries_the_servers_reason_and_leaves_the_connection_usable() -> None:
-    with fenced(Refusing) as client:
+def test_client_uses_the_connection_after_a_refused_update() -> None:
+    with listening(Refusing) as client:
         with pytest.raises(ServerError) as refused:
             update(client)
         update(client)
     assert (refused.value.field, refused.value.got, refused.value.fix) == ("update", "one", "wait")
-    assert len({address for address, _, _ in Fenced.heard}) == 1
+    assert connections() == 1
 
 
-def test_an_update_of_a_server_that_does_not_listen_or_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_updates_no_server_that_does_not_listen_or_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
     with closing(ServerClient(Server(port=free_port()))) as client, pytest.raises(ServerError) as missing:
         client.begin_update(begin)
@@ -217,34 +253,10 @@ def test_an_update_of_a_server_that_does_not_listen_or_answer_is_an_error(monkey
     assert unanswered.value.got.startswith("ReadTimeout")
 
 
-def test_a_question_is_asked_again_but_not_for_ever() -> None:
+def test_client_asks_a_question_again_but_not_for_ever() -> None:
     with server([None] * server_client.ATTEMPTS) as (client, heard), pytest.raises(ServerError) as unanswered:
         client.lora_status()
     assert len(heard) == server_client.ATTEMPTS and unanswered.value.field.startswith("GET http://")
-
-
-class Slow(BaseHTTPRequestHandler):
-    """Takes its time with an adapter, and answers other requests for as long as it is `awake`."""
-
-    awake = threading.Event()
-    take = threading.Event()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.take.wait()
-        body = msgspec.json.encode(ANSWER)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        self.awake.wait()
-        self.send_response(503)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
@@ -252,28 +264,19 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClie
     """A client of a server that may leave."""
     monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
     monkeypatch.setattr(server_client, "SILENT_SECONDS", 2.0)  # longer than a busy machine stalls this process
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    client = ServerClient(Server(port=listening.server_port, roster=tmp_path))
-    yield client
-    client.close()
-    Slow.awake.set()
-    Slow.take.set()
-    listening.shutdown()
-    listening.server_close()
-    thread.join()
     Slow.awake.clear()
     Slow.take.clear()
+    with listening(Slow, roster=tmp_path) as client:
+        yield client
 
 
-def test_a_server_that_works_for_long_is_waited_for(slow: ServerClient) -> None:
+def test_client_waits_for_a_server_that_works_for_long(slow: ServerClient) -> None:
     Slow.awake.set()
     threading.Timer(4 * server_client.SILENT_SECONDS, Slow.take.set).start()
     by_name(slow)
 
 
-def test_a_server_that_answers_nothing_any_more_is_given_up_until_it_answers(slow: ServerClient) -> None:
+def test_client_gives_up_a_silent_server_until_it_answers(slow: ServerClient) -> None:
     for publish in (by_name, by_body):
         with pytest.raises(ServerError) as silent:
             publish(slow)
@@ -291,53 +294,14 @@ def test_a_server_that_answers_nothing_any_more_is_given_up_until_it_answers(slo
         (Answer(502, "no JSON of ours"), ("", '"no JSON of ours"', "")),
     ],
 )
-def test_a_refusal_carries_the_servers_own_parts(answer: Answer, parts: tuple[str, str, str]) -> None:
+def test_client_raises_the_servers_own_parts(answer: Answer, parts: tuple[str, str, str]) -> None:
     with server([answer]) as (client, _), pytest.raises(ServerError) as refused:
         client.lora_status()
     assert (refused.value.field, refused.value.got, refused.value.wanted) == parts
     assert str(answer.status) in re.findall(r"\w+", refused.value.summary)
 
 
-def test_an_idle_connection_is_let_go_of_before_the_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn's and vLLM's own default is 5 s; a server of ours waits longer."""
-    import uvicorn
-
-    assert uvicorn.Config("app").timeout_keep_alive / 2 >= CLIENT_IDLE_S
-    assert connections_of_two_requests() == 1
-    monkeypatch.setattr(server_client, "CLIENT_IDLE_S", -1.0)  # each connection has been idle for longer
-    assert connections_of_two_requests() == 2
-
-
-def connections_of_two_requests() -> int:
-    """To a server that closes none."""
-    seen: set[tuple[str, int]] = set()
-
-    class Patient(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            seen.add(self.client_address)
-            self.rfile.read(int(self.headers["Content-Length"]))
-            body = msgspec.json.encode(ANSWER)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Patient) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        client = ServerClient(Server(port=listening.server_port))
-        by_name(client)
-        by_name(client)
-        client.close()
-        listening.shutdown()
-    return len(seen)
-
-
-def test_servers_that_do_not_come_are_waited_for_as_long_as_is_said_and_that_is_a_phase() -> None:
+def test_wait_for_servers_ends_in_time_and_is_a_phase() -> None:
     START.begin("connect", time.time())
     config = Server(port=free_port(), also=(f"127.0.0.1:{free_port()}",), startup_timeout=0.3)
     with refusing(ServerError, "--server.startup-timeout"):
