@@ -501,6 +501,15 @@ def test_what_is_no_interval_is_refused(written: Any) -> None:
     assert isinstance(found["ctx"]["error"], ConfigError) and found["loc"] == ("checkpoint_interval",)
 
 
+def test_by_steps_each_multiple_is_due_until_a_checkpoint_is_begun() -> None:
+    schedule = Schedule(3, 0.0)
+    assert [schedule.is_due(step) for step in (1, 2, 3)] == [False, False, True]
+    schedule.begun(3)
+    assert [schedule.is_due(step) for step in (4, 5, 6, 7)] == [False, False, True, True]
+    schedule.begun(7)  # that of step 6, put off
+    assert [schedule.is_due(step) for step in (8, 9)] == [False, True]
+
+
 def test_by_steps_a_resumed_run_goes_on_from_its_step() -> None:
     schedule = Schedule(3, 0.0)
     schedule.begun(7)
