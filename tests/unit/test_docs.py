@@ -224,3 +224,11 @@ def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
     case.run = config
     for finding in (sequence_length(case), servers_gpus(case)):
         assert finding is not None and finding.status == "ok", finding
+
+
+def test_readme_fits_on_a_few_screens_and_begins_with_what_to_type() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 160 and len(text.split()) <= 1_600
+    first = ("![", "bash scripts/quickstart.sh", "bash scripts/test.sh", "it learnt:", "--reward my_rewards.py", "\n|")
+    places = [text.index(each) for each in first]
+    assert places == sorted(places) and text[: text.index("it learnt:")].count("\n") < 25
