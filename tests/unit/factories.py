@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -108,6 +110,16 @@ def refusing(
         yield refused
     for part, wanted in {"field": field, "status": status, "got": got}.items():
         assert wanted is None or getattr(refused.value, part) == wanted
+
+
+def story(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def once(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return once
 
 
 def values_of(flags: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -64,6 +65,12 @@ def logprobs(model: nn.Module) -> Tensor:
     return logits.log_softmax(-1).gather(1, TOKENS[0, 1:, None])[:, 0]
 
 
+def bind_all(built: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Bind each parameter to that of the same name."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    bind(built, [Binding(name, name, 0, len(each), tuple(each.shape)) for name, each in tensors.items()], tensors)
+
+
 @pytest.fixture(params=["qwen2", "phi3"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> StandIn:
     """With fused and tied weights, and with neither."""
@@ -93,12 +100,14 @@ def test_the_attached_model_computes_what_the_saved_one_does(
     assert described == (str(server.folder), "float32", CPU)
 
 
-def test_no_parameter_has_memory_of_its_own(server: StandIn) -> None:
+def test_attach_gives_no_parameter_memory_of_its_own(server: StandIn) -> None:
     model = attached(server)
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert len(storages) == 1  # the one file
     assert all(not parameter.requires_grad for parameter in model.parameters())
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    if server.model.config.tie_word_embeddings:
+        assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
 def test_a_write_in_place_is_seen_by_everybody_who_maps_the_memory(qwen: StandIn) -> None:
@@ -140,12 +149,6 @@ def test_the_padding_of_the_vocabulary_is_never_touched(qwen: StandIn) -> None:
             assert tensor.shape[0] == 128 and tensor[VOCABULARY:].isnan().all()
             tensor = tensor[:VOCABULARY]
         assert not tensor.any(), name
-
-
-def test_tied_embeddings_stay_tied(qwen: StandIn) -> None:
-    model = attached(qwen)
-    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
-    assert isinstance(model.get_parameter("lm_head.weight"), nn.Parameter)
 
 
 def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(tmp_path: Path) -> None:
@@ -195,23 +198,18 @@ def test_attention_that_would_leave_out_capping_is_refused(tmp_path: Path) -> No
 
 # buffers ---------------------------------------------------------------------------------------------------
 
-ROPES = {
+ORIGINAL = {"original_max_position_embeddings": 64}
+ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     "longrope": {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.1 * index for index in range(16)],
         "long_factor": [2.0 + index for index in range(16)],
-        "original_max_position_embeddings": 64,
+        **ORIGINAL,
     },
 }
 
@@ -219,7 +217,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", sorted(ROPES))
 def test_rotary_frequencies_are_the_models_own(rope: str) -> None:
     kind: Any = Phi3Config if rope == "longrope" else LlamaConfig
-    more = {"original_max_position_embeddings": 64, "pad_token_id": 0} if rope == "longrope" else {}
+    more = {**ORIGINAL, "pad_token_id": 0} if rope == "longrope" else {}
     config = kind(**SIZES, **more, rope_parameters={"rope_theta": 50000.0, **ROPES[rope]})
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -228,32 +226,26 @@ def test_rotary_frequencies_are_the_models_own(rope: str) -> None:
     assert [name for name, _ in built.named_buffers()] == sorted(wanted)
     for name, buffer in built.named_buffers():
         assert torch.equal(buffer, wanted[name])
-    tensors = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    places = [Binding(name, name, 0, len(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    bind(built, places, tensors)
+    bind_all(built, plain)
     assert torch.equal(logprobs(built.eval()), logprobs(plain.eval()))  # 90 tokens: beyond the original 64
 
 
-def test_a_buffer_that_nothing_initialises_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: None)
-    with refusing(ModelError, "model.rotary_emb.inv_freq") as refused:
-        attached(qwen)
-    assert refused.value.got.endswith(" nan")
-
-
-def test_a_buffer_that_is_not_the_references_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the frequencies had been computed with another base."""
+@pytest.mark.parametrize(("factor", "got"), [(None, " nan"), (1.001, " 0.001")], ids=["nothing", "another base"])
+def test_attach_refuses_a_buffer_that_is_not_initialised_as_the_references(
+    qwen: StandIn, monkeypatch: pytest.MonkeyPatch, factor: float | None, got: str
+) -> None:
     right = PreTrainedModel.initialize_weights
 
     def wrong(self: PreTrainedModel) -> None:
-        right(self)
-        for buffer in self.buffers():
-            buffer.mul_(1.001)
+        if factor is not None:
+            right(self)
+            for buffer in self.buffers():
+                buffer.mul_(factor)
 
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", wrong)
     with refusing(ModelError, "model.rotary_emb.inv_freq") as refused:
         attached(qwen)
-    assert refused.value.got.endswith(" 0.001")
+    assert refused.value.got.endswith(got)
 
 
 # faults ----------------------------------------------------------------------------------------------------
@@ -296,36 +288,36 @@ def test_another_dtype_than_the_servers_is_refused(qwen: StandIn) -> None:
 
 def test_one_parameter_of_another_dtype_is_refused(qwen: StandIn) -> None:
     name = "model.norm.weight"
-    mapping = msgspec.structs.replace(qwen.config.param_mappings[name], dtype="bfloat16")
-    handle = msgspec.structs.replace(qwen.config.ipc_handles[name], dtype="bfloat16")
-    config = msgspec.structs.replace(
-        qwen.config,
-        param_mappings=dict(qwen.config.param_mappings) | {name: mapping},
-        ipc_handles=dict(qwen.config.ipc_handles) | {name: handle},
-    )
+    changed = {
+        field: {**entries, name: msgspec.structs.replace(entries[name], dtype="bfloat16")}
+        for field in ("param_mappings", "ipc_handles")
+        for entries in [getattr(qwen.config, field)]
+    }
+    config = msgspec.structs.replace(qwen.config, **changed)
     with refusing(ModelError, "model.norm.weight: dtype") as refused:
         attach_model(config, options(qwen), CPU)
     assert refused.value.got.startswith("bfloat16 ") and refused.value.wanted.startswith("float32")
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("rms_norm_eps", 1e-5), ("hidden_size", 64), ("tie_word_embeddings", False)]
+    ("architecture", "field", "value"),
+    [
+        ("qwen2", "rms_norm_eps", 1e-5),
+        ("qwen2", "hidden_size", 64),
+        ("qwen2", "tie_word_embeddings", False),
+        ("qwen3", "initializer_range", 0.02),
+    ],
 )
-def test_another_model_is_refused_by_the_field_that_differs(
-    qwen: StandIn, tmp_path: Path, field: str, value: Any
+def test_attach_refuses_another_model_by_the_field_that_differs(
+    qwen: StandIn, tmp_path: Path, architecture: str, field: str, value: Any
 ) -> None:
-    other = random_model("qwen2").config
+    other = random_model(architecture).config
     setattr(other, field, value)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError) as refused:
         attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "other")), CPU)
-    assert (refused.value.field, refused.value.got) == (f"--model-name: {field}", str(value))
-
-
-def test_another_architecture_is_refused(qwen: StandIn, tmp_path: Path) -> None:
-    random_model("qwen3").config.save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError) as refused:
-        attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "other")), CPU)
+    if architecture == "qwen2":
+        assert (refused.value.field, refused.value.got) == (f"--model-name: {field}", str(value))
     assert refused.value.field.startswith("--model-name: ") and refused.value.got != refused.value.wanted
 
 
@@ -346,10 +338,8 @@ def test_a_server_whose_model_cant_be_read_is_refused(qwen: StandIn) -> None:
 def test_a_model_that_leaves_something_without_memory_is_refused(qwen: StandIn) -> None:
     built = build_without_weights(qwen.model.config, torch.float32, "sdpa", CPU)
     built.get_submodule("model.norm").scale = torch.empty(1, device="meta")  # a plain attribute
-    tensors = {name: parameter.detach() for name, parameter in qwen.model.named_parameters()}
-    places = [Binding(name, name, 0, len(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
     with refusing(ModelError, "model.norm.scale") as refused:
-        bind(built, places, tensors)
+        bind_all(built, qwen.model)
     assert "lora_only" in refused.value.fix
 
 
@@ -383,12 +373,8 @@ def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
     config = bridge_config("some/model", {"a": CUDA}, gpu_uuid="GPU-2")
     uuids = ["GPU-1", "GPU-2", "GPU-3"]
 
-    class Properties:
-        def __init__(self, index: int) -> None:
-            self.uuid = uuids[index]
-
     monkeypatch.setattr(attach.torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(attach.torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(attach.torch.cuda, "get_device_properties", lambda at: SimpleNamespace(uuid=uuids[at]))
     assert server_device(config, torch.device("cuda")) == torch.device("cuda", 1)
     assert server_device(config, torch.device("cuda", 1)) == torch.device("cuda", 1)
     for device, fix in ((torch.device("cuda", 0), "--device cuda:1"), (CPU, "--device auto")):

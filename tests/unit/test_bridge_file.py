@@ -29,6 +29,7 @@ from vllm_server.bridge_file import FOLDER, BridgeFile
 from vllm_server.checks import check_receivable, check_shareable
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.policy import Lease, PolicyRegistry
+from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import (
     FILE_NAME,
     BridgeConfigFile,
@@ -64,58 +65,97 @@ def refused(path: Path, field: str = "", got: str = "", *, wanted: str = "", fix
 # reading ---------------------------------------------------------------------------------------------------
 
 
-def test_a_named_file_or_its_folder(tmp_path: Path, config: BridgeConfigFile) -> None:
+def test_reader_takes_a_named_file_or_its_folder(tmp_path: Path, config: BridgeConfigFile) -> None:
     path = write_config(tmp_path, config)
     assert read_bridge_config(path) == read_bridge_config(tmp_path) == config
-
-
-def test_a_named_file_that_is_not_there(tmp_path: Path) -> None:
     with refusing(BridgeError, f"--vllm-config-path {tmp_path / 'nowhere.json'}", got=os.strerror(errno.ENOENT)):
         read_bridge_config(tmp_path / "nowhere.json")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BridgeError) as caught:
+        read_bridge_config(tmp_path)
+    assert caught.value.got == os.strerror(errno.EISDIR)
 
 
 # refusing --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o622])
-def test_a_file_that_others_may_read_or_write(tmp_path: Path, config: BridgeConfigFile, mode: int) -> None:
+def test_reader_refuses_a_file_that_others_may_read_or_write(
+    tmp_path: Path, config: BridgeConfigFile, mode: int
+) -> None:
     path = write_config(tmp_path, config)
     path.chmod(mode)
     refused(path, "mode", f"{mode:04o}", wanted="0600", fix="chmod")
 
 
-def test_a_file_of_somebody_else(tmp_path: Path, config: BridgeConfigFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_refuses_a_file_of_another_user(
+    tmp_path: Path, config: BridgeConfigFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_config(tmp_path, config)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     refused(path, "owner", f"uid {os.getuid()}", wanted=str(os.getuid() + 1))
 
 
-def test_a_dead_server(tmp_path: Path, config: BridgeConfigFile) -> None:
+def test_reader_refuses_a_dead_server_and_a_process_that_has_its_number(
+    tmp_path: Path, config: BridgeConfigFile
+) -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     refused(write_config(tmp_path, changed(config, server_pid=done.pid)), "server_pid", str(done.pid))
-
-
-def test_a_process_that_only_got_the_dead_servers_number(tmp_path: Path, config: BridgeConfigFile) -> None:
     path = write_config(tmp_path, config)
     os.utime(path, (1e9, 1e9))  # written in 2001, before this process was
     refused(path, "server_pid", str(os.getpid()))
 
 
-def test_another_boot_of_the_machine(tmp_path: Path, config: BridgeConfigFile) -> None:
-    refused(write_config(tmp_path, changed(config, machine="before")), "machine", "before", wanted=config.machine)
+def overlapping(config: BridgeConfigFile) -> dict[str, Any]:
+    """embed.weight is 4 * 8 * 4 = 128 bytes from 0."""
+    moved = msgspec.structs.replace(config.ipc_handles["norm.weight"], offset=124)
+    return {"ipc_handles": dict(config.ipc_handles) | {"norm.weight": moved}}
 
 
-def test_another_release(tmp_path: Path, config: BridgeConfigFile) -> None:
-    """Recognised by its number even where its fields are unknown."""
+def quantised(config: BridgeConfigFile) -> dict[str, Any]:
+    return {
+        field: {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in getattr(config, field).items()}
+        for field in ("param_mappings", "ipc_handles")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "parts"),
+    [
+        ({"machine": "before"}, "machine", {"got": "before", "wanted": machine_id()}),
+        ({"tp_degree": 4}, "tp_degree", {"got": "4", "wanted": "1"}),
+        ({"dp_shard_degree": 4}, "dp_shard_degree", {"got": "4", "wanted": "1"}),
+        ({"shared_weights_enabled": False}, "shared_weights_enabled", {"got": "false", "fix": "--shared-weights"}),
+        (overlapping, "embed.weight and norm.weight", {}),
+        (quantised, "embed.weight: dtype", {"got": "int8", "wanted": "float32, bfloat16, float16"}),
+    ],
+)
+def test_reader_refuses_a_value_that_it_cannot_use(
+    tmp_path: Path, config: BridgeConfigFile, changes: Any, field: str, parts: dict[str, str]
+) -> None:
+    fields = changes(config) if callable(changes) else changes
+    refused(write_config(tmp_path, changed(config, **fields)), field, **parts)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "one"}', "\x00\xff"])
+def test_reader_refuses_damaged_json(tmp_path: Path, config: BridgeConfigFile, content: str) -> None:
     path = write_config(tmp_path, config)
-    path.write_text('{"schema_version": 2, "weights": []}')
+    path.write_bytes(content.encode("latin-1"))
+    refused(path, fix="start")
+
+
+def test_reader_refuses_a_file_cut_short_anywhere_or_of_another_release(
+    tmp_path: Path, config: BridgeConfigFile
+) -> None:
+    path = write_config(tmp_path, config)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        refused(path, fix="start")
+    path.write_text('{"schema_version": 2, "weights": []}')  # recognised by its number where its fields are unknown
     refused(path, "schema_version", "2", wanted="1", fix="install")
-
-
-@pytest.mark.parametrize("field", ["tp_degree", "dp_shard_degree"])
-def test_several_workers(tmp_path: Path, config: BridgeConfigFile, field: str) -> None:
-    refused(write_config(tmp_path, changed(config, **{field: 4})), field, "4", wanted="1")
 
 
 # several workers -------------------------------------------------------------------------------------------
@@ -140,61 +180,11 @@ def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfig
     assert caught.value.field.endswith("tp_degree") and caught.value.got == "1"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "one"}', "\x00\xff"])
-def test_damaged_json(tmp_path: Path, config: BridgeConfigFile, content: str) -> None:
-    path = write_config(tmp_path, config)
-    path.write_bytes(content.encode("latin-1"))
-    refused(path, fix="start")
-
-
-def test_cut_short_anywhere(tmp_path: Path, config: BridgeConfigFile) -> None:
-    path = write_config(tmp_path, config)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
-        refused(path, fix="start")
-
-
-def test_no_file_at_all(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(BridgeError) as caught:
-        read_bridge_config(tmp_path)
-    assert caught.value.got == os.strerror(errno.EISDIR)
-
-
-def test_a_server_that_shares_nothing(tmp_path: Path, config: BridgeConfigFile) -> None:
-    path = write_config(tmp_path, changed(config, shared_weights_enabled=False))
-    refused(path, "shared_weights_enabled", "false", fix="--shared-weights")
-
-
 CUDA = CudaIpcHandle(
-    device_index=0,
-    ipc_handle_b64="aGFuZGxl",
-    storage_size=32,
-    storage_offset=0,
-    ref_counter_handle_b64="",
-    ref_counter_offset=0,
-    event_handle_b64="",
-    event_sync_required=False,
-    shape=[8],
-    dtype="float32",
-    stride=[1],
+    device_index=0, ipc_handle_b64="aGFuZGxl", storage_size=32, storage_offset=0, ref_counter_handle_b64="",
+    ref_counter_offset=0, event_handle_b64="", event_sync_required=False, shape=[8], dtype="float32", stride=[1],
     tensor_offset=0,
-)
-
-
-def test_parameters_that_overlap(tmp_path: Path, config: BridgeConfigFile) -> None:
-    """embed.weight is 4 * 8 * 4 = 128 bytes from 0."""
-    moved = msgspec.structs.replace(config.ipc_handles["norm.weight"], offset=124)
-    handles = dict(config.ipc_handles) | {"norm.weight": moved}
-    refused(write_config(tmp_path, changed(config, ipc_handles=handles)), "embed.weight and norm.weight")
-
-
-def test_quantised_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
-    mappings = {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in config.param_mappings.items()}
-    handles = {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in config.ipc_handles.items()}
-    path = write_config(tmp_path, changed(config, param_mappings=mappings, ipc_handles=handles))
-    refused(path, "embed.weight: dtype", "int8", wanted="float32, bfloat16, float16")
+)  # fmt: skip
 
 
 # places ----------------------------------------------------------------------------------------------------
@@ -243,7 +233,7 @@ def written_by(boot_id: str = "boot-1", pid: int | None = None) -> BridgeConfigF
     return bridge_config("tiny", {"norm.weight": handle}, boot_id=boot_id, server_pid=pid or os.getpid())
 
 
-def test_the_file_goes_where_flag_variable_or_logdir_say_or_else_into_the_temporary_folder(tmp_path: Path) -> None:
+def test_writer_chooses_flag_variable_logdir_or_the_temporary_folder(tmp_path: Path) -> None:
     variable = {"VLLM_BRIDGE_CONFIG_PATH": str(tmp_path / "b.json")}
     logdir = {"LOGDIR": str(tmp_path / "logs")}
     assert BridgeFile.choose(str(tmp_path / "a.json"), variable | logdir).path == tmp_path / "a.json"
@@ -253,7 +243,7 @@ def test_the_file_goes_where_flag_variable_or_logdir_say_or_else_into_the_tempor
     assert BridgeFile.choose(None, {"LOGDIR": ""}, tmp_path) == BridgeFile(tmp_path / FOLDER / FILE_NAME, True)
 
 
-def test_what_is_written_is_whole_and_for_its_owner_only(tmp_path: Path) -> None:
+def test_writer_writes_whole_files_for_their_owner_only(tmp_path: Path) -> None:
     file = BridgeFile(tmp_path / FILE_NAME)
     file.path.write_text("an old one, readable by all")
     file.path.chmod(0o644)
@@ -264,7 +254,7 @@ def test_what_is_written_is_whole_and_for_its_owner_only(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [file.path], "no half-written file next to it"
 
 
-def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = BridgeFile(tmp_path / FILE_NAME)
     file.write(written_by("boot-1"))
 
@@ -279,30 +269,24 @@ def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [file.path]
 
 
-def test_our_folder_is_made_for_us_alone_and_goes_with_the_file(tmp_path: Path) -> None:
+def test_writer_makes_a_folder_for_us_alone_that_goes_with_the_file(tmp_path: Path) -> None:
     file = BridgeFile.choose(None, {}, tmp_path)
     file.check()
     assert not (tmp_path / FOLDER).exists(), "a check leaves nothing"
-    file.write(written_by())
+    file.write(written_by("boot-2"))
     assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
     file.remove("boot-1")
+    assert file.path.exists(), "another server's"
+    file.remove("boot-2")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_ones_own_file_is_removed(tmp_path: Path) -> None:
-    file = BridgeFile.choose(None, {}, tmp_path)
-    file.write(written_by("boot-2"))
-    file.remove("boot-1")
-    assert file.path.exists()
-    (tmp_path / "logs").mkdir()
-    elsewhere = BridgeFile(tmp_path / "logs" / FILE_NAME)
+    elsewhere = BridgeFile(tmp_path / FILE_NAME)
     elsewhere.write(written_by("boot-2"))
-    elsewhere.remove("boot-2")
-    assert (tmp_path / "logs").is_dir(), "no folder of ours"
-    elsewhere.remove("boot-2")  # gone already
+    for _ in range(2):  # the second time it is gone already
+        elsewhere.remove("boot-2")
+    assert list(tmp_path.iterdir()) == [], "the folder is not ours"
 
 
-def test_a_folder_that_others_could_have_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_refuses_a_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = BridgeFile.choose(None, {}, tmp_path)
     folder = tmp_path / FOLDER
     folder.mkdir(mode=0o700)
@@ -327,7 +311,7 @@ def test_a_folder_that_others_could_have_prepared_is_refused(tmp_path: Path, mon
     assert "lrwxrwxrwx" in refused.value.got
 
 
-def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_writer_refuses_a_place_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FatalError) as refused:
         BridgeFile(tmp_path / "no; where" / FILE_NAME).check()
     assert str(tmp_path / "no; where") in refused.value.got
@@ -335,7 +319,7 @@ def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert refused.value.exit_code == 2
 
 
-def test_the_file_of_a_server_that_runs_is_not_taken_from_it(tmp_path: Path) -> None:
+def test_writer_refuses_the_file_of_a_server_that_runs(tmp_path: Path) -> None:
     file = BridgeFile(tmp_path / FILE_NAME)
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -359,19 +343,10 @@ def test_the_file_of_a_server_that_runs_is_not_taken_from_it(tmp_path: Path) -> 
 
 def arguments(**changes: object) -> Namespace:
     plain: dict[str, object] = {
-        "port": 9001,
-        "uds": None,
-        "load_format": "auto",
-        "quantization": None,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "enable_sleep_mode": False,
-        "cpu_offload_gb": 0.0,
-        "kv_transfer_config": None,
-        "moe_backend": "auto",
-        "language_model_only": True,
-    }
+        "port": 9001, "uds": None, "load_format": "auto", "quantization": None, "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_sleep_mode": False, "cpu_offload_gb": 0.0,
+        "kv_transfer_config": None, "moe_backend": "auto", "language_model_only": True,
+    }  # fmt: skip
     return Namespace(**plain | changes)
 
 
@@ -385,7 +360,7 @@ def check(
     check_shareable(arguments(**changes), model or {}, device, environment or {}, kernel)
 
 
-def test_a_server_with_towers_can_receive_no_weights() -> None:
+def test_check_receivable_refuses_a_server_with_towers() -> None:
     conditional = {"text_config": {"hidden_size": 64}}
     check_receivable(arguments(), conditional, "cpu")
     check_receivable(arguments(language_model_only=False), {}, "cpu")
@@ -393,9 +368,10 @@ def test_a_server_with_towers_can_receive_no_weights() -> None:
         check_receivable(arguments(language_model_only=False), conditional, "cpu")
 
 
-def test_a_plain_model_on_one_device_can_be_shared() -> None:
+def test_check_shareable_takes_a_plain_model() -> None:
     check()
-    check(device="cpu")
+    on_cuda_only = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    check(device="cpu", environment=on_cuda_only, kernel="microsoft", moe_backend="x")
     check({"quantization_config": None, "text_config": {"hidden_size": 64}}, moe_backend="triton")
     check({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}, tensor_parallel_size=2)
     check(port=0, uds="/run/vllm.sock")
@@ -433,23 +409,12 @@ def test_a_plain_model_on_one_device_can_be_shared() -> None:
         ({"moe_backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass", "triton,"),
     ],
 )
-def test_what_cannot_work_is_refused_with_field_got_wanted_and_fix(
-    changes: dict[str, object], got: str, wanted: str
-) -> None:
+def test_check_shareable_refuses_what_cannot_work(changes: dict[str, object], got: str, wanted: str) -> None:
     with pytest.raises(FatalError) as refused:
         check(**changes)  # pyright: ignore[reportArgumentType]
     assert (refused.value.exit_code, refused.value.field) == (2, "--shared-weights")
     assert got in refused.value.got and refused.value.wanted.startswith(wanted)
     assert refused.value.wanted and refused.value.fix
-
-
-def test_what_concerns_cuda_is_no_matter_on_a_cpu() -> None:
-    check(
-        device="cpu",
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        kernel="microsoft",
-        moe_backend="x",
-    )
 
 
 # handles ---------------------------------------------------------------------------------------------------
@@ -517,6 +482,7 @@ def test_sharing_changes_no_bit_and_tied_parameters_keep_one_place() -> None:
 
 WRITER = """
 import os, sys, msgspec, torch
+from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import Handle
 handles = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, Handle])
 size = os.stat(handles["first"].path).st_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
-from tests.unit.factories import refusing
+from tests.unit.factories import refusing, story
 from vllm_server.errors import ServeError
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
 from vllm_server.protocol.adapter_config import SERVABLE, refusals
@@ -57,41 +57,34 @@ class StandInEngine:
         self.open.remove(name)
 
 
-def test_a_server_has_one_channel_the_newest() -> None:
-    async def story() -> None:
-        channels = Channels(engine := StandInEngine())
-        first = await channels.open(channel(), 8)
-        assert engine.open == [first]
-        second = await channels.open(channel("nccl"), 8)
-        assert engine.open == [second]
-        with pytest.raises(ServeError) as replaced:
-            channels.delivery(first)
-        assert (replaced.value.status, replaced.value.field, replaced.value.got) == (404, "channel", first)
-        await channels.close(first)  # a trainer that has been replaced says goodbye: not for the other
-        assert engine.open == [second]
-        await channels.close(second)
-        await channels.close(second)
-        assert engine.open == []
-        with pytest.raises(ServeError) as gone:
-            channels.delivery(second)
-        assert gone.value.status == 404
-
-    asyncio.run(story())
+@story
+async def test_channels_hold_the_newest_alone() -> None:
+    channels = Channels(engine := StandInEngine())
+    first = await channels.open(channel(), 8)
+    assert engine.open == [first]
+    second = await channels.open(channel("nccl"), 8)
+    assert engine.open == [second]
+    with refusing(ServeError, "channel", 404, got=first):
+        channels.delivery(first)
+    await channels.close(first)  # a trainer that has been replaced says goodbye: not for the other
+    assert engine.open == [second]
+    await channels.close(second)
+    await channels.close(second)
+    assert engine.open == []
+    with refusing(ServeError, "channel", 404):
+        channels.delivery(second)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
-def test_each_publish_through_a_channel_has_an_origin_of_its_own(kind: str) -> None:
+@story
+async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
-
-    async def story() -> None:
-        channels = Channels(StandInEngine())
-        name = await channels.open(channel(kind), 8)
-        one, two = channels.delivery(name), channels.delivery(name)
-        assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
-        assert (one.transport, one.channel, one.file, one.config) == (kind, name, "", CONFIG)
-        assert one.said_by == "channel"
-
-    asyncio.run(story())
+    channels = Channels(StandInEngine())
+    name = await channels.open(channel(kind), 8)
+    one, two = channels.delivery(name), channels.delivery(name)
+    assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
+    assert (one.transport, one.channel, one.file, one.config) == (kind, name, "", CONFIG)
+    assert one.said_by == "channel"
 
 
 @pytest.mark.parametrize(
@@ -106,87 +99,73 @@ def test_each_publish_through_a_channel_has_an_origin_of_its_own(kind: str) -> N
         ({"adapter_config": CONFIG | {"use_dora": True}}, "use_dora", {"got": "true", "fix": "use_dora=False"}),
     ],
 )
-def test_a_channel_that_cannot_be_served_leaves_the_open_one_alone(
+@story
+async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     changed: dict[str, Any], field: str, parts: dict[str, str]
 ) -> None:
-    async def story() -> None:
-        channels = Channels(engine := StandInEngine())
-        name = await channels.open(channel(), 8)
-        with refusing(ServeError, field, 422) as refused:
-            await channels.open(channel(**changed), 8)
-        assert all(part in getattr(refused.value, name) for name, part in parts.items())
-        assert engine.open == [name] and channels.delivery(name).channel == name
-
-    asyncio.run(story())
+    channels = Channels(engine := StandInEngine())
+    name = await channels.open(channel(), 8)
+    with refusing(ServeError, field, 422) as refused:
+        await channels.open(channel(**changed), 8)
+    assert all(part in getattr(refused.value, name) for name, part in parts.items())
+    assert engine.open == [name] and channels.delivery(name).channel == name
 
 
-def test_a_channel_that_the_engine_cannot_open_is_not_open() -> None:
-    async def story() -> None:
-        channels = Channels(engine := StandInEngine())
-        engine.fails = True
-        with refusing(ServeError, "channel"):
-            await channels.open(channel(), 8)
-        engine.fails = False
-        name = await channels.open(channel(), 8)  # which would close an open one first
-        assert engine.open == [name]
-
-    asyncio.run(story())
+@story
+async def test_channels_that_the_engine_cannot_open_are_not_open() -> None:
+    channels = Channels(engine := StandInEngine())
+    engine.fails = True
+    with refusing(ServeError, "channel"):
+        await channels.open(channel(), 8)
+    engine.fails = False
+    name = await channels.open(channel(), 8)  # which would close an open one first
+    assert engine.open == [name]
 
 
 BODIES = Bodies()
 
 
-def receive(pieces: Iterable[bytes]) -> Any:
+async def chunks(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+def receive(*pieces: bytes) -> Any:
     """What a body is taken for."""
 
-    async def chunks() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-
-    async def story() -> Any:
-        async with BODIES.holding(chunks(), None) as file:
+    async def once() -> Any:
+        async with BODIES.holding(chunks(*pieces), None) as file:
             assert Path(file).read_bytes() == b"".join(pieces)
             return from_body(file, 8)
 
-    return asyncio.run(story())
+    return asyncio.run(once())
 
 
-def test_a_file_for_bodies_is_used_again_and_holds_nothing_of_the_last_one() -> None:
-    async def hold(body: bytes, nbytes: int | None) -> tuple[str, bytes]:
-        async def once() -> AsyncIterator[bytes]:
-            yield body
-
-        async with bodies.holding(once(), nbytes) as file:
-            return file, Path(file).read_bytes()
-
+@story
+async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> None:
     bodies = Bodies()
-    first, _ = asyncio.run(hold(b"long" * 1000, 4000))
-    for length in (None, 5, 3):  # unknown, right, and too short a promise
-        again, read = asyncio.run(hold(b"short", length))
-        assert (again, read) == (first, b"short")
     large = bytes(range(256)) * 20_000  # more than a file begins with
-    assert asyncio.run(hold(large, None)) == (first, large)
+    files = set()
+    for body, promised in ((b"long" * 1000, 4000), (b"short", None), (b"short", 5), (b"short", 3), (large, None)):
+        async with bodies.holding(chunks(body), promised) as file:  # unknown, right, and too short a promise
+            assert Path(file).read_bytes() == body
+            files.add(file)
+    assert len(files) == 1
 
 
-def test_two_bodies_at_a_time_have_a_file_each() -> None:
-    async def story() -> None:
-        bodies = Bodies()
-
-        async def once(body: bytes) -> AsyncIterator[bytes]:
-            yield body
-
-        async with bodies.holding(once(b"a"), 1) as one, bodies.holding(once(b"b"), 1) as two:
-            assert (Path(one).read_bytes(), Path(two).read_bytes()) == (b"a", b"b")
-        assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
-
-    asyncio.run(story())
+@story
+async def test_bodies_at_the_same_time_have_a_file_each() -> None:
+    bodies = Bodies()
+    async with bodies.holding(chunks(b"a"), 1) as one, bodies.holding(chunks(b"b"), 1) as two:
+        assert (Path(one).read_bytes(), Path(two).read_bytes()) == (b"a", b"b")
+    assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
 
 
-def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:
+def test_from_body_of_pieces() -> None:
     whole = adapter()
-    delivery = receive([whole[:5], whole[5:300], whole[300:]])
+    delivery = receive(whole[:5], whole[5:300], whole[300:])
     assert (delivery.transport, delivery.config, delivery.said_by) == ("memory", CONFIG, "body")
-    assert delivery.origin.startswith("memory://") and delivery.origin != receive([whole]).origin
+    assert delivery.origin.startswith("memory://") and delivery.origin != receive(whole).origin
 
 
 @pytest.mark.parametrize(
@@ -209,9 +188,9 @@ def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:
         (adapter(tensors=dict(list(TENSORS.items())[:1])), "adapter_model.safetensors", MODULE),
     ],
 )
-def test_a_body_that_is_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
+def test_from_body_of_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
     with refusing(ServeError, field, 422) as refused:
-        receive([body])
+        receive(body)
     assert got in refused.value.got
     assert refused.value.fix
 
@@ -224,7 +203,7 @@ def test_a_body_that_is_no_servable_adapter_is_refused_by_field(body: bytes, fie
         (LoraLoadRequest(adapter_name="n"), "/proc/1/fd/1", "body"),
     ],
 )
-def test_a_request_says_one_way(request_: LoraLoadRequest, body: str | None, way: str) -> None:
+def test_delivered_by_says_one_way(request_: LoraLoadRequest, body: str | None, way: str) -> None:
     assert delivered_by(request_, body) == way
 
 
@@ -236,7 +215,7 @@ def test_a_request_says_one_way(request_: LoraLoadRequest, body: str | None, way
         (LoraLoadRequest(adapter_path="/a", channel="c"), "f", "body and channel and folder"),
     ],
 )
-def test_no_way_or_two_are_refused(request_: LoraLoadRequest, body: str | None, got: str) -> None:
+def test_delivered_by_refuses_no_way_or_two(request_: LoraLoadRequest, body: str | None, got: str) -> None:
     with pytest.raises(ServeError) as refused:
         delivered_by(request_, body)
     assert (refused.value.status, refused.value.got) == (422, got)
@@ -261,7 +240,7 @@ PLAIN = {"r": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         {"task_type": None},
     ],
 )
-def test_what_is_served_has_no_refusal(options: dict[str, Any]) -> None:
+def test_adapter_config_that_is_served_has_no_refusal(options: dict[str, Any]) -> None:
     assert refusals(written(LoraConfig(**{**PLAIN, **options})), 8) == []
 
 
@@ -283,12 +262,12 @@ def test_what_is_served_has_no_refusal(options: dict[str, Any]) -> None:
         (PromptTuningConfig(num_virtual_tokens=4), "peft_type"),
     ],
 )
-def test_what_is_not_served_is_named_first_with_a_fix(config: Any, field: str) -> None:
+def test_adapter_config_that_is_not_served_is_named_first(config: Any, field: str) -> None:
     first = refusals(written(config), 8)[0]
     assert first.field == field and first.fix and first.wanted
     assert str(first).startswith(f"{field}: got ")
 
 
-def test_every_field_of_the_table_is_one_of_pefts() -> None:
+def test_adapter_config_fields_are_pefts() -> None:
     known = set(LoraConfig().to_dict())
     assert set(SERVABLE) <= known | {"monteclora_config", "kasa_config", "arrow_config"}  # these are newer than 0.18

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Gauge
 
+from tests.unit.factories import story
 from vllm_server.engine import Adapters, SharedEngine, describe_workers
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.publisher import Delivery
@@ -153,33 +154,29 @@ class Door:
         return asyncio.create_task(self.engine.engine_core.add_request_async(request))
 
 
-def test_a_completion_that_arrives_during_an_update_gets_the_new_cache_key() -> None:
-    async def scene() -> None:
-        door = Door()
-        arriving = door.arrives("a")
-        await asyncio.sleep(0.01)
-        assert door.begun == []
-        door.salt = "new"
-        door.passed.set()
-        await arriving
-        assert door.begun == [("a", "new ")]
-
-    asyncio.run(scene())
+@story
+async def test_a_completion_that_arrives_during_an_update_gets_the_new_cache_key() -> None:
+    door = Door()
+    arriving = door.arrives("a")
+    await asyncio.sleep(0.01)
+    assert door.begun == []
+    door.salt = "new"
+    door.passed.set()
+    await arriving
+    assert door.begun == [("a", "new ")]
 
 
 @pytest.mark.parametrize("torn", [True, False])
-def test_a_completion_that_may_not_begin_leaves_nothing_in_vllms_tables(torn: bool) -> None:
-    async def scene() -> None:
-        door = Door()
-        arriving = door.arrives("a")
-        await asyncio.sleep(0)
-        door.fault = torn
-        if torn:
-            door.passed.set()
-        else:
-            arriving.cancel()
-        with pytest.raises(ServeError if torn else asyncio.CancelledError):
-            await arriving
-        assert (door.forgotten, door.begun) == (["a"], [])
-
-    asyncio.run(scene())
+@story
+async def test_a_completion_that_may_not_begin_leaves_nothing_in_vllms_tables(torn: bool) -> None:
+    door = Door()
+    arriving = door.arrives("a")
+    await asyncio.sleep(0)
+    door.fault = torn
+    if torn:
+        door.passed.set()
+    else:
+        arriving.cancel()
+    with pytest.raises(ServeError if torn else asyncio.CancelledError):
+        await arriving
+    assert (door.forgotten, door.begun) == (["a"], [])

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.factories import refusing
+from tests.unit.factories import refusing, story
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
@@ -77,11 +77,6 @@ async def update(fence: Fence, version: int, in_flight: InFlight = "keep", torn:
     await fence.end(UpdateEndRequest(token=begun.token, version=version, torn=torn))
 
 
-def run(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
-    """A test that is a coroutine."""
-    return lambda: asyncio.run(test())
-
-
 def fenced(test: Callable[[Fence, Engine], Coroutine[None, None, None]]) -> Callable[[], None]:
     """A test that is a coroutine, with a fence on an engine."""
     return lambda: asyncio.run(test(fence_on(engine := Engine()), engine))
@@ -91,24 +86,22 @@ def fenced(test: Callable[[Fence, Engine], Coroutine[None, None, None]]) -> Call
     ("in_flight", "hold", "renew"),
     [("keep", "hold", "renew"), ("recompute", "hold", "renew, recompute"), ("abort", "hold, abort", "renew")],
 )
-def test_fence_holds_the_engine_renews_its_caches_changes_the_version_and_lets_it_go(
+@story
+async def test_fence_holds_the_engine_renews_its_caches_changes_the_version_and_lets_it_go(
     in_flight: InFlight, hold: str, renew: str
 ) -> None:
-    async def scenario() -> None:
-        engine = Engine()
-        fence = fence_on(engine)
-        begun = await fence.begin(begin(in_flight))
-        assert engine.events == [hold]
-        assert fence.updating
-        salt = fence.salt
-        ended = await fence.end(UpdateEndRequest(token=begun.token, version=7))
-        assert engine.events == [hold, renew, "version 7", "release"]
-        assert (ended.policy_version, fence.updates, fence.updating) == (7, 1, False)
-        assert ended.stall_seconds >= begun.pause_seconds > 0
-        assert fence.last_update_time > 0
-        assert fence.salt != salt  # nothing that was cached before is found again
-
-    asyncio.run(scenario())
+    engine = Engine()
+    fence = fence_on(engine)
+    begun = await fence.begin(begin(in_flight))
+    assert engine.events == [hold]
+    assert fence.updating
+    salt = fence.salt
+    ended = await fence.end(UpdateEndRequest(token=begun.token, version=7))
+    assert engine.events == [hold, renew, "version 7", "release"]
+    assert (ended.policy_version, fence.updates, fence.updating) == (7, 1, False)
+    assert ended.stall_seconds >= begun.pause_seconds > 0
+    assert fence.last_update_time > 0
+    assert fence.salt != salt  # nothing that was cached before is found again
 
 
 @fenced
@@ -269,7 +262,7 @@ async def test_fence_stops_the_clock_while_an_update_ends(fence: Fence, engine: 
     fence.check_healthy()
 
 
-@run
+@story
 async def test_fence_lets_an_engine_that_cannot_be_held_go_on() -> None:
     engine = Engine(failing="hold")
     fence = fence_on(engine)
@@ -282,16 +275,14 @@ async def test_fence_lets_an_engine_that_cannot_be_held_go_on() -> None:
 
 
 @pytest.mark.parametrize("failing", ["renew", "release"])
-def test_fence_says_that_an_engine_does_not_go_on(failing: str) -> None:
-    async def scenario() -> None:
-        fence = fence_on(Engine(failing=failing))
-        with pytest.raises(EngineFault):
-            await update(fence, 1)
-        with refusing(ServeError, "weights") as refused:
-            await fence.passage()
-        assert "EngineFault" in refused.value.got and "torn" not in refused.value.got
-
-    asyncio.run(scenario())
+@story
+async def test_fence_says_that_an_engine_does_not_go_on(failing: str) -> None:
+    fence = fence_on(Engine(failing=failing))
+    with pytest.raises(EngineFault):
+        await update(fence, 1)
+    with refusing(ServeError, "weights") as refused:
+        await fence.passage()
+    assert "EngineFault" in refused.value.got and "torn" not in refused.value.got
 
 
 @fenced
@@ -368,7 +359,7 @@ def test_channel_that_not_all_workers_have_is_closed_in_all(workers: Workers) ->
     assert refused.value.status == 422 and workers.calls == ["open", "close"]
 
 
-@run
+@story
 async def test_channel_writes_only_within_the_update_that_is_named() -> None:
     made = Made()
     opened = await made.channels.open(OPEN)
@@ -382,7 +373,7 @@ async def test_channel_writes_only_within_the_update_that_is_named() -> None:
     assert (done.seconds, done.replayed) == (0.2, False)
 
 
-@run
+@story
 async def test_channel_whose_write_fails_poisons_the_weights() -> None:
     made = Made(Workers(apply="half"))
     _, request = await made.begun()
@@ -391,7 +382,7 @@ async def test_channel_whose_write_fails_poisons_the_weights() -> None:
     assert made.fence.fault is not None and not made.fence.updating
 
 
-@run
+@story
 async def test_channel_whose_write_never_began_leaves_the_weights() -> None:
     made = Made()
     token, _ = await made.begun()
@@ -401,7 +392,7 @@ async def test_channel_whose_write_never_began_leaves_the_weights() -> None:
     assert (made.fence.fault, made.fence.updates, made.fence.updating) == (None, 0, False)
 
 
-@run
+@story
 async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_weights() -> None:
     made = Made()
     token, request = await made.begun()
@@ -422,7 +413,7 @@ async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_w
     assert made.fence.fault is not None
 
 
-@run
+@story
 async def test_channel_is_replaced_by_a_newer_one() -> None:
     made = Made()
     calls = made.workers.calls

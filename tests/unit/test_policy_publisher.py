@@ -108,7 +108,7 @@ class Publishing:
         return self.publisher.registry.newest.name
 
 
-def story(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
+def publishing(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
     """A test that is a coroutine, of a publisher with these options."""
 
     def test_of(told: Callable[[Publishing], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
@@ -117,7 +117,7 @@ def story(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any, Any
     return test_of
 
 
-@story()
+@publishing()
 async def test_publisher_loads_routes_and_lets_the_oldest_go(made: Publishing) -> None:
     for number in (1, 2, 3):
         answer = await made.load(number)
@@ -127,7 +127,7 @@ async def test_publisher_loads_routes_and_lets_the_oldest_go(made: Publishing) -
     assert made.events == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
 
 
-@story()
+@publishing()
 async def test_publisher_answers_a_repeated_request_with_its_first_answer(made: Publishing) -> None:
     first, again = await asyncio.gather(*(made.load(1, adapter_name="policy-v1", request_id="r") for _ in range(2)))
     assert first == again and first.load_count == 1
@@ -136,7 +136,7 @@ async def test_publisher_answers_a_repeated_request_with_its_first_answer(made: 
     assert made.events == ["add policy-v1"]
 
 
-@story(keep=1)
+@publishing(keep=1)
 async def test_publisher_removes_a_version_with_its_last_request(made: Publishing) -> None:
     await made.load(1)
     with made.serving() as version:
@@ -150,7 +150,7 @@ async def test_publisher_removes_a_version_with_its_last_request(made: Publishin
     assert made.events[-1] == "remove policy-v1"
 
 
-@story(keep=1, capacity=2)
+@publishing(keep=1, capacity=2)
 async def test_publisher_waits_for_a_place_that_requests_hold(made: Publishing) -> None:
     await made.load(1)
     with made.serving():
@@ -180,7 +180,7 @@ class SlowEngine(StandInEngine):
         await super().remove(name, adapter_id)
 
 
-@story(keep=1, capacity=4)
+@publishing(keep=1, capacity=4)
 async def test_publisher_waits_for_slots_that_are_being_freed(made: Publishing) -> None:
     made.publisher.engine = engine = SlowEngine()
     with ExitStack() as running:
@@ -204,7 +204,7 @@ def test_publisher_names_the_part_of_the_request_that_the_engine_refuses(tmp_pat
         asyncio.run(load(publisher, folder) if kind == "disk" else publisher.load(LoraLoadRequest(), str(body)))
 
 
-@story(keep=1, capacity=2, timeout=0.05)
+@publishing(keep=1, capacity=2, timeout=0.05)
 async def test_publisher_refuses_when_no_place_comes_free(made: Publishing) -> None:
     await made.load(1)
     with made.serving():
@@ -215,7 +215,7 @@ async def test_publisher_refuses_when_no_place_comes_free(made: Publishing) -> N
         assert made.newest == "policy-v2"
 
 
-@story()
+@publishing()
 async def test_publisher_serves_the_old_version_after_a_load_that_failed(made: Publishing) -> None:
     await made.load(1)
     made.engine.fails = {"add policy-v2"}
@@ -227,7 +227,7 @@ async def test_publisher_serves_the_old_version_after_a_load_that_failed(made: P
         assert version.name == "policy-v1"
 
 
-@story()
+@publishing()
 async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made: Publishing) -> None:
     made.engine.fails = {"add policy-v1", "remove policy-v1"}
     with pytest.raises(ServeError) as refused:
@@ -241,7 +241,7 @@ async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made
         assert version.name == "policy-v2"
 
 
-@story()
+@publishing()
 async def test_publisher_refuses_an_adapter_that_is_not_finite_in_the_engines_words(made: Publishing) -> None:
     class Strict(StandInEngine):
         async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
@@ -259,7 +259,7 @@ async def test_publisher_refuses_an_adapter_that_is_not_finite_in_the_engines_wo
     assert [version.name for version in made.publisher.registry.versions] == ["policy-v1", "policy-v2"]
 
 
-@story()
+@publishing()
 async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
     async def unload(**named: Any) -> tuple[str, str | None, int]:
         gone = await made.publisher.unload(LoraUnloadRequest(**named))
