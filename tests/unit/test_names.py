@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from grpo_common.errors import Problem
 from grpo_trainer.shared.names import FUSED, Binding, Facts, NamesError, Shape, bind_names
-from tests.golden.models import CONFIGS, golden, random_model
+from tests.golden.models import CONFIGS, Golden, golden, random_model
 
 ARCHITECTURES = sorted(CONFIGS)
-
-architectures = st.sampled_from(ARCHITECTURES)
 
 
 @functools.cache
@@ -38,6 +36,11 @@ def bound(architecture: str) -> tuple[Binding, ...]:
     shapes, ties = own(architecture)
     record = golden(architecture)
     return bind_names(shapes, record.vllm, Facts(ties, record.ties))
+
+
+def drawn(data: st.DataObject) -> tuple[str, dict[str, Shape], dict[str, str], Golden]:
+    architecture = data.draw(st.sampled_from(ARCHITECTURES))
+    return architecture, *own(architecture), golden(architecture)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -89,9 +92,7 @@ def test_qwen2_in_full() -> None:
 
 @given(st.data())
 def test_order_does_not_matter(data: st.DataObject) -> None:
-    architecture = data.draw(architectures)
-    shapes, ties = own(architecture)
-    record = golden(architecture)
+    architecture, shapes, ties, record = drawn(data)
     shuffled = dict(data.draw(st.permutations(list(shapes.items()))))
     theirs = dict(data.draw(st.permutations(list(record.vllm.items()))))
     assert bind_names(shuffled, theirs, Facts(ties, record.ties)) == bound(architecture)
@@ -99,9 +100,7 @@ def test_order_does_not_matter(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
-    architecture = data.draw(architectures)
-    shapes, ties = own(architecture)
-    record = golden(architecture)
+    architecture, shapes, ties, record = drawn(data)
     dropped = data.draw(st.sampled_from(sorted(record.vllm.keys() - record.ties.keys())))
     gone = {dropped, *(name for name, first in record.ties.items() if first == dropped)}
     rest = {name: shape for name, shape in record.vllm.items() if name not in gone}
@@ -114,9 +113,7 @@ def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_whatever_is_missing_in_the_trainer_is_refused(data: st.DataObject) -> None:
-    architecture = data.draw(architectures)
-    shapes, ties = own(architecture)
-    record = golden(architecture)
+    architecture, shapes, ties, record = drawn(data)
     dropped = data.draw(st.sampled_from(bound(architecture)))
     rest = {name: shape for name, shape in shapes.items() if name != dropped.hf_name and name not in ties}
     with pytest.raises(NamesError) as caught:
@@ -128,9 +125,7 @@ def test_whatever_is_missing_in_the_trainer_is_refused(data: st.DataObject) -> N
 @given(st.data(), st.booleans())
 def test_whatever_is_there_twice_is_refused(data: st.DataObject, in_vllm: bool) -> None:
     """Under another name on either side, or as another layer's."""
-    architecture = data.draw(architectures)
-    shapes, ties = own(architecture)
-    record = golden(architecture)
+    _, shapes, ties, record = drawn(data)
     names = record.vllm if in_vllm else shapes
     name = data.draw(st.sampled_from(sorted(names.keys() - ties.keys() - record.ties.keys())))
     twin = data.draw(st.sampled_from([f"twin.{name}", name.replace("layers.1.", "layers.2."), f"{name}_2"]))
@@ -144,9 +139,7 @@ def test_whatever_is_there_twice_is_refused(data: st.DataObject, in_vllm: bool) 
 
 @given(st.data())
 def test_a_shape_that_does_not_fit_is_refused(data: st.DataObject) -> None:
-    architecture = data.draw(architectures)
-    shapes, ties = own(architecture)
-    record = golden(architecture)
+    _, shapes, ties, record = drawn(data)
     name = data.draw(st.sampled_from(sorted(shapes.keys() - ties.keys())))
     dimension = data.draw(st.integers(0, len(shapes[name]) - 1))
     by = data.draw(st.sampled_from([-1, 1]))
@@ -188,24 +181,13 @@ def refused(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], facts: Facts
     return caught.value.problems[1]
 
 
-def test_a_tied_head_that_vllm_holds_apart_is_refused() -> None:
-    shapes, ties = own("llama")
-    record = golden("llama")
+def test_names_refuse_a_head_that_only_one_side_ties_or_lacks() -> None:
+    (shapes, ties), record = own("llama"), golden("llama")
     assert ties == record.ties | {"lm_head.weight": "model.embed_tokens.weight"}
     problem = refused(shapes, record.vllm, Facts(ties, {}))
     assert problem.field == "lm_head.weight" and "model.embed_tokens.weight" in problem.wanted
-
-
-def test_a_head_of_its_own_that_vllm_ties_is_refused() -> None:
-    shapes, _ = own("llama")
-    record = golden("llama")
     problem = refused(shapes, record.vllm, Facts({}, record.ties))
     assert set(problem.field.split()) >= {"model.embed_tokens.weight", "lm_head.weight"} and "0 to 98" in problem.got
-
-
-def test_a_missing_head_is_refused_unless_it_is_tied() -> None:
-    shapes, ties = own("llama")
-    record = golden("llama")
     headless = {name: shape for name, shape in record.vllm.items() if name != "lm_head.weight"}
     assert bind_names(shapes, headless, Facts(ties, {})) == bound("llama")
     problem = refused(shapes, headless, Facts({}, {}))

@@ -143,6 +143,11 @@ dtypes = st.sampled_from(sorted(ITEM_SIZES))
 GOOD = encode_header(lay_out([("a", (2, 3)), ("b", (4,))], "F32"), {"format": "pt"})
 
 
+def as_header(value: object) -> bytes:
+    text = json.dumps(value).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
 @given(tensors, dtypes, metadata)
 def test_a_header_decodes_to_what_was_encoded(
     found: list[tuple[str, tuple[int, ...]]], dtype: str, labels: dict[str, str]
@@ -216,10 +221,9 @@ entries = st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "da
 
 @given(json_values | st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), json_values | entries, max_size=3))
 def test_no_json_is_anything_but_a_header_or_a_value_error(value: object) -> None:
-    text = json.dumps(value).encode()
     try:
-        header = decode_header(struct.pack("<Q", len(text)) + text)
-        layout_of(struct.pack("<Q", len(text)) + text, "")
+        header = decode_header(as_header(value))
+        layout_of(as_header(value), "")
     except ValueError:
         return
     assert all(isinstance(labels, str) for labels in header.metadata.values())
@@ -239,9 +243,8 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
     ],
 )
 def test_a_header_of_another_shape_is_refused(header: object, cause: type[Exception]) -> None:
-    text = json.dumps(header).encode()
     with pytest.raises(ValueError) as error:
-        decode_header(struct.pack("<Q", len(text)) + text)
+        decode_header(as_header(header))
     assert isinstance(error.value.__cause__, cause)
     assert str(error.value.__cause__) in str(error.value)
 
@@ -263,9 +266,8 @@ def test_a_header_of_another_shape_is_refused(header: object, cause: type[Except
     ],
 )
 def test_what_is_wrong_with_a_header_is_said(header: object, values: list[str]) -> None:
-    text = json.dumps(header).encode()
     with pytest.raises(ValueError) as error:
-        decode_header(struct.pack("<Q", len(text)) + text)
+        decode_header(as_header(header))
     assert str(error.value).startswith(values[0]) and all(value in str(error.value) for value in values)
 
 
@@ -298,9 +300,8 @@ def test_an_adapter_has_one_dtype_of_floats(found: set[str]) -> None:
         size = {"BF16": 2, "F32": 4, "I64": 8, "F8_E4M3": 1}[dtype]
         start = 0 if index == 0 else 2
         header[dtype] = entry(dtype, (1,), (start, start + size))
-    text = json.dumps(header).encode()
     with pytest.raises(ValueError, match=rf"\b{', '.join(sorted(found))}, "):
-        layout_of(struct.pack("<Q", len(text)) + text, "")
+        layout_of(as_header(header), "")
 
 
 def test_a_file_that_became_shorter_is_a_value_error(tmp_path: Path) -> None:
