@@ -135,7 +135,7 @@ def quantised(config: BridgeConfigFile) -> dict[str, Any]:
 def test_reader_refuses_a_value_that_it_cannot_use(
     tmp_path: Path, config: BridgeConfigFile, changes: Any, field: str, parts: dict[str, str]
 ) -> None:
-    fields: dict[str, Any] = changes(config) if callable(changes) else changes
+    fields = changes if isinstance(changes, dict) else changes(config)
     refused(write_config(tmp_path, changed(config, **fields)), field, **parts)
 
 
