@@ -169,7 +169,7 @@ import asyncio, logging, re, time
 from contextlib import nullcontext
 from environments import scoring
 
-scoring.LOOK_S, scoring.NATIVE_S, scoring.REPORT_S = 0.2, 0.5, 0.8
+scoring.LOOK_S, scoring.NATIVE_S, scoring.REPORT_S = 0.2, 6.0, 0.8
 logging.basicConfig(format="%(levelname)s %(message)s")
 
 async def evaluate(watch):
