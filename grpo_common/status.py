@@ -26,8 +26,8 @@ WAITS = {"waits": True}
 TRAINED = "trained"
 """The phase of a trainer that has trained a step since its start."""
 KEPT, BURST, PAUSE_SECONDS = 16, 10, 5.0
-"""How many notices the file holds, and how many are written at once, then one in so many seconds: an environment may
-warn of each sample."""
+"""The file holds the last `KEPT` notices. A process writes `BURST` of them without a pause, then one each
+`PAUSE_SECONDS`: an environment may warn of each sample."""
 LINES, CHARACTERS, STACK_CHARACTERS = 17, 500, 200
 """Of a notice that has a stack, of its first line, and of each other line."""
 

@@ -180,7 +180,7 @@ def _gpu(number: int) -> Gpu:
     is_split = False
     with _if_supported():  # most GPUs can't be split
         is_split = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    with _if_supported():  # a GPU without memory of its own can't say
+    with _if_supported():  # a GPU that shares the machine's memory has no such figure
         if not is_split:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
             return Gpu(name, uuid, int(memory.total), int(memory.free), int(memory.used))

@@ -298,7 +298,7 @@ def _default_max_num_seqs(world_size: int) -> int:
 
 
 def _place_worker(args: Namespace) -> None:
-    """Set `distributed_executor_backend` for a server's only worker: a process of its own, or the engine's.
+    """Set `distributed_executor_backend` for a server's only worker: its own process, or the engine's.
 
     A worker in its own process prepares a step while the engine's process schedules the next one. On an H100, a server
     of a 1.5B model generated 34 % more tokens/s in this way, and a run on one GPU 13 % more (docs/benchmarks.md). Both

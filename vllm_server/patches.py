@@ -91,7 +91,7 @@ PATCHES = (
         replaces=("vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",),
         process="engine",
         by="vllm_server.worker.kv_blocks:skip_needless_bookkeeping",
-        why="blocks of the KV cache are looked at when one is full, not at each token: speed",
+        why="vLLM's bookkeeping of the KV cache runs when a block is full, not at each token: speed",
         until="a vLLM in which it brings less than 3 %",
         test="tests/unit/test_kv_blocks.py",
     ),

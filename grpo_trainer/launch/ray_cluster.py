@@ -164,7 +164,7 @@ class RayCluster:
                 ) from error
 
     def _hold(self, place: Place, gpus: int, cpus: int) -> _Room:
-        """Ask Ray for an agent on a node, with so many GPUs and cores."""
+        """Ask Ray for an agent on a node, with the given numbers of GPUs and cores."""
         assert place.node is not None, "on a cluster every process has a node"
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         strategy = affinity(place.node.id, soft=False)
