@@ -63,7 +63,7 @@ _NAME = re.compile(
 """A name and what stands between it and its value: `=`, `:`, or after a flag a space or the comma of a list."""
 _VALUE = re.compile(
     r'''"""[\s\S]*?"""|'{3}[\s\S]*?'{3}'''
-    r"""|(?P<quote>\\*["'])(?:(?!(?P=quote))(?:\\.|[^\\]))*+(?P=quote)"""
+    r"""|(?P<quote>\\*["'])(?:(?!(?P=quote))(?:\\.|[^\\]))*(?P=quote)"""
     r"""|\[[^\]]*\]?|\{[^}]*\}?"""
     r"""|(?:(?:bearer|basic|token|digest)\s+)?[^\s]+""",
     re.IGNORECASE,
@@ -200,12 +200,13 @@ class _Walk:
         names = [str(table[key]) for key in ("name", "key") if isinstance(table.get(key), str)]
         of_a_secret = any(map(is_secret, names))  # {"name": "HF_TOKEN", "value": …}
         for key, each in table.items():
-            name = f"{where}.{key}" if where else str(key)
+            own = self.text(key, where) if isinstance(key, str) else key
+            shown = HIDDEN if own is _GONE else own
+            name = f"{where}.{shown}" if where else str(shown)
             secret = is_secret(str(key)) or (of_a_secret and str(key) in ("value", "values"))
             clean = self._hidden(each, name) if secret else self.value(each, name)
-            if clean is not _GONE:
-                own = self.text(key, where) if isinstance(key, str) else key
-                kept[key if own is _GONE else own] = clean
+            if clean is not _GONE and own is not _GONE:
+                kept[own] = clean
         return kept
 
     def _list(self, words: Sequence[Any], where: str) -> list[Any]:
@@ -220,6 +221,7 @@ class _Walk:
                 clean = self._hidden(word, f"{where} {flag}".strip())
             else:
                 clean = self.value(word, f"{where}.{at}")
+                pair = pair and (at > 0 or clean == word)  # `Authorization: Bearer …` has its value in itself
                 last = word.rpartition("=")[2] if isinstance(word, str) else ""  # `--extra-args=--hf-token`
                 is_flag = re.fullmatch(r"--?[A-Za-z][\w.-]*", last) is not None
                 flag = (last if is_flag and is_secret(last) else "") or (flag if pair and not at else "")

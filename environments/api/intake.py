@@ -29,9 +29,10 @@ _COMPLAINT = re.compile(r"(.*) - at `\$\.?(.*)`")
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _BRACKET = re.compile(rb'["\[\]{}]')
-_FLAT = re.compile(rb'(?:[^"\[\]{}]++|\{[^"\[\]{},]*+\}|\[[^"\[\]{},]*+\])++')
-"""Within a list: elements without commas in them, however many, and the commas between them."""
-_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+# Counted repeats, as Python before 3.11.5 matches possessive repeats of a group wrongly, and greedy ones take memory.
+_FLAT = re.compile(rb'(?:[^"\[\]{}]++|\{[^"\[\]{},]*+\}|\[[^"\[\]{},]*+\]){1,999}')
+"""Within a list: elements without commas in them, many at once, and the commas between them."""
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.){1,999}', re.DOTALL)
 _MSGPACK_LIST = 0xDD
 """First byte of a MessagePack list whose length follows in four bytes; that of a list with another first byte is below
 `MOST_GROUPS`."""
@@ -122,16 +123,17 @@ class GroupCount:
         self._escaped = False
         while at < len(piece):
             if self._in_string:
-                match = _IN_STRING.match(piece, at)
-                assert match is not None, "it matches nothing, too"
-                at = match.end() + 1
-                self._escaped = piece[match.end() : at] == b"\\"
-                self._in_string = self._escaped or match.end() == len(piece)
+                if inner := _IN_STRING.match(piece, at):
+                    at = inner.end()
+                else:  # a quote, or a backslash that ends the piece
+                    self._in_string = self._escaped = piece[at : at + 1] == b"\\"
+                    at += 1
                 continue
             if self._depth == 1 and (flat := _FLAT.match(piece, at)):
                 at = flat.end()
                 self._commas += piece.count(b",", flat.start(), at)
                 self._check(self._commas + 1)
+                continue
             match = _BRACKET.search(piece, at)
             if match is None:
                 return

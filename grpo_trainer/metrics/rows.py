@@ -48,9 +48,10 @@ def figures(row: Row) -> Row:
 
 def a_sample(row: Row) -> Row | None:
     """Return a row of samples.jsonl (`grpo_trainer.logs.samples`); None: it is none."""
+    row = {"environment": None, "version": None, **row}  # some environments send none
     numbers = all(is_number(row.get(key)) for key in ("group", "cut", "reward", "advantage"))
-    numbers &= row.get("version") is None or is_number(row["version"])  # some environments send none
-    is_named = row.get("environment") is None or isinstance(row["environment"], int)
+    numbers &= row["version"] is None or is_number(row["version"])
+    is_named = row["environment"] is None or isinstance(row["environment"], int)
     pieces, ratios, trained = (row.get(key) for key in ("pieces", "ratios", "trained"))
     if not (numbers and is_named and isinstance(row.get("prompt"), str)):
         return None

@@ -97,7 +97,7 @@ def test_a_trainer_that_does_not_know_of_the_shards_is_refused(server: Serving, 
     config = settings(server.model_folder, tmp_path, [server.url.rpartition(":")[2]])
     with pytest.raises(BridgeError) as refused:
         build_policy(config)
-    assert "tp_degree" in refused.value.field and "--tensor-parallel-size 2" in refused.value.fix
+    assert "tp_degree" in refused.value.field and "--server.tensor-parallel-size 2" in refused.value.fix
 
 
 # ---------------------------------------------------------------- whole runs

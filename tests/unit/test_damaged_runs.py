@@ -48,7 +48,7 @@ from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
 from tests.stand_ins import Scripted
-from tests.unit.test_report import html_of, row, write_run
+from tests.unit.test_report import a_sample, html_of, row, write_run
 
 TORN = b'{"step": 3, "reward/me'
 
@@ -122,6 +122,15 @@ def test_a_torn_line_of_an_environment_does_not_end_the_report(tmp_path: Path) -
     assert read_run(folder).numbers("env/sums/score") == [1.0, 3]
     html = html_of(folder)
     assert "logs/env-sums.metrics.jsonl: 1 line" in html and "metrics.jsonl: 2 lines" not in html
+
+
+def test_a_sample_without_its_environment_and_version_is_of_unknown_ones(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    sample = a_sample()
+    del sample["environment"], sample["version"]
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (read,) = read_run(folder).samples
+    assert read["environment"] is None and sample["prompt"] in html_of(folder)
 
 
 def test_a_damaged_configuration_is_named_and_not_shown(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,17 @@ def sources(package: str) -> list[Path]:
 
 def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_pattern_has_a_possessive_repeat_of_a_group(package: str) -> None:
+    """Python before 3.11.5 matches them wrongly (python/cpython#106052); those of a set of characters are right."""
+    possessive = re.compile(r"\)(?:[*+?]|\{\d*,?\d*\})\+")
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)):
+                text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+                assert not possessive.search(text), (path, text)
 
 
 SETTINGS_CHECK = "environments.running.settings_check"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from typing import Any
 
@@ -115,7 +116,10 @@ def test_a_measured_pass_is_freed() -> None:
         return output * 2
 
     measure(model, run)
-    assert len(made) == 2 and not any(each() is not None for each in made)
+    end = time.monotonic() + 30  # a thread that watches stacks may hold the frame for a moment
+    while any(each() is not None for each in made) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [each() for each in made] == [None, None]
 
 
 def test_a_models_layers_keep_what_their_shapes_say() -> None:

@@ -161,6 +161,8 @@ CARRIERS: Mapping[str, Any] = {
     "json": json.dumps({"a": [{"token": SECRET}]}),
     "json in json": json.dumps({"a": json.dumps({"token": SECRET})}),
     "pair": [["HF_TOKEN", SECRET]],
+    "two header lines": [f"Authorization: Bearer {SECRET}", f"Cookie: a={SECRET}"],
+    "key": {f"Authorization: Bearer {SECRET}": 1},
     "variable": {"env": [{"name": "HF_TOKEN", "value": SECRET}]},
 }
 
@@ -179,7 +181,9 @@ def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
     assert SECRET not in tomli_w.dumps(clean)
     assert redacted(clean) == clean
     assert SECRET not in redacted_text(json.dumps(value))
-    assert SECRET not in tomli_w.dumps(redact(value, drop=True).value)
+    for drop in (False, True):
+        found = redact(value, drop=drop)
+        assert SECRET not in tomli_w.dumps(found.value) and SECRET not in " ".join(found.names)
 
 
 def test_a_json_string_that_is_left_out_takes_its_text_with_it() -> None:
