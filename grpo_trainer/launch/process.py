@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+import msgspec
 import psutil
 
 from grpo_common.redaction import redacted_arguments, redacted_text
@@ -39,6 +40,8 @@ START_STOP_SECONDS = 5.0
 """Time to end for a trainer before its first step, which has nothing to save but may be compiling."""
 KILL_SECONDS = 1.0
 """Time for the kernel to remove killed processes."""
+HELD_SECONDS = 20.0
+"""Most seconds to wait for a killed process: a driver or a file system that hangs may hold it for ever."""
 POLL_SECONDS = 0.1
 STATUS_BYTES = 1 << 20
 """Of a status file, that are read; a whole one has fewer."""
@@ -136,7 +139,10 @@ class Process:
         for relative in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 relative.kill()
-        self.popen.wait()
+        try:
+            self.popen.wait(timeout=HELD_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.take(f"process {self.pid} was killed and is still there after {HELD_SECONDS:g} s\n")
         psutil.wait_procs(self._family, timeout=KILL_SECONDS)
 
     def drain(self) -> None:
@@ -229,7 +235,10 @@ class Process:
             found = parse(content)
             self.status = found if found is not None and found.pid in (0, self.pid) else self.status
         new = [notice for notice in self.status.notices if notice.number > self._heard]
-        self._heard = max([self._heard, *(notice.number for notice in new)])
+        if new:
+            lost = new[0].number - self._heard - 1  # they left the file before it was read
+            new[0] = msgspec.structs.replace(new[0], missed=new[0].missed + lost)
+            self._heard = max(notice.number for notice in new)
         return new
 
     @property

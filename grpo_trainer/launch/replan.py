@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import server_names
-from grpo_trainer.errors import ConfigError, ProcessFailedError
+from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.ports import claim_ports
@@ -48,10 +48,7 @@ class Replanner:
         """Return processes as they start; those of a lost machine, and new servers of a cluster, get a machine.
 
         Returns:
-            None: no machine has room yet.
-
-        Raises:
-            PortBusyError: their new machine has no free port.
+            None: no machine has room yet, or a free port.
         """
         machines = self._machines
         if machines is None:
@@ -67,7 +64,7 @@ class Replanner:
         found = [name for name in homeless if name in places]
         try:
             ports = machines.claim({name: 0 for name in found if name in self._ports}, places)
-        except ProcessFailedError:  # its machine does not answer
+        except (ProcessFailedError, PortBusyError):  # its machine does not answer, or has no free port
             ports = None
         if ports is None or found != homeless:
             self._vacant += [places[name] for name in found]

@@ -16,7 +16,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import ConfigError, ProcessFailedError
+from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
 from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, gpus_of_run, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.replan import Replanner
@@ -161,7 +161,7 @@ class Machines:
         self.nodes = nodes
         self.lost: set[Node] = set()
         self.asked: dict[str, Place] = {}
-        self.silent = False
+        self.fault: Exception | None = None
 
     def is_lost(self, place: Place) -> bool:
         return place.node in self.lost
@@ -178,8 +178,8 @@ class Machines:
         self.asked.pop(name, None)
 
     def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
-        if self.silent:
-            raise ProcessFailedError("no answer", field="node")
+        if self.fault is not None:
+            raise self.fault
         return dict.fromkeys(wanted, 5555)
 
 
@@ -217,15 +217,16 @@ def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> N
     assert list(placed) == [specs["server-2"], specs["trainer"]]
 
 
-def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [ProcessFailedError("no answer", field="node"), PortBusyError("all held", field="x")])
+def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path, fault: Exception) -> None:
     machines = Machines(HEAD, B, C, D)
     again, specs = replanner(two_servers(tmp_path), machines)
     lost = server_elsewhere(specs)
     machines.lost |= {B, C} & {lost.place.node}
     assert again.placed([lost]) is None, "a machine was asked"
-    machines.silent = True
-    assert again.placed([lost]) is None, "the machine has given room, and does not answer"
-    machines.silent = False
+    machines.fault = fault
+    assert again.placed([lost]) is None, "the machine has given room, and does not answer, or has no free port"
+    machines.fault = None
     placed = again.placed([lost])
     assert placed is not None
     (server,) = placed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -664,8 +665,25 @@ def test_a_status_file_of_another_process_is_not_believed(tmp_path: Path) -> Non
     content = {"phase": TRAINED, "notices": [{"number": 5, "text": "old"}]}
     for pid, phase in ((old.pid + 1, ""), (old.pid, TRAINED)):
         path.write_text(json.dumps({**content, "pid": pid}))
-        assert len(old.hear()) == bool(phase) and old.status.phase == phase
+        heard = old.hear()
+        assert len(heard) == bool(phase) and old.status.phase == phase
+    assert heard[0].missed == 4, "notices that left the file before it was read"
     old.end(1.0)
+
+
+def test_a_killed_process_that_the_kernel_holds_does_not_hold_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Process(spec("trainer", SLEEPER), tmp_path / "trainer.log")
+
+    def held(timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("trainer", timeout or math.inf)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(child.popen, "wait", held)
+        child.kill()
+    assert f"process {child.pid} was killed and is still there after 20 s" in child.last_words()
+    child.end(1.0)
 
 
 def test_log_begins_again_when_it_is_large(
