@@ -80,14 +80,6 @@ PATCHES = (
         test="tests/unit/test_output_blocks.py",
     ),
     Patch(
-        replaces=("vllm.v1.engine.core.EngineCore.preprocess_add_request",),
-        process="engine",
-        by="vllm_server.worker.stops:look_up_in_sets",
-        why="a token is looked up in a set of stop ids, not in a list: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_stops.py",
-    ),
-    Patch(
         replaces=("vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",),
         process="engine",
         by="vllm_server.worker.kv_blocks:skip_needless_bookkeeping",
