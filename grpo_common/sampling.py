@@ -50,7 +50,7 @@ CUTS: Final[Mapping[str, Callable[[float], bool]]] = {
 }
 """Sampling parameters with which servers sample from a part of the vocabulary, and whether a value does so."""
 
-WHOLE_VOCABULARY: Final = "training samples from the whole vocabulary; evaluate() may use it (docs/sampling.md)"
+WHOLE_VOCABULARY: Final = "training samples from the whole vocabulary; evaluate() may use it (docs/training.md)"
 
 
 def cuts(params: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The rollout API's wire contract: every request and answer, in JSON and in MessagePack.
 
 Environments post scored groups, the trainer leases batches of them. Each structure here is one body of the
-protocol in `docs/wire_protocol.md`. Only the standard library and msgspec are imported, so that a client of
+protocol in `docs/rollout_api.md`. Only the standard library and msgspec are imported, so that a client of
 the API needs neither torch nor a web framework.
 
 A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as lists, MessagePack packed:

@@ -36,7 +36,7 @@ class Sampling:
 
     Requests turn off nucleus and top-k sampling explicitly. Otherwise servers apply a model's own defaults, and the
     logprobs would be of another distribution than the one sampled from. `top_p`, `top_k` and `min_p` are for
-    evaluations: training refuses them (docs/sampling.md).
+    evaluations: training refuses them (docs/training.md).
     """
 
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Options of the loss, and the table of built-in losses. `docs/papers.md`: what reproduces which paper. No torch."""
+"""Options of the loss, and the table of built-in losses. `docs/training.md`: what reproduces which paper. No torch."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ ALL_WEIGHTS = (Rates(1e-4, 1e-6, 2e-4), Rates(3e-5, 1e-6, 5e-5), Rates(1e-6, 1e-
 
 Large models: 1e-6 for all weights, as in DeepSeekMath, which introduced GRPO (arXiv 2402.03300, section 4.2), and ten
 times as much for an adapter, by which the best learning rates of the two differ (Schulman et al., "LoRA Without
-Regret", 2025). Smaller models: the runs of docs/learning.md. Above the highest rate of a range policies collapse there,
-or come close to it; below the lowest one nothing changes within hundreds of steps.
+Regret", 2025). Smaller models: the runs of docs/benchmarks.md. Above the highest rate of a range policies collapse
+there, or come close to it; below the lowest one nothing changes within hundreds of steps.
 """
 ADAPTER_LR, ALL_WEIGHTS_LR = ADAPTER[-1].default, ALL_WEIGHTS[-1].default
 

@@ -389,7 +389,7 @@ def distribution(case: Case) -> Finding:
     if not bent:
         return ok("distribution", "samples and trainer have the same")
     got, fixes = zip(*bent, strict=True)
-    wanted = "the same distribution on both sides (docs/sampling.md)"
+    wanted = "the same distribution on both sides (docs/training.md)"
     return warn("distribution", "; ".join(got), wanted, "; ".join(fixes))
 
 
@@ -454,7 +454,7 @@ def decoder_only(case: Case) -> Finding | None:
         return fail("decoder-only", error.summary, error.wanted, "choose another --model-name")
     if text_config_of(config) is not None and importlib.util.find_spec("torchvision") is None:
         got, wanted = f"{config.model_type} without torchvision", "torchvision, without which vLLM does not serve it"
-        return warn("decoder-only", got, wanted, "install torchvision's build for this torch (docs/models.md)")
+        return warn("decoder-only", got, wanted, "install torchvision's build for this torch (docs/training.md)")
     return ok("decoder-only", config.model_type)
 
 

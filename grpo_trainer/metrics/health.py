@@ -1,7 +1,7 @@
 """Is a run healthy, did it learn, and how long does it still take? Pure functions of the rows of metrics.jsonl.
 
 A figure is unhealthy when its median over the last steps leaves its usual range. Ranges are those of the runs in
-docs/learning.md: what learns stays within them, what collapses leaves them.
+docs/training.md: what learns stays within them, what collapses leaves them.
 """
 
 from __future__ import annotations

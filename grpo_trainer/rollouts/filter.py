@@ -82,7 +82,7 @@ class GroupFilter:
             log.warning(
                 "%s: groups do not say how they were sampled: got inference_logprobs without generation_params, wanted "
                 '{"temperature": …}; they count as sampled at temperature 1 from the whole vocabulary '
-                "(docs/sampling.md)",
+                "(docs/training.md)",
                 self._name_of(group.environment),
             )
         return True

@@ -286,11 +286,11 @@ FAMILIES: Final[Mapping[str, str]] = {
     "gemma4_whole": "Gemma 4",
     "qwen3_5": "Qwen 3.5 (dense)",
 }
-PAGE: Final = FOLDER.parents[1] / "docs" / "models.md"
+PAGE: Final = FOLDER.parents[1] / "docs" / "training.md"
 
 
 def table() -> str:
-    """The table of compared models in `docs/models.md`, a line for each record."""
+    """The table of compared models in `docs/training.md`, a line for each record."""
     lines = []
     for name in RECORDED:
         model = random_model(name)

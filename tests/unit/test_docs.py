@@ -9,11 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
+from click import Command
 from pydantic import BaseModel
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from environments.arithmetic import ArithmeticConfig
 from environments.config import ServerConfig
+from environments.data_config import DataConfig
+from environments.dataset.env import DatasetConfig
+from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k import Gsm8kConfig
+from environments.multi_turn import MultiTurnConfig
+from environments.word_problems import WordProblemsConfig
+from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import options_of
@@ -29,8 +39,25 @@ from grpo_trainer.model.shape import ModelShape
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+COUNTED = [
+    *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+"""Pages of which there may be fourteen, of 30,000 words in all."""
+EXAMPLES = sorted((ROOT / "configs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *COUNTED, *EXAMPLES]
 DEMO_PARAMETERS = 760_000
+OF_EXAMPLES = ("grpo_trainer/weights/transports/shm.py", "environments/days.py")
+"""Files that an example of CONTRIBUTING adds."""
+ENVIRONMENTS = (ArithmeticConfig, DatasetConfig, Gsm8kConfig, MultiTurnConfig, VerifiersConfig, WordProblemsConfig)
+
+
+def test_pages_stay_few_and_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in COUNTED}
+    assert len(words) == len(COUNTED) <= 14 and sum(words.values()) <= 30_000, words
+    assert (ROOT / "AGENTS.md").read_text().count("\n") <= 120
+    assert [page.name for page in EXAMPLES if page.read_text().count("\n") > 60] == []
+    assert [page.stem for page in EXAMPLES] == [path.stem for path in CONFIGS], "a page for each example"
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:
@@ -51,25 +78,74 @@ def test_every_page_is_found_from_the_readme() -> None:
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.resolve() not in linked]
 
 
+def shell_lines(text: str) -> list[list[str]]:
+    """The words of each line of a page's shell blocks."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
+    return [words for line in blocks.splitlines() if (words := shlex.split(line, comments=True))]
+
+
 def commands(text: str) -> list[list[str]]:
     """The arguments of each `grpo run` and `grpo doctor` of a page's shell blocks.
 
-    Commands with a placeholder, or on an earlier run, are left out.
+    Commands with a placeholder, on an earlier run, or for a job script are left out.
     """
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in blocks.splitlines() if re.match("grpo (run|doctor) ", line)]
-    return [
-        line[2:] for line in lines if line[2:] and not re.search(r"[…$]|\b[A-Z]{3,}\b|--resume runs/", " ".join(line))
-    ]
+    lines = [words[2:] for words in shell_lines(text) if words[0] == "grpo" and words[1] in ("run", "doctor")]
+    placeholder = r"[…$]|\b[A-Z]{3,}\b|--(resume|config) runs/|--slurm"
+    return [words for words in lines if {*words} - {"--json"} and not re.search(placeholder, " ".join(words))]
+
+
+def commands_of(program: typer.Typer) -> list[Command]:
+    return [*get_command(program).commands.values()]  # type: ignore[attr-defined]
+
+
+def known_flags() -> set[str]:
+    """Those of options, of environments' settings, and all that stand in sources of packages and scripts."""
+    known = {
+        flag for root in (RunConfig, TrainConfig) for leaf in options_of(root) for flag in (*leaf.flags, *leaf.former)
+    }
+    settings = {"env": ENVIRONMENTS, "openai": (ServerConfig,), "data": (DataConfig,)}
+    known |= {
+        flag
+        for each in (app, bench)
+        for command in commands_of(each)
+        for option in command.params
+        for flag in option.opts
+    }
+    known |= {f"--{name}.{key}" for name, all_of in settings.items() for each in all_of for key in each.model_fields}
+    folders = ("grpo_common", "grpo_trainer", "vllm_server", "environments", "scripts")
+    sources = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".sh")]
+    known |= {"--distributed-executor-backend", "--micro", "--no-scoring"}  # vLLM's, and names that typer makes
+    return known | {flag for path in sources for flag in re.findall(r"--[a-z][a-z-]+", path.read_text())}
+
+
+def test_commands_and_their_flags_are_there() -> None:
+    """Also those with placeholders, and those of other commands than `grpo run`."""
+    here, known = {*get_command(app).commands}, known_flags()  # type: ignore[attr-defined]
+    wrong = []
+    for page in PAGES:
+        for words in shell_lines(page.read_text()):
+            while words and re.match(r"[A-Z_0-9]+=", words[0]):
+                words = words[1:]
+            flags = [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
+            ours = words[:1] == ["grpo"] or (words[:1] in (["bash"], ["python"]) and words[1].startswith("scripts/"))
+            if words[:1] == ["grpo"] and not words[1].startswith("-") and words[1] not in here:
+                wrong.append((page.name, words[1]))
+            if ours and words[0] != "grpo" and not (ROOT / words[1]).exists():
+                wrong.append((page.name, words[1]))
+            wrong += [(page.name, flag) for flag in flags if ours and flag not in known]
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)
-def test_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but starting: options, configuration files, what goes together, and a learning rate that suits the mode."""
     accepted: list[RunConfig] = []
     monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: accepted.append(config))
-    monkeypatch.chdir(ROOT)
-    found = [[word for word in words if word != "--json"] for words in commands(page.read_text())]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in re.findall(r"--env (\w+\.py)", page.read_text()):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    found = [[word for word in words if word not in ("--json", "--dry-run")] for words in commands(page.read_text())]
     for words in found:
         CliRunner().invoke(app, ["run", *words], catch_exceptions=False)
     assert len(accepted) == len(found)
@@ -84,10 +160,14 @@ def test_file_of_a_run_that_the_docs_show_is_accepted() -> None:
     assert build_run(tomllib.loads(table), {}).run_dir == Path("runs/sums-2")
 
 
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub calls the page's headings."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -96,7 +176,7 @@ def test_links_between_pages_lead_somewhere() -> None:
     links = [
         (page, (page.parent / name).resolve() if name else page, anchor)
         for page in PAGES
-        for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+        for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", prose(page))
     ]
     assert any(anchor for _, _, anchor in links)
     assert not [
@@ -104,6 +184,42 @@ def test_links_between_pages_lead_somewhere() -> None:
         for page, target, anchor in links
         if not target.exists() or (anchor and anchor not in anchors(target))
     ]
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """Paths in code spans, in CONTRIBUTING and AGENTS too; and pages that sources name."""
+    top = {path.name for path in ROOT.iterdir()}
+    named = [(page.name, path) for page in PAGES for path in re.findall(r"`([\w./]+/[\w.]*\w)`", page.read_text())]
+    wrong = [
+        (page, path) for page, path in named if path.split("/")[0] in top - {"runs"} and not (ROOT / path).exists()
+    ]
+    sources = [path for name in top for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".sh", ".toml")]
+    for source in sources:
+        for path in re.findall(r"\bdocs/[\w/]+\.(?:md|csv)\b", source.read_text(errors="replace")):
+            wrong += [(source.name, path)] * (not (ROOT / path).exists())
+    assert not {*wrong} - {("CONTRIBUTING.md", path) for path in OF_EXAMPLES}
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    """Some words in a row of each stand in a source."""
+    packages = ("grpo_common", "grpo_trainer", "vllm_server", "environments")
+    sources = [path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py"))]
+    code = " ".join(re.sub(r'["\']\s*f?["\']', "", "\n".join(sources)).split())
+    _, _, text = (ROOT / "docs" / "operating.md").read_text().partition("## It refuses to start")
+    quoted = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+    assert len(quoted) > 40
+    of_others = ("User-specified max_model_len", "Exceeded concurrency limit")
+    values_only = ("--run-dir runs/a: in use", "--log-to: got", "--shared-weights: got", "server: starting")
+
+    def parts(message: str) -> set[str]:
+        words = message.replace("…", " ").split()
+        runs = [
+            " ".join(words[at : at + count]).rstrip(",;:.") for count in (2, 3) for at in range(len(words) - count + 1)
+        ]
+        return {run for run in runs if len(run) >= 8}
+
+    unknown = [each for each in quoted if not any(part in code for part in parts(each))]
+    assert [each for each in unknown if not each.startswith((*of_others, *values_only))] == []
 
 
 # docs/migration.md names every flag of the original, and what it says is here is here; so do its rows on trl ---

@@ -1,4 +1,4 @@
-"""The environments that README.md and docs/environments.md show are run as they stand there."""
+"""The environments that README.md and pages of docs show are run as they stand there."""
 
 import asyncio
 import json
@@ -24,7 +24,8 @@ from environments.threads import settled
 from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]
-GUIDE = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/environments.md"))
+PAGES = ("README.md", "docs/environments.md", "docs/migration.md")
+GUIDE = "\n".join((ROOT / name).read_text() for name in PAGES)
 
 
 def shown(name: str) -> type[BaseEnv[Any]]:

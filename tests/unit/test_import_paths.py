@@ -1,4 +1,4 @@
-"""Losses and estimates of advantages of the user's own, by import path: those of docs/papers.md."""
+"""Losses and estimates of advantages of the user's own, by import path: those of docs/training.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.test_losses import inputs, one
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the page's module, in which the command is started."""
-    (text,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs/papers.md").read_text(), re.DOTALL)
+    (text,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
     (tmp_path / "my_parts.py").write_text(text + "\nnumber = 1\n\n\ndef short(rewards):\n    return rewards[1:]\n")
     (tmp_path / "broken_parts.py").write_text("import nowhere\n")
     monkeypatch.chdir(tmp_path)

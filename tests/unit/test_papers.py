@@ -1,4 +1,4 @@
-"""docs/papers.md: every paper's flags are options, and make the loss that the row names."""
+"""Papers in docs/training.md: every paper's flags are options, and make the loss that the row names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_trainer.config.options import build, options_of
 from grpo_trainer.config.train import TrainConfig
 from tests.unit.factories import values_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Papers")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
 
 

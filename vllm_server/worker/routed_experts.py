@@ -1,7 +1,7 @@
 """Record which experts a mixture-of-experts model chose for each token, from vLLM's routers to the server's answer.
 
 Near-ties are broken differently by the server's kernels and the trainer's, so the trainer replays the server's choice
-(docs/sampling.md). vLLM has a record of its own (`--enable-return-routed-experts`), with its newer model runner only,
+(docs/training.md). vLLM has a record of its own (`--enable-return-routed-experts`), with its newer model runner only,
 which needs Triton. So the older one, which a CPU has as well, gets this:
 
     routers           write the ids of a step's tokens into one buffer, which CUDA graphs may record
