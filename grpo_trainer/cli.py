@@ -16,9 +16,9 @@ from grpo_common.errors import UserError, collected
 from grpo_common.status import OWN
 from grpo_common.text import printable
 from grpo_trainer import __version__
-from grpo_trainer.config.command_help import showing
-from grpo_trainer.config.options import build, options_of, override, with_options
-from grpo_trainer.config.processes import BUILT_IN, ApiProcess, RunConfig, RunOptions, environment_command
+from grpo_trainer.config.flags import given, taking
+from grpo_trainer.config.options import by_name, make, merged, read
+from grpo_trainer.config.processes import BUILT_IN, RunConfig, RunSection, environment_command
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import GPUS_PER_NODE, build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
@@ -57,6 +57,18 @@ TRAIN_EXAMPLE = (
     "and environment too, as most people want, use `grpo run` with the same options"
 )
 """The fix that `grpo train` adds to its errors if it got no option at all."""
+ENVIRONMENT_HELP = """Usage: grpo env NAME serve|process|evaluate|try [OPTIONS]
+
+NAME: {names},
+or a module or file of yours.
+
+  serve     send scored groups to the rollout API, as in a run
+  process   write scored groups to a file and an HTML page, without a trainer
+  evaluate  score the server's answers to held-out items
+  try       check it without a server: setup, a prompt, two scores
+
+Each command lists its options: grpo env NAME serve --help.
+Before the first use of verifiers: grpo env verifiers install."""
 Environment = Annotated[
     str | None,
     typer.Option(
@@ -102,13 +114,9 @@ def _root(
     pass
 
 
-@app.command(cls=showing(*FIRST_OF_A_RUN), context_settings=ANY_FLAG)
-@with_options(ApiProcess, prefix="api.")
-@with_options(RunOptions)
-@with_options(TrainConfig, hidden=SET_BY_THE_RUN)
+@app.command(cls=taking(RunSection, *FIRST_OF_A_RUN, hidden=SET_BY_THE_RUN), context_settings=ANY_FLAG)
 def run(
     ctx: typer.Context,
-    options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
     data: Data = None,
@@ -126,44 +134,55 @@ def run(
     ] = GPUS_PER_NODE,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and supervise them until training is done."""
-    on_cluster = {"cluster": "auto"} if slurm else {}
-    own = {"env": env, "data": data, "reward": reward}
-    run_config = _read_run(ctx, {**options, **on_cluster}, config, own)
+    more = {"cluster": "auto"} if slurm else {}
+    run_config = _read_run(ctx, config, {"env": env, "data": data, "reward": reward, **more})
     if as_json and not dry_run:
         raise ConfigError(field="--json", got="no --dry-run", wanted="--dry-run with it", fix="add --dry-run")
     if slurm and dry_run:
         fix = f"leave out --dry-run: --slurm starts nothing, and {slurm} shows what the job will start"
         raise ConfigError(field="--dry-run", got="--slurm, too", wanted="one of them", fix=fix)
     if slurm:
-        _write_job(run_config, slurm, gpus_per_node)
+        from grpo_trainer.dry_run import write_job
+
+        job = write_job(run_config, slurm, gpus_per_node, sys.argv[sys.argv.index("run") + 1 :])
+        typer.echo(f"{slurm}: {len(job.plan.processes)} processes on {job.nodes} nodes; submit it by: sbatch {slurm}")
         return
+    from rich.console import Console
+
     if dry_run:
-        _show_plan(run_config, as_json=as_json)
+        from grpo_trainer import dry_run as ahead
+
+        rows, missing = ahead.look_ahead(run_config)
+        if as_json:
+            typer.echo(ahead.as_json(rows, missing))
+        else:
+            ahead.print_rows(rows, missing, Console())
         return
     with stopped_at_once():  # the supervisor takes over once it starts processes
-        from rich.console import Console
-
         from grpo_trainer.run import run as supervise
 
         supervise(run_config, Console())
 
 
-@app.command(cls=showing(*FIRST, "--atropos-url", "--server.port", "--save-path"), context_settings=ANY_FLAG)
-@with_options(TrainConfig)
-def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
+@app.command(
+    cls=taking(TrainConfig, *FIRST, "--atropos-url", "--server.port", "--save-path"), context_settings=ANY_FLAG
+)
+def train(ctx: typer.Context, config: ConfigFile = None) -> None:
     """Start only the trainer: it takes rollouts from a rollout API and publishes its weights to a vLLM server.
 
     Start the rollout API and the environments yourself. Start the server yourself, too, except with
     --weight-bridge-mode none or lora_restart: there the trainer starts it. `grpo run` starts all of them.
     """
-    known = ["--config", *(name for each in options_of(TrainConfig) for name in (*each.flags, *each.former))]
+    known = ["--config", *(f"--{name.replace('_', '-')}" for name in by_name(TrainConfig))]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
-    file = read_toml(config) if config else {}
+    tables = (read_toml(config) if config else {}, given(ctx))
+    layers = [read(TrainConfig, problems, table) for table in tables]
+    train_config: TrainConfig | None = None
     with collected(problems):
-        train_config = build(TrainConfig, override(TrainConfig, file, options))
-    if problems:
+        train_config = make(TrainConfig, merged(TrainConfig, *layers))
+    if train_config is None or problems:
         error = ConfigError.of(problems)
-        if not (options or config):
+        if not any(tables):
             error.add(fix=TRAIN_EXAMPLE)
         raise error
     checked(train_config)
@@ -171,11 +190,8 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
 
-    if os.environ.get("RANK", "0") == "0":  # who leads looks for all
-        by_hand = COMMAND_VARIABLE not in os.environ  # else `grpo run` has looked, and starts the others itself
-        _look_before_the_start(train_config, by_hand=by_hand)
-        if by_hand:
-            _say_what_to_start(train_config)
+    if os.environ.get("RANK", "0") == "0":  # who leads looks for all; `grpo run` has looked, and starts the others
+        _look_before_the_start(train_config, by_hand=COMMAND_VARIABLE not in os.environ)
     begin_start()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
@@ -183,13 +199,9 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     train_loop(train_config)
 
 
-@app.command(cls=showing(*FIRST_OF_A_RUN, "--json"), context_settings=ANY_FLAG)
-@with_options(ApiProcess, prefix="api.")
-@with_options(RunOptions)
-@with_options(TrainConfig, hidden=SET_BY_THE_RUN)
+@app.command(cls=taking(RunSection, *FIRST_OF_A_RUN, "--json", hidden=SET_BY_THE_RUN), context_settings=ANY_FLAG)
 def doctor(
     ctx: typer.Context,
-    options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
     data: Data = None,
@@ -197,26 +209,25 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
+    from rich.console import Console
+
+    from grpo_trainer.doctor import command
     from grpo_trainer.doctor.checks import examine
-    from grpo_trainer.doctor.command import as_json as to_json
-    from grpo_trainer.doctor.command import fails, print_findings
     from grpo_trainer.machine import look
 
     run_config: RunConfig | ConfigError | None = None
-    if config or options or env or data or reward or ctx.args:
+    if config or given(ctx) or env or data or reward or ctx.args:
         try:
-            run_config = _read_run(ctx, options, config, {"env": env, "data": data, "reward": reward})
+            run_config = _read_run(ctx, config, {"env": env, "data": data, "reward": reward})
         except ConfigError as error:
             run_config = error
     with stopped_at_once():  # it ends the processes that it has started
         findings, memory = examine(look(), run_config)
     if as_json:
-        typer.echo(to_json(findings, memory))
+        typer.echo(command.as_json(findings, memory))
     else:
-        from rich.console import Console
-
-        print_findings(findings, memory, Console())
-    raise typer.Exit(1 if fails(findings) else 0)
+        command.print_findings(findings, memory, Console())
+    raise typer.Exit(1 if command.fails(findings) else 0)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -235,17 +246,7 @@ def api(ctx: typer.Context) -> None:
 def env(ctx: typer.Context) -> None:
     """Run a built-in environment, or your own module or file: `grpo env NAME serve …`."""
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
-        known = ", ".join(BUILT_IN)
-        typer.echo(
-            f"Usage: grpo env NAME serve|process|evaluate|try [OPTIONS]\n\nNAME: {known},\nor a module or file of "
-            "yours.\n\n"
-            "  serve     send scored groups to the rollout API, as in a run\n"
-            "  process   write scored groups to a file and an HTML page, without a trainer\n"
-            "  evaluate  score the server's answers to held-out items\n"
-            "  try       check it without a server: setup, a prompt, two scores\n\n"
-            "Each command lists its options: grpo env NAME serve --help.\n"
-            "Before the first use of verifiers: grpo env verifiers install."
-        )
+        typer.echo(ENVIRONMENT_HELP.format(names=", ".join(BUILT_IN)))
         raise typer.Exit(0 if ctx.args else 2)
     name = ctx.args[0]
     module, *named = environment_command(name, said="grpo env")
@@ -353,30 +354,10 @@ def demo_model(ctx: typer.Context) -> None:
     _become("environments.demo_model", ctx.args)
 
 
-def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, own: dict[str, Any]) -> RunConfig:
-    """Return a run's configuration; `own` has the environment's flags."""
-    given = {key: value for key, value in own.items() if value}
-    return build_run(read_toml(config) if config else {}, {**options, **given}, ctx.args)
-
-
-def _show_plan(config: RunConfig, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from grpo_trainer import dry_run
-
-    rows, missing = dry_run.look_ahead(config)
-    if as_json:
-        typer.echo(dry_run.as_json(rows, missing))
-    else:
-        dry_run.print_rows(rows, missing, Console())
-
-
-def _write_job(config: RunConfig, path: Path, gpus_per_node: int) -> None:
-    """Write a Slurm job script for the command line of this process."""
-    from grpo_trainer.dry_run import write_job
-
-    job = write_job(config, path, gpus_per_node, sys.argv[sys.argv.index("run") + 1 :])
-    typer.echo(f"{path}: {len(job.plan.processes)} processes on {job.nodes} nodes; submit it by: sbatch {path}")
+def _read_run(ctx: typer.Context, config: Path | None, own: dict[str, Any]) -> RunConfig:
+    """Return a run's configuration; `own` has the flags that are no options of a table."""
+    flags = given(ctx) | {key: value for key, value in own.items() if value}
+    return build_run(read_toml(config) if config else {}, flags, ctx.args)
 
 
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:
@@ -391,27 +372,25 @@ def _become(module: str, arguments: list[str], called: str | None = None) -> Non
 
 
 def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
-    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
-    from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
+    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't.
 
+    A trainer that is started by hand also names the commands of what is not there yet; it waits for it.
+    """
+    from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
+    from grpo_trainer.launch.by_hand import commands_to_start
+    from grpo_trainer.machine import look
+
+    log = logging.getLogger(__name__)
     if by_hand:
         refuse_missing(config.model_name)
         warn_of_lr(config)
     found = refuse_without_room(config, config.save_path, "--save-path", on_gpu=config.device != "cpu")
     if found.status == "warn":
-        logging.getLogger(__name__).warning(
-            "the disk will be full before the last step: got %s, wanted %s; %s", found.got, found.wanted, found.fix
-        )
-
-
-def _say_what_to_start(config: TrainConfig) -> None:
-    """Name the commands of what is not there yet; the trainer waits for it."""
-    from grpo_trainer.launch.by_hand import commands_to_start
-    from grpo_trainer.machine import look
-
-    for missing, commands in commands_to_start(config, on_gpu=look().on_gpu).items():
+        text = "the disk will be full before the last step: got %s, wanted %s; %s"
+        log.warning(text, found.got, found.wanted, found.fix)
+    for missing, commands in (commands_to_start(config, on_gpu=look().on_gpu) if by_hand else {}).items():
         lines = "".join(f"\n    {command}" for command in commands)
-        logging.getLogger(__name__).warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
+        log.warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
 def _in_utf8() -> None:

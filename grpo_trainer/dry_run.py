@@ -38,28 +38,25 @@ from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 @dataclass(frozen=True)
 class PlannedProcess:
-    """One process that a run would start.
-
-    Attributes:
-        stage: from 1; a stage starts when the one before is ready.
-        node: the machine that it runs on.
-        gpus: numbers of its GPUs among the visible ones; empty: it uses none.
-        port: where it listens; None: nowhere.
-        memory: estimated bytes on each of its GPUs, or of main memory; None: not known.
-        command: its command line; values of secret flags are hidden.
-        variables: names of the environment variables that the run sets for it; their values may be keys.
-        started_by: the process that starts it; empty: the run itself.
-    """
+    """One process that a run would start."""
 
     stage: int
+    """From 1; a stage starts when the one before is ready."""
     name: str
     node: str
+    """The machine that it runs on."""
     gpus: tuple[int, ...]
+    """Numbers of its GPUs among the visible ones; empty: it uses none."""
     port: int | None
+    """Where it listens; None: nowhere."""
     memory: int | None
+    """Estimated bytes on each of its GPUs, or of main memory; None: not known."""
     command: tuple[str, ...]
+    """Its command line; values of secret flags are hidden."""
     variables: tuple[str, ...]
+    """Names of the environment variables that the run sets for it; their values may be keys."""
     started_by: str = ""
+    """The process that starts it; empty: the run itself."""
 
 
 def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
@@ -76,8 +73,14 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
     refuse_missing(config.trainer.model_name)
     machine, shape = look(), shape_of(config.trainer.model_name)
     config = chosen(config, machine, shape)
+    missing: list[str] = []
     if config.options.cluster:
-        nodes, missing = _nodes_of(config)
+        try:
+            with joined(config.options.cluster, config.options.cluster_nodes, waits=False) as cluster:
+                nodes: Sequence[Node] = cluster.nodes if cluster else []
+        except ConfigError as error:
+            nodes = nodes_of_job(config, GPUS_PER_NODE)
+            missing = [f"{error}; planned for {len(nodes)} machines with {GPUS_PER_NODE} GPUs each"]
         on_gpu = any(node.gpus for node in nodes)
         places, ports = place_run(config, nodes, on_gpu=on_gpu), wanted_ports(config)  # its nodes' ports are not asked
     else:
@@ -89,16 +92,6 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
     plan = planned(config, ports, places, on_gpu=on_gpu, machine=here)
     memory = memory_by_process(config, shape, machine) if here and on_gpu == machine.on_gpu else {}
     return [*rows_of(config, plan, memory, on_gpu=on_gpu)], missing
-
-
-def _nodes_of(config: RunConfig) -> tuple[Sequence[Node], list[str]]:
-    """Return the nodes of the run's cluster; or as many as it needs, and why there is none now."""
-    try:
-        with joined(config.options.cluster, config.options.cluster_nodes, waits=False) as cluster:
-            return (cluster.nodes if cluster else []), []
-    except ConfigError as error:
-        nodes = nodes_of_job(config, GPUS_PER_NODE)
-        return nodes, [f"{error}; planned for {len(nodes)} machines with {GPUS_PER_NODE} GPUs each"]
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
@@ -124,12 +117,16 @@ def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_g
     head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
 
     def row(stage: int, spec: ProcessSpec, started_by: str = "") -> PlannedProcess:
-        port = plan.ports.get("trainers" if spec.name == "trainer" else spec.name)
-        gpus = _gpus(config, spec) if on_gpu else ()
-        node = spec.place.node.name if spec.place.node else head
-        command = redacted_arguments(spec.argv)
         return PlannedProcess(
-            stage, spec.name, node, gpus, port, memory.get(spec.name), command, tuple(sorted(spec.env)), started_by
+            stage,
+            spec.name,
+            spec.place.node.name if spec.place.node else head,
+            _gpus(config, spec) if on_gpu else (),
+            plan.ports.get("trainers" if spec.name == "trainer" else spec.name),
+            memory.get(spec.name),
+            redacted_arguments(spec.argv),
+            tuple(sorted(spec.env)),
+            started_by,
         )
 
     for stage, specs in enumerate(plan.stages, 1):
@@ -170,17 +167,13 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
         first = 0 if config.trainer.shares_weights else ranks
         placed = tuple(range(first, first + setup.server.workers))
         setup = replace(setup, server=replace(setup.server, placed=placed))
-    rows = setup.plan().rows
-    held: dict[int, int] = {}
-    for row in (row for row in rows if row.owner == "trainer"):
-        held[row.device] = held.get(row.device, 0) + row.nbytes
-    if not machine.on_gpu:  # a CPU's rows are those of all ranks
-        held = dict.fromkeys(range(ranks), held[0] // ranks)
-    found = dict(zip(trainer_names(ranks), (held[device] for device in sorted(held)), strict=True))
-    device = next(row.device for row in rows if row.owner == "server")
-    server = sum(row.nbytes for row in rows if row.owner == "server" and row.device == device)
-    share = 1 if machine.on_gpu else config.server.replicas  # a CPU's rows are those of all servers
-    return {**found, **dict.fromkeys(config.server.names, server // share)}
+    held: dict[str, dict[int, int]] = {"trainer": {}, "server": {}}  # by owner and device
+    for row in setup.plan().rows:
+        held[row.owner][row.device] = held[row.owner].get(row.device, 0) + row.nbytes
+    trainers, server = [size for _, size in sorted(held["trainer"].items())], next(iter(held["server"].values()))
+    if not machine.on_gpu:  # a CPU's rows are those of all ranks and servers
+        trainers, server = [trainers[0] // ranks] * ranks, server // config.server.replicas
+    return {**dict(zip(trainer_names(ranks), trainers, strict=True)), **dict.fromkeys(config.server.names, server)}
 
 
 def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: Console) -> None:

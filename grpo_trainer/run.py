@@ -34,16 +34,16 @@ from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.process import Process
-from grpo_trainer.launch.ray_cluster import RayCluster, joined
+from grpo_trainer.launch.ray_cluster import joined
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.supervisor import Supervisor
-from grpo_trainer.launch.trial import Trials, trying
+from grpo_trainer.launch.trial import trying
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.machine import Machine, look
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows
-from grpo_trainer.model.shape import ModelShape, shape_of
+from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
@@ -68,7 +68,46 @@ def run(config: RunConfig, console: Console) -> None:
         own_folder(config) as config,
         trying(config) as trials,
     ):
-        _run(config, console, cluster, trials)
+        ports = {} if cluster else claim_ports(wanted_ports(config))  # a cluster's are those of its machines
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        trials.check(say)
+
+        machine, shape = look(), shape_of(config.trainer.model_name)
+        on_gpu = machine.serves_on_gpu
+        vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
+        say(f"model {config.trainer.model_name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
+        before, config = config.server.gpu_memory_utilization, chosen(config, machine, shape)
+        if (share := config.server.gpu_memory_utilization) != before:
+            say(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
+        say(described(config, machine, shape))
+        warn_of_memory(config, machine, shape)
+
+        places = NO_PLACES
+        if cluster:
+            places = place_run(config, cluster.nodes, on_gpu=on_gpu)
+            cluster.occupy(places)
+            ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
+        again = partial(planned, on_gpu=on_gpu, machine=machine if on_gpu else None)
+        plan = again(config, ports, places)
+        start = partial(cluster.start, contents(plan)) if cluster else Process
+        refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
+        try:
+            with held_folder(config.run_dir, "--run-dir") as folder:
+                empty_old_queue(config)
+                write_configs(plan)
+                if "run_dir" in config.unset:
+                    link_latest(config.run_dir)
+                write_record(config, [gpu.name for gpu in machine.gpus])
+                replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
+                if config.trace_file:
+                    begin_file(config.trace_file)
+                try:
+                    supervise(config, plan, console, folder, start, replanner)
+                finally:
+                    if config.trace_file:
+                        end_file(config.trace_file)
+        except OSError as error:
+            raise from_os_error(error, "write into the run folder") or error from error
 
 
 @contextmanager
@@ -83,53 +122,6 @@ def own_folder(config: RunConfig) -> Iterator[RunConfig]:
     finally:
         with suppress(OSError):  # it is not empty, or gone
             folder.rmdir()
-
-
-def _run(config: RunConfig, console: Console, cluster: RayCluster | None, trials: Trials) -> None:
-    """Run on this machine, or on a cluster, once the environments have been tried."""
-    ports = {} if cluster else claim_ports(wanted_ports(config))  # a cluster's are those of its machines
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    trials.check(say)
-
-    machine, shape = look(), shape_of(config.trainer.model_name)
-    on_gpu = machine.serves_on_gpu
-    vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
-    say(f"model {config.trainer.model_name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
-    gpus = machine if on_gpu else None
-    config = _fitted(config, machine, shape, console)
-    places, start = NO_PLACES, Process
-    if cluster:
-        places = place_run(config, cluster.nodes, on_gpu=on_gpu)
-        cluster.occupy(places)
-        ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
-    again = partial(planned, on_gpu=on_gpu, machine=gpus)
-    plan = again(config, ports, places)
-    if cluster:
-        start = partial(cluster.start, contents(plan))
-    refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    try:
-        with held_folder(config.run_dir, "--run-dir") as folder:
-            empty_old_queue(config)
-            write_configs(plan)
-            if "run_dir" in config.unset:
-                link_latest(config.run_dir)
-            write_record(config, [gpu.name for gpu in machine.gpus])
-            replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
-            with recorded(config.trace_file):
-                supervise(config, plan, console, folder, start, replanner)
-    except OSError as error:
-        raise from_os_error(error, "write into the run folder") or error from error
-
-
-def _fitted(config: RunConfig, machine: Machine, shape: ModelShape | None, console: Console) -> RunConfig:
-    """Return the run with what the model and the machine decide; say what will be trained, and what may not fit."""
-    fitted = chosen(config, machine, shape)
-    before, share = (each.server.gpu_memory_utilization for each in (config, fitted))
-    if share != before:
-        console.print(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
-    console.print(described(fitted, machine, shape), markup=False, highlight=False, soft_wrap=True)
-    warn_of_memory(fitted, machine, shape)
-    return fitted
 
 
 def wanted_ports(config: RunConfig) -> dict[str, int]:
@@ -179,6 +171,7 @@ def planned(
     """
     here = machine if on_gpu else None
     checked(config, hardware_of(machine, on_gpu=on_gpu))
+    rows = last_rows(config.run_dir / METRICS_FILE).rows
     return plan_run(
         config,
         ports,
@@ -187,7 +180,7 @@ def planned(
         cache_bytes=planned_cache(config, here) if here and not places else None,
         env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
         places=places,
-        step=next((row["step"] for row in reversed(last_rows(config.run_dir / METRICS_FILE).rows)), 0),
+        step=rows[-1]["step"] if rows else 0,
     )
 
 
@@ -226,33 +219,25 @@ def supervise(
         report=config.run_dir / REPORT_FILE,
     )
     view = RunConsole(console, config.trainer.training_steps, lambda: supervisor.waits)
+    where = {process.name: process.place.address for process in plan.processes}
+    spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
+    listen = ", ".join(f"{name} http://{address(where.get(name, LOOPBACK), port)}" for name, port in spoken_to.items())
     stops = "stops the run and keeps it resumable" if saves else "stops the run"
-    view.say(f"run folder {config.run_dir}; {_addresses(config, plan)}; Ctrl-C {stops}")
+    view.say(f"run folder {config.run_dir}; {listen}; Ctrl-C {stops}")
+    this_run = shlex.quote(str(config.run_dir))
     try:
         with closing(new_rows), view, supervisor:
             supervisor.run(plan.stages)
-    except StoppedError as stopped:
-        stopped.add(summary="; all processes have ended", fix=_goes_on(config))
-        raise
-    except (FolderGoneError, ProcessFailedError) as failed:
-        failed.add(summary=f"; the run is over, {_goes_on(config)}")
+    except (StoppedError, FolderGoneError, ProcessFailedError) as error:
+        again = f"continue by: grpo run --resume {this_run}" if _saved(config) else "nothing was saved"
+        if isinstance(error, StoppedError):
+            error.add(summary="; all processes have ended", fix=again)
+        else:
+            error.add(summary=f"; the run is over, {again}")
         raise
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
-    view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {shlex.quote(str(config.run_dir))}` shows it")
+    view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {this_run}` shows it")
     view.say(last_line(read_rows(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
-
-
-def _addresses(config: RunConfig, plan: RunPlan) -> str:
-    """Return where the API and the servers listen."""
-    where = {process.name: process.place.address for process in plan.processes}
-    spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
-    return ", ".join(f"{name} http://{address(where.get(name, LOOPBACK), port)}" for name, port in spoken_to.items())
-
-
-def _goes_on(config: RunConfig) -> str:
-    """Return how a run that has ended can be continued."""
-    again = f"continue by: grpo run --resume {shlex.quote(str(config.run_dir))}"
-    return again if _saved(config) else "nothing was saved"
 
 
 def _saved(config: RunConfig) -> bool:
@@ -300,19 +285,6 @@ def empty_old_queue(config: RunConfig) -> None:
             Path(f"{store}{end}").unlink(missing_ok=True)
     finally:
         os.close(lock)
-
-
-@contextmanager
-def recorded(trace_file: Path | None) -> Iterator[None]:
-    """Start an empty timeline file and close it at the end; without a path, do nothing."""
-    if trace_file is None:
-        yield
-        return
-    begin_file(trace_file)
-    try:
-        yield
-    finally:
-        end_file(trace_file)
 
 
 def contents(plan: RunPlan) -> dict[Path, bytes]:

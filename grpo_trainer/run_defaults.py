@@ -14,7 +14,7 @@ import math
 
 from grpo_common.models import find_folder
 from grpo_trainer.config.options import key_of
-from grpo_trainer.config.processes import EnvironmentProcess, RunConfig
+from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import PASS_TOKENS
 from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import usual_rates
@@ -120,18 +120,7 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
         return None
     if trainer.server.in_8_bits:  # the plan's weights and tokens have 16
         return None
-    shape = _known_shape(trainer.model_name)
-    if shape is None:
-        return None
-    plan = Setup.of(config, shape, machine).plan()
-    sizes = [row.nbytes for row in plan.rows if (row.owner, row.what) == ("server", CACHE)]
-    return min(sizes) if sizes and not plan.problems else None
-
-
-def _known_shape(model: str) -> ModelShape | None:
-    """The model's sizes; None: it is not here yet, or its files hold something else than such a model has."""
-    folder = find_folder(model)
-    if folder is None:
+    if (folder := find_folder(trainer.model_name)) is None:
         return None
     try:
         files = read_model(folder)
@@ -140,42 +129,37 @@ def _known_shape(model: str) -> ModelShape | None:
         return None
     is_coarse = files.config.get("quantization_config") or files.config.get("compression_config")
     stored = sum(math.prod(tensor) for tensor in files.shapes.values())
-    return None if is_coarse or abs(stored - shape.parameters) > PLANNED_WITHIN * stored else shape
-
-
-def _environment(environment: EnvironmentProcess) -> str:
-    """Return an environment's name, its data and its rewards."""
-    rewards = [str(each.get("function", each)) if isinstance(each, dict) else str(each) for each in environment.rewards]
-    parts = [f"data {environment.data['path']}" if environment.data.get("path") else ""]
-    parts += [f"rewards {' and '.join(rewards)}" if rewards else ""]
-    about = ", ".join(filter(None, parts))
-    return f"{environment.name} ({about})" if about else environment.name
+    if is_coarse or abs(stored - shape.parameters) > PLANNED_WITHIN * stored:
+        return None
+    plan = Setup.of(config, shape, machine).plan()
+    sizes = [row.nbytes for row in plan.rows if (row.owner, row.what) == ("server", CACHE)]
+    return min(sizes) if sizes and not plan.problems else None
 
 
 def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     """Return one paragraph: what is trained, how, on what, and how much memory is planned for it."""
-    trainer, options = config.trainer, config.options
-    bridge = trainer
-    what = f"a LoRA adapter of rank {bridge.lora_r}" if bridge.trains_adapter else "all weights"
-    if options.prompts_per_step:
-        answers = trainer.sequences_per_step // options.prompts_per_step
-        batch = f"{options.prompts_per_step} prompts x {answers} answers"
-    else:
-        batch = f"{trainer.sequences_per_step} answers"
+    trainer, sequences, prompts = config.trainer, config.trainer.sequences_per_step, config.options.prompts_per_step
+    what = f"a LoRA adapter of rank {trainer.lora_r}" if trainer.trains_adapter else "all weights"
+    batch = f"{prompts} prompts x {sequences // prompts} answers" if prompts else f"{sequences} answers"
     loss = f"loss {trainer.loss}" + (f" with KL {trainer.kl_beta:g}" if trainer.kl_beta else "")
-    names = ", ".join(map(_environment, config.environments))
+    names = []
+    for each in config.environments:
+        rewards = [str(one.get("function", one)) if isinstance(one, dict) else str(one) for one in each.rewards]
+        parts = [f"data {each.data['path']}"] if each.data.get("path") else []
+        parts += [f"rewards {' and '.join(rewards)}"] if rewards else []
+        names.append(f"{each.name} ({', '.join(parts)})" if parts else each.name)
     text = (
-        f"trains {what} ({bridge.weight_bridge_mode}): {trainer.training_steps} steps of {batch}, each at most "
+        f"trains {what} ({trainer.weight_bridge_mode}): {trainer.training_steps} steps of {batch}, each at most "
         f"{trainer.seq_len} tokens with its prompt; learning rate {trainer.lr:g}, {loss}; "
-        f"environment {names}"
+        f"environment {', '.join(names)}"
     )
     if shape is None or not _has_plan(config, machine):
         return text
     plan = Setup.of(config, shape, machine).plan()
     rows = [row for row in plan.rows if row.device == plan.fullest]
-    parts = (
+    held = (
         f"{owner} {sum(row.nbytes for row in rows if row.owner == owner) / GB:.1f} GB"
         for owner in dict.fromkeys(row.owner for row in rows)
     )
     where = f"GPU {plan.fullest}" if machine.on_gpu else "this machine"
-    return f"{text}; memory planned: {', '.join(parts)} of {plan.devices.total / GB:.1f} GB on {where}"
+    return f"{text}; memory planned: {', '.join(held)} of {plan.devices.total / GB:.1f} GB on {where}"

@@ -13,12 +13,8 @@ SAME = MappingProxyType(
     {
         **{"model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
         **{"num_steps": "training_steps", "micro_batch_size": "batch_size", "max_length": "seq_len"},
-        **{
-            "per_device_train_batch_size": "batch_size",
-            "max_seq_len": "seq_len",
-            "kl_coef": "kl_beta",
-            "num_iterations": "updates_per_batch",
-        },
+        **{"per_device_train_batch_size": "batch_size", "max_seq_len": "seq_len"},
+        **{"kl_coef": "kl_beta", "num_iterations": "updates_per_batch"},
         **{"epsilon": "clip_eps", "epsilon_high": "clip_eps_high", "loss_type": "loss", "output_dir": "run_dir"},
         **{"environment": "env", "warmup": "warmup_steps", "lr_scheduler_type": "lr_schedule", "optim": "optimizer"},
         **{"save_steps": "checkpoint_interval", "save_total_limit": "keep_checkpoints", "report_to": "log_to"},
@@ -49,37 +45,30 @@ FEW = 15
 """A message lists at most this many names."""
 
 
-def unknown_key(key: str, known: Collection[str], where: str = "") -> Problem:
+def unknown_key(key: str, known: Collection[str]) -> Problem:
     """Return the problem of an unknown key; it suggests the nearest known one, if one is near.
 
     Args:
         key: as it was written, a flag or a key; what is suggested is written alike.
     """
     dashes, plain = "--" if key.startswith("--") else "", key.removeprefix("--").replace("-", "_")
-    field = f"{dashes}{where}{key.removeprefix('--')}"
     if (instead := GONE.get(plain.removeprefix("no_"))) is not None:
-        return Problem(field, fix=instead, summary="this option has been removed")
-    return Problem(field, fix=_hint(plain, dashes, known, where), summary="unknown option")
-
-
-def _hint(plain: str, dashes: str, known: Collection[str], where: str) -> str:
-    def shown(name: str) -> str:
-        name = name.removeprefix("--")
-        return f"{dashes}{where}{name.replace('_', '-') if dashes else name}"
-
-    if plain.rpartition(".")[2] in CUTS:
-        return WHOLE_VOCABULARY
-    names = {name.removeprefix("--").replace("-", "_"): name for name in known}
-    if in_tables := [name for name in names if name.rpartition(".")[2] == plain]:
-        return f"did you mean {' or '.join(shown(names[name]) for name in in_tables)}?"
-    names |= {other: names[ours] for other, ours in SAME.items() if ours in names and other not in names}
-    near = nearest(plain, [*names, *({} if where else OF_ENVIRONMENT)])
-    if near in names:
-        return f"did you mean {shown(names[near])}?"
-    if near is not None:
-        own = OF_ENVIRONMENT[near]
-        return f"it is an option of the environment: --env.{own}, in TOML env = {{ {own} = … }} of [[environments]]"
-    return f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
+        return Problem(key, fix=instead, summary="this option has been removed")
+    fix = WHOLE_VOCABULARY if plain.rpartition(".")[2] in CUTS else ""
+    names = [name.removeprefix("--").replace("-", "_") for name in known]
+    near = [name for name in names if name.rpartition(".")[2] == plain]  # the same in a table
+    if not near and not fix:
+        same = {other: ours for other, ours in SAME.items() if ours in names and other not in names}
+        found = nearest(plain, [*names, *same, *({} if "." in plain else OF_ENVIRONMENT)])
+        if found is not None and (found in names or found in same):
+            near = [same.get(found, found)]
+        elif found is not None:
+            own = OF_ENVIRONMENT[found]
+            fix = f"it is an option of the environment: --env.{own}, in TOML env = {{ {own} = … }} of [[environments]]"
+    if near:
+        fix = f"did you mean {' or '.join(dashes + (name.replace('_', '-') if dashes else name) for name in near)}?"
+    few = f"known: {', '.join(sorted({*known}))}" if len({*known}) <= FEW else "--help lists them"
+    return Problem(key, fix=fix or few, summary="unknown option")
 
 
 def unknown_word(word: str, known: Collection[str]) -> Problem:

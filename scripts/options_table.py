@@ -84,7 +84,7 @@ def _row(option: Option, prefix: str) -> str:
     names = ", ".join(f"`--{prefix}{flag.removeprefix('--')}`" for flag in option.flags)
     default = f"`{shown(option.default)}`" if option.default not in (None, ()) else ""
     default = "required" if option.field.is_required() else default
-    text = str(option.field.description)
+    text = option.about
     if option.meanings:
         text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in option.meanings.items()) + "."
     elif len(option.choices) > 1:

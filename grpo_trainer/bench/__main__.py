@@ -18,7 +18,8 @@ from grpo_trainer.bench import api as rollout_api
 from grpo_trainer.bench import loop as whole_run
 from grpo_trainer.bench import publish
 from grpo_trainer.bench import step as one_step
-from grpo_trainer.config.options import build, with_options
+from grpo_trainer.config.flags import given, taking
+from grpo_trainer.config.options import build
 from grpo_trainer.config.server import KEY_VARIABLE
 from grpo_trainer.errors import ConfigError, GrpoError, StoppedError
 from grpo_trainer.signals import ending_signals
@@ -43,44 +44,42 @@ ServerArgs = Annotated[
 JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
 
 
-@app.command(short_help="Measure a whole run: speed and memory.")
-@with_options(whole_run.LoopOptions)
-def loop(options: dict[str, Any], run_options: RunOptions = None) -> None:
+@app.command(cls=taking(whole_run.LoopOptions), short_help="Measure a whole run: speed and memory.")
+def loop(ctx: typer.Context, run_options: RunOptions = None) -> None:
     """Measure a whole `grpo run` with synthetic prompts and rewards. All its processes are real.
 
     Prints one JSON line. The figures cover the steps after the first --warmup-steps.
     """
-    print(json.dumps(whole_run.measure(build(whole_run.LoopOptions, options), tuple(run_options or ()))))
+    print(json.dumps(whole_run.measure(build(whole_run.LoopOptions, given(ctx)), tuple(run_options or ()))))
 
 
-@app.command(short_help="Measure optimisation steps: speed and memory.")
-@with_options(one_step.StepOptions)
-def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
+@app.command(cls=taking(one_step.StepOptions), short_help="Measure optimisation steps: speed and memory.")
+def step(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
 
     mfu is the share of --peak-tflops that the model's own arithmetic reaches: 6 operations a weight and token (4 for a
     frozen weight) and attention, without recomputation.
     """
-    figures = one_step.measure(build(one_step.StepOptions, options))
+    figures = one_step.measure(build(one_step.StepOptions, given(ctx)))
     if figures is not None:  # under torchrun, on the first rank alone
         print_figures(figures, as_json=json_line)
 
 
-@app.command(short_help="Measure a weight bridge: duration of publishes, memory leaks.")
-@with_options(publish.SyncOptions)
-def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
+@app.command(
+    cls=taking(publish.SyncOptions), short_help="Measure a weight bridge: duration of publishes, memory leaks."
+)
+def sync(ctx: typer.Context, server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
-    asked = build(publish.SyncOptions, options)
+    asked = build(publish.SyncOptions, given(ctx))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
     os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
     print_figures(publish.measure(asked, tuple(server_arg or ())), as_json=json_line)
 
 
-@app.command(short_help="Measure a rollout API under load.")
-@with_options(rollout_api.ApiOptions)
-def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
+@app.command(cls=taking(rollout_api.ApiOptions), short_help="Measure a rollout API under load.")
+def api(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """Load a rollout API and print its figures."""
-    load = build(rollout_api.ApiOptions, options)
+    load = build(rollout_api.ApiOptions, given(ctx))
     with rollout_api.own_server(load.store) if load.url is None else nullcontext(load.url) as url:
         print_figures(rollout_api.measure(load, url), as_json=json_line)
 

@@ -131,10 +131,11 @@ class LoopOptions(ModelOptions):
         16_384, help="Maximum tokens of a microbatch (default: 16384; 7b: 12288; 14b, 32b: 8192; tiny: 1024).", gt=1
     )
 
+    @model_validator(mode="before")
     @classmethod
-    def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill_in(cls, given: Any) -> Any:
         """Fill in the defaults of the shape."""
-        return {**OF_SHAPE.get(given.get("shape", ""), {}), **given}
+        return {**OF_SHAPE.get(given.get("shape", ""), {}), **given} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> LoopOptions:

@@ -64,42 +64,32 @@ nothing."""
 class LoraOptions(Section):
     """LoRA."""
 
-    lora_r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
-    lora_alpha: float = option(32.0, help="Scale the adapter by alpha / r.", gt=0)
-    lora_rslora: bool = option(False, help="Rank-stabilised LoRA: scale by alpha / sqrt(r).")
-    lora_dropout: float = option(
-        0.0,
-        help="Accepted, without effect: the server samples without dropout, so adapters train without it.",
-        ge=0,
-        lt=1,
-    )
-    lora_target_modules: tuple[str, ...] = option(ALL_LINEAR, help="Modules with an adapter, comma-separated.")
-    lora_layer_indices: Ranges | None = option(
-        None, help="Layers with an adapter, from 0: numbers and ranges such as 0-3,28-31 (default: all)."
-    )
-    lora_adapter: Path | None = option(
-        None, help="Start from this PEFT LoRA checkpoint, which sets rank, alpha, rslora, modules and layers."
-    )
-    lora_name: str = option(DEFAULT_LORA_NAME, help="Versions are served as NAME-v1, NAME-v2, …")
-    share_base: bool = option(
-        False,
-        help="Use the server's base weights instead of a second copy. It needs a server on the same GPU, started with "
-        "--shared-weights.",
-    )
-    lora_keep_versions: int | None = option(
-        None,
-        help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if it is set, else 4).",
-        ge=2,
-    )
-    lora_transport: Literal["auto", Transport] = option(
-        "auto",
-        help="How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU "
-        "memory; nccl: a broadcast between GPUs; auto: the fastest that works.",
-    )
-    lora_root: Path | None = option(
-        None,
-        help="Folder for the adapters of --lora-transport disk, e.g. in /dev/shm (default: in --log-dir).",
-    )
+    lora_r: int = option(16, "--lora-rank")
+    """Rank of the adapter."""
+    lora_alpha: float = option(32.0, gt=0)
+    """Scale the adapter by alpha / r."""
+    lora_rslora: bool = option(False)
+    """Rank-stabilised LoRA: scale by alpha / sqrt(r)."""
+    lora_dropout: float = option(0.0, ge=0, lt=1)
+    """Accepted, without effect: the server samples without dropout, so adapters train without it."""
+    lora_target_modules: tuple[str, ...] = option(ALL_LINEAR)
+    """Modules with an adapter, comma-separated."""
+    lora_layer_indices: Ranges | None = option(None)
+    """Layers with an adapter, from 0: numbers and ranges such as 0-3,28-31 (default: all)."""
+    lora_adapter: Path | None = option(None)
+    """Start from this PEFT LoRA checkpoint, which sets rank, alpha, rslora, modules and layers."""
+    lora_name: str = option(DEFAULT_LORA_NAME)
+    """Versions are served as NAME-v1, NAME-v2, …"""
+    share_base: bool = option(False)
+    """Use the server's base weights instead of a second copy. It needs a server on the same GPU, started with
+    --shared-weights."""
+    lora_keep_versions: int | None = option(None, ge=2)
+    """Adapter versions that stay loaded in the server (default: --max-staleness + 2 if it is set, else 4)."""
+    lora_transport: Literal["auto", Transport] = option("auto")
+    """How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU memory; nccl:
+    a broadcast between GPUs; auto: the fastest that works."""
+    lora_root: Path | None = option(None)
+    """Folder for the adapters of --lora-transport disk, e.g. in /dev/shm (default: in --log-dir)."""
 
     @field_validator("lora_r")
     @classmethod
@@ -128,51 +118,39 @@ class LoraOptions(Section):
 class SharedWeightsOptions(Section):
     """Shared weights."""
 
-    in_flight: InFlight = option(
-        "keep",
-        help="Requests in flight during an update. keep: they continue with their KV cache. recompute: their KV "
-        "cache is first computed again with the new weights. abort: they end early.",
-    )
-    vllm_config_path: Path | None = option(
-        None, help="Path of the server's vllm_bridge_config.json (default: the path that the server reports)."
-    )
-    single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
-    master_weights: bool = option(
-        False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of stochastic rounding."
-    )
+    in_flight: InFlight = option("keep")
+    """Requests in flight during an update. keep: they continue with their KV cache. recompute: their KV cache is first
+    computed again with the new weights. abort: they end early."""
+    vllm_config_path: Path | None = option(None)
+    """Path of the server's vllm_bridge_config.json (default: the path that the server reports)."""
+    single_copy: bool = option(False)
+    """The same as --weight-bridge-mode shared_vllm."""
+    master_weights: bool = option(False)
+    """Keep an fp32 copy of the trained weights (4 bytes each) instead of stochastic rounding."""
 
 
 class BridgeConfig(SharedWeightsOptions, LoraOptions):
     """Weight bridge."""
 
-    weight_bridge_mode: Mode = option(
-        "none",
-        help="Weight bridge: what is trained, and how new weights reach vLLM (default: lora_only in `grpo run`, none "
-        "in `grpo train`).",
-        meanings=MODES,
-    )
-    train_layer_indices: Ranges | None = option(
-        None,
-        help="Train only these layers, counted from 0: numbers and ranges such as 20-31 (default: the whole model).",
-    )
-    proof: bool = option(True, help="Before training, prove that the server generates with the trainer's weights.")
-    vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
-    broadcast_transport: Literal["auto", WeightTransport] = option(
-        "auto",
-        help="How all weights reach the server. cuda_ipc: shared GPU memory; nccl: a broadcast between GPUs; "
-        "main_memory: the server maps sharded weights where they are gathered; gloo: a broadcast between main "
-        "memories; disk: a folder that both see; auto: the fastest that works.",
-    )
-    broadcast_staging: Staging = option(
-        "auto",
-        help="Receive weights into a second buffer while the server generates, so that generation pauses only for a "
-        "copy; auto: on if the server's GPU has room for the buffer, and is no trainer process's GPU.",
-    )
-    broadcast_root: Path | None = option(
-        None,
-        help="Folder for the weights of --broadcast-transport disk: on a disk that the servers see, or in /dev/shm "
-        "(default: in --log-dir).",
-    )
+    weight_bridge_mode: Mode = option("none", meanings=MODES)
+    """Weight bridge: what is trained, and how new weights reach vLLM (default: lora_only in `grpo run`, none in `grpo
+    train`)."""
+    train_layer_indices: Ranges | None = option(None)
+    """Train only these layers, counted from 0: numbers and ranges such as 20-31 (default: the whole model)."""
+    proof: bool = option(True)
+    """Before training, prove that the server generates with the trainer's weights."""
+    vllm_restart_interval: int = option(3, ge=1)
+    """Restart vLLM on the newest weights every N steps."""
+    broadcast_transport: Literal["auto", WeightTransport] = option("auto")
+    """How all weights reach the server. cuda_ipc: shared GPU memory; nccl: a broadcast between GPUs; main_memory: the
+    server maps sharded weights where they are gathered; gloo: a broadcast between main memories; disk: a folder that
+    both see; auto: the fastest that works."""
+    broadcast_staging: Staging = option("auto")
+    """Receive weights into a second buffer while the server generates, so that generation pauses only for a copy; auto:
+    on if the server's GPU has room for the buffer, and is no trainer process's GPU."""
+    broadcast_root: Path | None = option(None)
+    """Folder for the weights of --broadcast-transport disk: on a disk that the servers see, or in /dev/shm (default: in
+    --log-dir)."""
 
     @property
     def trains_adapter(self) -> bool:

@@ -60,78 +60,58 @@ class LossConfig(Section):
         f"({_named('sequences')}) or over all tokens ({_named('tokens')}), or their sum is divided by a constant "
         f"({_named('constant')}). MODULE:NAME is a LossSpec of your own.",
     )
-    clip_eps: float = option(0.2, help="Lower clip of the importance ratio: the bound is 1 - VALUE.", gt=0, lt=1)
-    clip_eps_high: float | None = option(
-        None, help="Upper clip of the importance ratio: the bound is 1 + VALUE (default: --clip-eps).", gt=0
-    )
-    dual_clip: float | None = option(
-        None, help="Upper bound of the ratio for tokens with a negative advantage (default: no bound).", gt=1
-    )
-    sapo_tau_pos: float = option(1.0, help="Temperature of sapo's gate for positive advantages.", gt=0)
-    sapo_tau_neg: float = option(1.05, help="Temperature of sapo's gate for other advantages.", gt=0)
-    advantage_estimator: str = option(
-        "group",
-        help="Baseline of a reward: the mean of its group (group), or of the others in it (rloo). MODULE:NAME is a "
-        "function of your own, from a group's rewards to its advantages.",
-    )
-    scale_rewards: Literal["auto", "group", "none"] = option(
-        "auto",
-        help="Divide a group's advantages by its standard deviation, or not; auto: divide, except with dr_grpo"
-        " or rloo.",
-    )
-    max_completion_len: int | None = option(
-        None, help="Number of tokens by which dr_grpo divides each sample's loss (default: --seq-len).", gt=0
-    )
-    ratio_against: Literal["rollout", "trainer"] = option(
-        "rollout",
-        help="Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups "
-        "without server logprobs use the trainer's. The default is trainer for a server in 8 bits.",
-    )
-    is_correction: Literal["auto", "none", "truncate", "mask"] = option(
-        "auto",
-        help="Importance weight w = exp(trainer's old logprob - server's) in the loss. none: no weight; truncate: "
-        "min(w, --is-cap); mask: 0 outside 1/cap to cap; auto: truncate with --ratio-against trainer, none with "
-        "rollout, where the ratio corrects this already.",
-    )
-    is_level: Literal["token", "sequence"] = option(
-        "token", help="Compute the weight of --is-correction for each token, or for each whole sequence."
-    )
-    is_cap: float = option(
-        2.0, help="Largest weight of a token or sequence; with mask, a weight outside 1/cap to cap becomes 0.", gt=1
-    )
-    routing_replay: Literal["off", "server"] = option(
-        "off",
-        help="Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for "
-        "each token. off: the model chooses in each pass.",
-    )
-    updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
-    kl_beta: float = option(
-        0.0,
-        help="Weight of the KL divergence from the reference model; 0: none.",
-        flags=("--kl-beta", "--beta"),
-        ge=0,
-    )
-    kl_estimator: KlEstimator = option(
-        "k3", help="Estimator of the KL, with x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."
-    )
-    kl_unbiased: bool = option(
-        False,
-        help="Multiply the KL estimate by the ratio (with gradient), which makes the gradients of k1 and k3 unbiased.",
-    )
-    kl_reference: Literal["start", "base"] = option(
-        "start",
-        help="Reference of the KL in a run with --lora-adapter. start: the base model with that adapter, so the KL "
-        "begins at 0. base: the base model without an adapter.",
-    )
-    log_kl: bool = option(False, help="Measure the KL from the reference even if --kl-beta is 0.")
-    ref_offload: bool = option(
-        False, help="Keep the reference model in main memory and copy each layer to the GPU when it is needed."
-    )
-    entropy_coef: float = option(0.0, help="Weight of an entropy bonus; 0: none.", ge=0)
-    distill_coef: float = option(
-        0.0, help="Weight of the cross-entropy to the teacher's top-k logprobs, which environments send; 0: none.", ge=0
-    )
-    distill_temperature: float = option(1.0, help="Temperature of the teacher: its logprobs are divided by this.", gt=0)
+    clip_eps: float = option(0.2, gt=0, lt=1)
+    """Lower clip of the importance ratio: the bound is 1 - VALUE."""
+    clip_eps_high: float | None = option(None, gt=0)
+    """Upper clip of the importance ratio: the bound is 1 + VALUE (default: --clip-eps)."""
+    dual_clip: float | None = option(None, gt=1)
+    """Upper bound of the ratio for tokens with a negative advantage (default: no bound)."""
+    sapo_tau_pos: float = option(1.0, gt=0)
+    """Temperature of sapo's gate for positive advantages."""
+    sapo_tau_neg: float = option(1.05, gt=0)
+    """Temperature of sapo's gate for other advantages."""
+    advantage_estimator: str = option("group")
+    """Baseline of a reward: the mean of its group (group), or of the others in it (rloo). MODULE:NAME is a function of
+    your own, from a group's rewards to its advantages."""
+    scale_rewards: Literal["auto", "group", "none"] = option("auto")
+    """Divide a group's advantages by its standard deviation, or not; auto: divide, except with dr_grpo or rloo."""
+    max_completion_len: int | None = option(None, gt=0)
+    """Number of tokens by which dr_grpo divides each sample's loss (default: --seq-len)."""
+    ratio_against: Literal["rollout", "trainer"] = option("rollout")
+    """Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups without server
+    logprobs use the trainer's. The default is trainer for a server in 8 bits."""
+    is_correction: Literal["auto", "none", "truncate", "mask"] = option("auto")
+    """Importance weight w = exp(trainer's old logprob - server's) in the loss. none: no weight; truncate: min(w,
+    --is-cap); mask: 0 outside 1/cap to cap; auto: truncate with --ratio-against trainer, none with rollout, where the
+    ratio corrects this already."""
+    is_level: Literal["token", "sequence"] = option("token")
+    """Compute the weight of --is-correction for each token, or for each whole sequence."""
+    is_cap: float = option(2.0, gt=1)
+    """Largest weight of a token or sequence; with mask, a weight outside 1/cap to cap becomes 0."""
+    routing_replay: Literal["off", "server"] = option("off")
+    """Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for each token.
+    off: the model chooses in each pass."""
+    updates_per_batch: int = option(1, ge=1)
+    """Optimizer steps on each batch; each one uses the whole batch."""
+    kl_beta: float = option(0.0, "--beta", ge=0)
+    """Weight of the KL divergence from the reference model; 0: none."""
+    kl_estimator: KlEstimator = option("k3")
+    """Estimator of the KL, with x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."""
+    kl_unbiased: bool = option(False)
+    """Multiply the KL estimate by the ratio (with gradient), which makes the gradients of k1 and k3 unbiased."""
+    kl_reference: Literal["start", "base"] = option("start")
+    """Reference of the KL in a run with --lora-adapter. start: the base model with that adapter, so the KL begins at 0.
+    base: the base model without an adapter."""
+    log_kl: bool = option(False)
+    """Measure the KL from the reference even if --kl-beta is 0."""
+    ref_offload: bool = option(False)
+    """Keep the reference model in main memory and copy each layer to the GPU when it is needed."""
+    entropy_coef: float = option(0.0, ge=0)
+    """Weight of an entropy bonus; 0: none."""
+    distill_coef: float = option(0.0, ge=0)
+    """Weight of the cross-entropy to the teacher's top-k logprobs, which environments send; 0: none."""
+    distill_temperature: float = option(1.0, gt=0)
+    """Temperature of the teacher: its logprobs are divided by this."""
 
     @field_validator("routing_replay", mode="before")
     @classmethod

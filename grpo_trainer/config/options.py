@@ -1,80 +1,79 @@
 """One definition per option: a pydantic model is read from flags and from TOML under the same names.
 
-A field of a `Section` is an option. Its flag is its name with dashes, or what `option(flags=…)` says; the same name
+A field of a `Section` is an option, and the text below it is its help. Its flag is its name with dashes; the same name
 (dashes or underscores) is its key in TOML. A field that is a section itself, such as `server`, is a table in TOML, and
 the flags of its options carry its name: `--server.port`. A section may say which options belong to which of its modes
 (`mode_of`): one that belongs to another mode is refused instead of ignored.
+
+What a file or a command line gives is a `Layer`: values by option key. Layers are merged, then made into a section.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from keyword import iskeyword
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from grpo_common.errors import Problem, UserError, wanted_by_pydantic
+from grpo_common.errors import Problem, UserError, collected, wanted_by_pydantic
 from grpo_trainer.config.values import at_home
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
 
 log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound="Section")
-SAME_AS = "The same as "
-"""Begins the help of an option's second name."""
-
 
 class Section(BaseModel):
     """A group of options: immutable, complete, and without unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
     mode_field: ClassVar[str] = ""
     """The option that chooses a mode, if there is one."""
     mode_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     """The options that belong to some modes only, and those modes."""
+    stands_for: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
+    """Switches that stand for another option's value, and that option and value."""
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What its file has besides options; a misspelling of these is named, too."""
 
     @field_validator("*")
     @classmethod
     def _at_home(cls, value: Any) -> Any:
         return at_home(value) if isinstance(value, Path) else value
 
-    @classmethod
-    def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What flat values mean, where some stand for others."""
-        return dict(given)
+
+C = TypeVar("C", bound=Section)
 
 
 def option(
     default: Any = ...,
-    *,
-    help: str,
-    flags: tuple[str, ...] = (),
+    *others: str,
+    flag: str = "",
     former: tuple[str, ...] = (),
     meanings: Mapping[str, str] | None = None,
+    help: str | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare an option of a `Section`.
 
     Args:
         default: its value when it is not given; left out, the option is required.
-        help: one line for `--help`.
-        flags: its flags, first the one that messages and TOML use; by default the field's name with dashes.
-        former: further flags, which no help shows. They stand without the name of a table: `--vllm-port`.
+        others: its further flags.
+        flag: the flag that messages and TOML use; by default the field's name with dashes.
+        former: flags that no help shows. They stand without the name of a table: `--vllm-port`.
         meanings: what each value means, a line of help each.
+        help: its help, where that is not the text below the field.
         constraints: pydantic's (`ge`, `gt`, `le`, …).
     """
-    extra = {"flags": list(flags), "former": list(former), "meanings": dict(meanings or {})}
+    extra = {"flag": flag, "others": [*others], "former": [*former], "meanings": dict(meanings or {})}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
@@ -98,10 +97,6 @@ class Option:
     meanings: Mapping[str, str]
 
     @property
-    def name(self) -> str:
-        return self.path[-1]
-
-    @property
     def key(self) -> str:
         """Its name in TOML and in messages, with underscores: `lr`, `server.port`."""
         return key_of(self.flags[0])
@@ -122,9 +117,14 @@ class Option:
         return tuple(map(str, get_args(self.field.annotation))) if is_literal else ()
 
     @property
+    def about(self) -> str:
+        """Its help in one line, without values and default."""
+        return " ".join((self.field.description or "").split())
+
+    @property
     def help(self) -> str:
         """What it does, a line for each value that is explained, its default."""
-        text = self.field.description or ""
+        text = self.about
         if self.field.is_required():
             text += " (required)"
         if self.is_bool and self.default is not False:
@@ -148,12 +148,12 @@ def options_of(root: type[Section]) -> tuple[Option, ...]:
             if field is None or name in found:
                 continue
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                for each in options_of(field.annotation):
-                    flags = tuple(f"--{name}.{flag.removeprefix('--')}" for flag in each.flags)
-                    tables.append(replace(each, path=(name, *each.path), flags=flags))
+                for inner in options_of(field.annotation):
+                    flags = tuple(f"--{name}.{flag.removeprefix('--')}" for flag in inner.flags)
+                    tables.append(replace(inner, path=(name, *inner.path), flags=flags))
                 continue
             extra: Any = field.json_schema_extra or {}
-            flags = tuple(extra.get("flags") or (f"--{name.replace('_', '-')}",))
+            flags = (extra.get("flag") or f"--{name.replace('_', '-')}", *extra.get("others", ()))
             panel = (inspect.getdoc(owner) or owner.__name__).splitlines()[0].rstrip(".")
             former, meanings = tuple(extra.get("former", ())), extra.get("meanings", {})
             found[name] = Option((name,), flags, former, field, panel, meanings)
@@ -161,109 +161,144 @@ def options_of(root: type[Section]) -> tuple[Option, ...]:
 
 
 @cache
-def _by_name(root: type[Section]) -> dict[str, Option]:
+def by_name(root: type[Section]) -> Mapping[str, Option]:
+    """Return the options of a section by each of their names, with underscores."""
     return {key_of(flag): each for each in options_of(root) for flag in (*each.flags, *each.former)}
-
-
-def _option_named(root: type[Section], name: str) -> Option | None:
-    return _by_name(root).get(name.replace("-", "_"))
 
 
 # ---------------------------------------------------------------- values -> configuration
 
 
-def flat(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with those of tables by dotted names: `{"server": {"port": 1}}` as `{"server.port": 1}`."""
-    tables = {each.path[0] for each in options_of(root) if len(each.path) > 1}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        is_table = name in tables and isinstance(value, Mapping)
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if is_table else {name: value}
+class Given(NamedTuple):
+    """A value, and the option as it was written, as a flag."""
+
+    value: Any
+    flag: str
+
+
+Layer = dict[str, Given]
+"""By option key."""
+
+
+def read(root: type[Section], problems: list[Problem], *tables: Mapping[str, Any]) -> Layer:
+    """Return the values of a file or a command line.
+
+    Args:
+        problems: gets one for each unknown name, suggesting the nearest, and for two values of one option.
+        tables: values by any of an option's names, with dashes or underscores; those of a table may be nested.
+    """
+    known, found = by_name(root), Layer()
+    nested = {option.path[0] for option in options_of(root) if len(option.path) > 1}
+    flat: list[tuple[str, Any]] = []
+    for name, value in (pair for table in tables for pair in table.items()):
+        is_table = name in nested and isinstance(value, Mapping)
+        flat += [(f"{name}.{key}", inner) for key, inner in value.items()] if is_table else [(name, value)]
+    for name, value in flat:
+        option, given = known.get(name.replace("-", "_")), Given(value, f"--{name.replace('_', '-')}")
+        if option is None:
+            unknown = unknown_key(name, [*known, *root.other_names])
+            problems.append(Problem(name, repr(value), f"a table: [{name}]") if name in nested else unknown)
+            continue
+        key = option.key
+        if key in root.stands_for:
+            key, meant = root.stands_for[key]
+            if value in (False, "false"):
+                continue
+            given = Given(meant, given.flag)
+        if key in found and found[key].value != given.value:
+            got = f"{given.value} and {found[key].flag} {found[key].value}"
+            problems.append(Problem(given.flag, got, "one value", "leave one out", "two names of one option"))
+        found[key] = given
     return found
 
 
-def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
-    """Build a configuration from values.
+def merged(root: type[Section], *layers: Layer) -> Layer:
+    """Return the values of all layers, of which later ones win.
 
-    Args:
-        given: values by option key (dashes or underscores, any of an option's names); those of a table may be nested.
-        where: put before an option's name in messages, e.g. "api." for a table of a run's file.
+    If a later layer chooses another mode, options of the mode before that this one has not go, with a warning.
+    """
+    result, mode_key = Layer(), root.mode_field
+    for layer in layers:
+        if mode_key in layer and (now := _mode(root, layer)) is not None:
+            former = _mode(root, result)
+            others = {key: root.mode_of.get(key, ()) for key in result if key not in layer}
+            if gone := [key for key, of in others.items() if former in of and now not in of]:
+                names = ", ".join(result.pop(key).flag for key in gone)
+                flag = by_name(root)[mode_key].flags[0]
+                log.warning("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
+        result = {**result, **layer}
+    return result
+
+
+def _mode(root: type[Section], layer: Layer) -> str | None:
+    """Return the mode that values choose; None: the section has no modes, or the value is none of them."""
+    if not root.mode_field:
+        return None
+    option = by_name(root)[root.mode_field]
+    mode = layer[option.key].value if option.key in layer else option.default
+    return mode if mode in option.choices else None
+
+
+def make(root: type[C], layer: Layer) -> C:
+    """Make a section from its values.
 
     Raises:
-        ConfigError: for each unknown key (suggesting the nearest), wrong value, missing one, and option that does not
-            belong to the chosen mode.
+        ConfigError: for each wrong value, missing one, and option that does not belong to the chosen mode.
     """
-    given = flat(root, root.normalised(given))
-    problems: list[Problem] = []
-    values: dict[tuple[str, ...], Any] = {}
-    written: dict[tuple[str, ...], str] = {}
-    mode = _mode(root, given)
-    for name, value in given.items():
-        each, flag = _option_named(root, name), f"--{where}{name.replace('_', '-')}"
-        if each is None and any(option.path[0] == name for option in options_of(root)):
-            problems.append(Problem(f"{where}{name}", repr(value), f"a table: [{where}{name}]"))
-        elif each is None:
-            problems.append(unknown_key(name, [*_by_name(root)], where))
-        elif mode is not None and mode not in root.mode_of.get(each.name, (mode,)):
-            problems.append(_of_another_mode(root, each, mode, where))
-        else:
-            if each.path in values and value != values[each.path]:
-                got, why = f"{value} and {written[each.path]} {values[each.path]}", "two names of one option"
-                problems.append(Problem(flag, got, "one value", "leave one out", why))
-            values[each.path], written[each.path] = value, flag
+    known, mode, problems = by_name(root), _mode(root, layer), list[Problem]()
     tree: dict[str, Any] = {}
-    for (*tables, name), value in values.items():
-        (tree.setdefault(tables[0], {}) if tables else tree)[name] = value
+    for key, given in layer.items():
+        if mode is not None and mode not in (of := root.mode_of.get(key, (mode,))):
+            flag, why = known[root.mode_field].flags[0], "belongs to another mode"
+            fix = f"leave it out, or choose {flag} {of[0]}"
+            problems.append(Problem(given.flag, f"{flag} {mode}", f"{flag} {', '.join(of)}", fix, why))
+            continue
+        *tables, name = known[key].path
+        (tree.setdefault(tables[0], {}) if tables else tree)[name] = given.value
     config: C | None = None
     try:
         config = root.model_validate(tree)
     except ValidationError as error:
-        problems += _wrong_values(error, root, where, written)
+        problems += _wrong_values(error, root, layer)
     if config is None or problems:
         raise ConfigError.of(list(dict.fromkeys(problems)))
     return config
 
 
-def _mode(root: type[Section], given: Mapping[str, Any]) -> str | None:
-    """Return the mode that flat values choose; None: the section has no modes, or the value is none of them."""
-    if not root.mode_field:
-        return None
-    chosen = _by_name(root)[root.mode_field]
-    said = [value for name, value in given.items() if _option_named(root, name) == chosen]
-    mode = said[-1] if said else chosen.default
-    return mode if mode in chosen.choices else None
+def build(root: type[C], given: Mapping[str, Any]) -> C:
+    """Make a section from the values of one table; see `read` and `make`.
+
+    Raises:
+        ConfigError: as for `make`, and for each unknown name.
+    """
+    problems: list[Problem] = []
+    layer, config = read(root, problems, given), None
+    with collected(problems):
+        config = make(root, layer)
+    if config is None or problems:
+        raise ConfigError.of(problems)
+    return config
 
 
-def _of_another_mode(root: type[Section], option: Option, mode: str, where: str) -> Problem:
-    chosen, of = _by_name(root)[root.mode_field].flags[0], root.mode_of[option.name]
-    return Problem(
-        f"--{where}{option.flags[0].removeprefix('--')}",
-        got=f"{chosen} {mode}",
-        wanted=f"{chosen} {', '.join(of)}",
-        fix=f"leave it out, or choose {chosen} {of[0]}",
-        summary="belongs to another mode",
-    )
-
-
-def _wrong_values(
-    error: ValidationError, root: type[Section], where: str, written: Mapping[tuple[str, ...], str]
-) -> Iterator[Problem]:
+def _wrong_values(error: ValidationError, root: type[Section], layer: Layer) -> Iterator[Problem]:
     """Yield what pydantic finds wrong, each with the option as it was written, what came, and what was wanted.
 
     A validator may raise a `UserError`; it need not know the field and the value. The values of a table are not shown:
     a key may be among them.
     """
-    names = {each.path: each.flags[0] for each in options_of(root)}
-    order = list(names)
+    options = {option.path: option for option in options_of(root)}
+    order = list(options)
     found: list[tuple[tuple[str, ...], Any]] = []
     for wrong in error.errors():
         parts = tuple(map(str, wrong["loc"]))
-        found.append((next((path for path in (parts[:2], parts[:1]) if path in names), ()), wrong))
+        found.append((next((path for path in (parts[:2], parts[:1]) if path in options), ()), wrong))
     for path, wrong in sorted(found, key=lambda each: order.index(each[0]) if each[0] else 0):
         parts = tuple(map(str, wrong["loc"]))
-        name = names.get(path) or ".".join(parts) or root.__name__
-        flag = written.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name)
-        got, raised = str(wrong["input"]) if parts in names else "", wrong.get("ctx", {}).get("error")
+        flag = ".".join(parts) or root.__name__
+        if path in options:
+            key = options[path].key
+            flag = layer[key].flag if key in layer else options[path].flags[0]
+        got, raised = str(wrong["input"]) if parts in options else "", wrong.get("ctx", {}).get("error")
         if wrong["type"] == "missing":
             yield Problem(flag, "nothing", "a value: it is required")
         elif isinstance(raised, UserError):
@@ -271,34 +306,6 @@ def _wrong_values(
         else:
             wanted = wanted_by_pydantic(wrong["msg"])
             yield Problem(flag, got, wanted[0].lower() + wanted[1:])
-
-
-def given_keys(root: type[Section], given: Mapping[str, Any]) -> set[str]:
-    """Return which options values set, each by its first name; an unknown one as it was written."""
-    return _keys(root, flat(root, root.normalised(given)))
-
-
-def _keys(root: type[Section], names: Iterable[str]) -> set[str]:
-    return {each.key if (each := _option_named(root, name)) else name.replace("-", "_") for name in names}
-
-
-def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with those of `by` in place of the same options' earlier ones, under any of their names.
-
-    If another mode is chosen, options that belong to the former mode and not to this one go, with a warning.
-    """
-    given, replacing = flat(root, given), flat(root, root.normalised(by))
-    gone = _keys(root, [*replacing, *flat(root, by)])
-    if root.mode_field in gone:
-        former, now = _mode(root, root.normalised(given)), _mode(root, replacing)
-        foreign = {name for name, of in root.mode_of.items() if former in of and now is not None and now not in of}
-        keys = {each.key for each in options_of(root) if each.name in foreign}
-        left_out = [name for name in given if _keys(root, [name]) & (keys - gone)]
-        if left_out:
-            names, flag = ", ".join(left_out), _by_name(root)[root.mode_field].flags[0]
-            log.warning("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
-        gone |= keys
-    return {**{name: value for name, value in given.items() if not _keys(root, [name]) & gone}, **replacing}
 
 
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
@@ -315,89 +322,8 @@ def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
     return values
 
 
-# ---------------------------------------------------------------- configuration -> Typer
-
-
-def with_options(
-    root: type[Section], *, prefix: str = "", hidden: Collection[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a Typer command a flag for each name of each option of a section.
-
-    The command is called with what the user gave, as `options={key: value}` (its other parameters stay). With a
-    prefix, `--port` becomes `--api.port` and its key `api.port`.
-
-    Args:
-        hidden: keys that the command's help leaves out.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
-        parameters: list[inspect.Parameter] = []
-        keys: dict[str, tuple[str, bool]] = {}  # by a parameter: the option's, and whether it turns that off
-        for each in options_of(root):
-            for flag in (*each.flags, *each.former):
-                is_hidden = flag in each.former or each.key in hidden
-                made = list(_parameters(each, flag.removeprefix("--"), prefix, hidden=is_hidden))
-                parameters += made
-                keys |= {one.name: (prefix + key_of(flag), one is not made[0]) for one in made}
-
-        def wrapped(**values: Any) -> None:
-            given = {name: values.pop(name) for name in list(values) if name in keys}
-            given = {name: value for name, value in given.items() if value is not None}
-            options = {keys[name][0]: not value if keys[name][1] else value for name, value in given.items()}
-            command(options={**values.pop("options", {}), **options}, **values)
-
-        wrapped.__name__ = command.__name__
-        wrapped.__doc__ = command.__doc__
-        wrapped.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *parameters]}
-        return wrapped
-
-    return decorate
-
-
-def _parameters(each: Option, name: str, prefix: str, *, hidden: bool) -> Iterator[inspect.Parameter]:
-    """A flag, and for what can be on or off the one that turns it off.
-
-    An option's second name is a separate flag, so that messages name what was written. The flag that turns an option
-    off is hidden, and the option's help names it: another column would leave too little room for the names.
-    """
-    first = each.flags[0].removeprefix("--")
-    text = each.help if name == first else f"{SAME_AS}--{prefix}{first}."
-    kind: Any = bool | None if each.is_bool else str | None
-    flags = [(name, text, "CHOICE" if each.choices else _metavar(each.field.annotation), hidden)]
-    flags += [(f"no-{name}", "", "", True)] if each.is_bool else []
-    for flag, help_text, metavar, is_hidden in flags:
-        info = typer.Option(
-            f"--{prefix}{flag}",
-            help=help_text,
-            metavar=metavar,
-            show_default=False,
-            rich_help_panel=each.panel,
-            hidden=is_hidden,
-        )
-        variable = f"{prefix}{flag}".replace(".", "__").replace("-", "_")
-        variable += "_" if iskeyword(variable) else ""
-        yield inspect.Parameter(
-            variable, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
-        )
-
-
-def first_name(text: str) -> str:
-    """The flag of which the flag with this help is a second name; empty: of none."""
-    return text.removeprefix(SAME_AS).removesuffix(".") if text.startswith(SAME_AS) else ""
-
-
-def _metavar(annotation: Any) -> str:
-    kinds = [arg for arg in (get_args(annotation) or (annotation,)) if arg is not type(None)]
-    names = {int: "INT", float: "FLOAT", Path: "PATH", bool: " "}
-    return names.get(kinds[0], "TEXT") if kinds else "TEXT"
-
-
-def shown(default: Any) -> str:
-    """A default as a user would write it."""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if isinstance(default, (list, tuple)):
-        return ",".join(str(value) for value in default)
-    return str(default)
+def shown(value: Any) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

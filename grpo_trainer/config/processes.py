@@ -29,23 +29,17 @@ RUNS = Path("runs")
 """Parent folder of the runs that are started without `--run-dir`."""
 LATEST = "latest"
 """In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
-QUEUE_FILE = "queue.sqlite"
-"""In a run's folder."""
-TRACE_FILE = "trace.json"
-"""In a run's folder, with `--trace`."""
-
+QUEUE_FILE, TRACE_FILE = "queue.sqlite", "trace.json"
+"""In a run's folder; the second with `--trace`."""
 PROMPTS = 32
 """Prompts a step by default."""
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class EnvironmentProcess(Section):
     """Environment."""
 
-    name: str = option(
-        "arithmetic",
-        help=f"{', '.join(BUILT_IN)}, or the module or file of your own environment.",
-        flags=("--env",),
-    )
+    name: str = "arithmetic"
     env: dict[str, Any] = Field(default_factory=dict)
     openai: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
@@ -60,73 +54,59 @@ class EnvironmentProcess(Section):
 class ApiProcess(Section):
     """Rollout API."""
 
-    port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=LARGEST_PORT)
-    store: Path | None = option(
-        None,
-        help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
-        "--run-dir).",
-    )
-    extra_args: Arguments = option((), help="More arguments for `grpo api`, comma-separated.")
+    port: int = option(8000, ge=0, le=LARGEST_PORT)
+    """Port; 0 picks a free one."""
+    store: Path | None = option(None)
+    """SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in --run-dir)."""
+    extra_args: Arguments = option(())
+    """More arguments for `grpo api`, comma-separated."""
 
     @field_validator("extra_args")
     @classmethod
     def _hold_no_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(word.partition("=")[0] == "--api-key" for word in value):
-            raise ConfigError(
-                "a list of processes would show the key",
-                got="--api-key",  # and not the key
-                wanted="other arguments than --api-key",
-                fix="use --rollout-api-key, or ROLLOUT_API_KEY",
-            )
+            wanted, fix = "other arguments than --api-key", "use --rollout-api-key, or ROLLOUT_API_KEY"
+            why = "a list of processes would show the key"
+            raise ConfigError(why, got="--api-key", wanted=wanted, fix=fix)  # and not the key
         return value
 
 
 class RunOptions(Section):
     """Run."""
 
-    run_dir: Path | None = option(
-        None,
-        help=f"Folder of the run: logs, metrics, checkpoints (default: the next of {RUNS}/001, {RUNS}/002, …). "
-        f"{RUNS}/latest is a link to the newest of these.",
-    )
-    prompts_per_step: int | None = option(
-        None,
-        help=f"Prompts in a step, each with --env.group_size answers (default: {PROMPTS}). Microbatches are as large "
-        "as memory allows. --batch-size and --gradient-accumulation-steps say the same by other numbers.",
-        ge=1,
-    )
-    trace: bool = option(
-        False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
-    )
-    try_environments: bool = option(
-        True,
-        help="Try the environments before anything starts: import, setup, one item, its prompt, two scores.",
-        flags=("--try",),
-    )
-    trainer_gpus: int = option(
-        1,
-        help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "
-        "each GPU also has a server, or a shard of a tensor-parallel server.",
-        ge=1,
-    )
-    cluster: str | None = option(
-        None,
-        help="Run on the machines of a Ray cluster: auto, or the HOST:PORT of its head (default: on this machine). "
-        "This machine must belong to it.",
-    )
-    cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
-    allow_changed_data: bool = option(
-        False,
-        help="Only warn if a resumed run's data set differs from the one that it began with. The fingerprint "
-        "is in data/ of --run-dir.",
-    )
-    max_restarts: int = option(
-        3,
-        help="How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run "
-        "ends. A trainer continues from its last checkpoint. Servers restart with broadcast, and with lora_only "
-        "without --share-base.",
-        ge=0,
-    )
+    run_dir: Path | None = option(None)
+    """Folder of the run: logs, metrics, checkpoints (default: the next of runs/001, runs/002, …). runs/latest is a link
+    to the newest of these."""
+    prompts_per_step: int | None = option(None, ge=1)
+    """Prompts in a step, each with --env.group_size answers (default: 32). Microbatches are as large as memory allows.
+    --batch-size and --gradient-accumulation-steps say the same by other numbers."""
+    trace: bool = option(False)
+    """Record a timeline of all processes in trace.json of --run-dir, for https://ui.perfetto.dev."""
+    try_environments: bool = option(True, flag="--try")
+    """Try the environments before anything starts: import, setup, one item, its prompt, two scores."""
+    trainer_gpus: int = option(1, ge=1)
+    """GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights each GPU
+    also has a server, or a shard of a tensor-parallel server."""
+    cluster: str | None = option(None)
+    """Run on the machines of a Ray cluster: auto, or the HOST:PORT of its head (default: on this machine). This machine
+    must belong to it."""
+    cluster_nodes: int = option(1, ge=1)
+    """Wait until the cluster has this many machines."""
+    allow_changed_data: bool = option(False)
+    """Only warn if a resumed run's data set differs from the one that it began with. The fingerprint is in data/ of
+    --run-dir."""
+    max_restarts: int = option(3, ge=0)
+    """How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run ends. A
+    trainer continues from its last checkpoint. Servers restart with broadcast, and with lora_only without
+    --share-base."""
+
+
+class RunSection(TrainConfig, RunOptions):
+    """All options of `grpo run`, by the names of its flags. Their values go into the parts of a `RunConfig`."""
+
+    other_names = ("trainer", "environments", "data", "rewards")
+
+    api: ApiProcess = ApiProcess()
 
 
 class RunConfig(Section):
@@ -169,9 +149,6 @@ class RunConfig(Section):
 # ---- environments
 
 
-DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
-
-
 def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
     """Return what follows `python -m` to run an environment: a built-in by its short name, or the user's module or
     file, with `:CLASS` where it has several classes.
@@ -185,57 +162,38 @@ def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
     if name in BUILT_IN:
         return (BUILT_IN[name].module,)
     module = name.partition(":")[0]
+    is_file, known = module.endswith(".py") or "/" in module, f"one of {', '.join(BUILT_IN)}, or the module or file"
     if module.endswith(DATA_FILES):
-        raise ConfigError(
-            "a data file is not an environment",
-            field=said,
-            got=name,
-            wanted="the module or the Python file of an environment",
-            fix=f"train on the data set by --data {name} --reward FILE.py:FUNCTION",
-        )
-    if module.endswith(".py") or "/" in module:
-        if Path(module).is_file():
-            return ("environments", name)
-    elif not re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", module):  # no path, and no flag of `python -m`
-        wanted = f"one of {', '.join(BUILT_IN)}, or the module or file of your own, such as my_envs.task"
+        fix = f"train on the data set by --data {name} --reward FILE.py:FUNCTION"
+        wanted, why = "the module or the Python file of an environment", "a data file is not an environment"
+        raise ConfigError(why, field=said, got=name, wanted=wanted, fix=fix)
+    if not is_file and not re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", module):  # no path, and no flag of `python -m`
+        wanted = f"{known} of your own, such as my_envs.task"
         raise ConfigError("no name of a module", field=said, got=repr(name), wanted=wanted)
-    elif "." in module or PathFinder.find_spec(module, [str(Path.cwd()), *sys.path]):
+    path = [str(Path.cwd()), *sys.path]
+    if Path(module).is_file() if is_file else "." in module or PathFinder.find_spec(module, path):
         return ("environments", name)
-    known = ", ".join(BUILT_IN)
-    near = _nearest_file(Path(module).stem if "/" in module or module.endswith(".py") else module)
-    if module.endswith(".py") or "/" in module:
-        raise ConfigError(
-            "no such file",
-            field=said,
-            got=name,
-            wanted="a Python file",
-            fix=f"did you mean {near}?" if near else "correct the path",
-        )
-    raise ConfigError(
-        f"no module of this name in {Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})",
-        field=said,
-        got=name,
-        wanted=f"one of {known}, or the module or file of your own",
-        fix=f"did you mean {'.'.join(near.with_suffix('').parts)} ({near})?"
-        if near
-        else f"start in the folder of your own {name}.py, or name it by its package, such as my_envs.{name}",
-    )
-
-
-def _nearest_file(name: str) -> Path | None:
-    """The Python file most like an environment's name, in the current folder or one below it; None: none is alike."""
     files = {path.stem: path for pattern in ("*/*.py", "*.py") for path in Path().glob(pattern)}
-    near = nearest(name, files, OF_FILES)
-    return None if near is None else files[near]
+    stem = nearest(Path(module).stem if is_file else module, files, OF_FILES)
+    near = None if stem is None else files[stem]
+    if is_file:
+        fix = f"did you mean {near}?" if near else "correct the path"
+        raise ConfigError("no such file", field=said, got=name, wanted="a Python file", fix=fix)
+    fix = f"start in the folder of your own {name}.py, or name it by its package, such as my_envs.{name}"
+    if near:
+        fix = f"did you mean {'.'.join(near.with_suffix('').parts)} ({near})?"
+    searched = f"{Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})"
+    wanted = f"{known} of your own"
+    raise ConfigError(f"no module of this name in {searched}", field=said, got=name, wanted=wanted, fix=fix)
 
 
 def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Problem]:
     """Return what is wrong in environments' own tables: an unknown environment or key, a value that is not legal."""
     found: list[Problem] = []
     for environment in environments:
+        own: list[Problem] = []
         with collected(found):
             environment_command(environment.name)
-        own: list[Problem] = []
         with collected(own):
             settings_check.check(environment.name, environment.env)
         with collected(own):
@@ -259,11 +217,9 @@ def claim_folder(parent: Path = RUNS) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     while True:
         folder = next_folder(parent)
-        try:
+        with suppress(FileExistsError):  # another process was faster
             folder.mkdir()
-        except FileExistsError:
-            continue  # another process was faster
-        return folder
+            return folder
 
 
 def link_latest(folder: Path) -> None:
@@ -277,10 +233,8 @@ def link_latest(folder: Path) -> None:
 
 def newest_run(parent: Path = RUNS) -> Path | None:
     """Return the folder of the newest run that was started without `--run-dir`; None: there is none."""
-    numbered = [folder for number in _numbers(parent) if (folder := parent / f"{number:03d}").is_dir()]
-    if numbered:
-        return max(numbered, key=lambda folder: int(folder.name))
-    return parent / LATEST if (parent / LATEST).is_dir() else None
+    numbered = [folder for number in sorted(_numbers(parent)) if (folder := parent / f"{number:03d}").is_dir()]
+    return numbered[-1] if numbered else parent / LATEST if (parent / LATEST).is_dir() else None
 
 
 def _numbers(parent: Path) -> Iterator[int]:

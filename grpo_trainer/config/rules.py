@@ -23,7 +23,7 @@ from grpo_trainer.config.loss import LOSSES
 from grpo_trainer.config.options import key_of, shown
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import DEGREES, SHORT, arguments
-from grpo_trainer.config.train import TrainConfig, settings_of, usual_rates
+from grpo_trainer.config.train import TrainConfig, usual_rates
 from grpo_trainer.config.values import LARGEST_PORT
 from grpo_trainer.errors import ConfigError
 
@@ -34,37 +34,28 @@ SET_BY_THE_RUN = MappingProxyType(
     | {"server.host": "--server.port", "server.also": "--server.replicas"}
 )
 """Options of the trainer that a run derives, and what to use instead."""
-
 TRACKER_EXTRAS = {"wandb": "wandb", "tensorboard": "trackers", "trackio": "trackers"}
 """The extra of this package that installs each tracker."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What trainer and server compute on.
-
-    Attributes:
-        on_gpu: whether that is a GPU.
-        gpus: how many are visible; None: not known.
-    """
+    """What trainer and server compute on."""
 
     on_gpu: bool
     gpus: int | None = None
+    """How many are visible; None: not known."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules judge.
-
-    Attributes:
-        trainer: the trainer's options.
-        run: those of the run around it; None: the trainer is started by itself.
-        hardware: None: not known yet.
-    """
+    """What the rules judge."""
 
     trainer: TrainConfig
     run: RunConfig | None = None
+    """The run around the trainer; None: the trainer is started by itself."""
     hardware: Hardware | None = None
+    """None: not known yet."""
 
     @property
     def processes(self) -> int:
@@ -86,15 +77,15 @@ class Case:
         """The option by which the trainer uses the server's weights."""
         return "--share-base" if self.trainer.weight_bridge_mode == "lora_only" else "--weight-bridge-mode shared_vllm"
 
-
-def flag_of(name: str) -> str:
-    """The flag of a server's option."""
-    return f"--server.{name.replace('_', '-')}"
+    def flag(self, of_run: str, alone: str) -> str:
+        """The flag that says something in `grpo run`, or in `grpo train`."""
+        return of_run if self.run else alone
 
 
 Rule = Callable[[Case], Iterator[Problem]]
 C = TypeVar("C", TrainConfig, RunConfig)
 RULES: list[Rule] = []
+TENSOR_PARALLEL = "--server.tensor-parallel-size"
 
 
 def rule(judge: Rule) -> Rule:
@@ -111,8 +102,7 @@ def check(config: TrainConfig | RunConfig, hardware: Hardware | None = None) -> 
         hardware: None leaves out the rules that depend on it.
     """
     trainer, run = (config, None) if isinstance(config, TrainConfig) else (config.trainer, config)
-    case = Case(trainer, run, hardware)
-    return [problem for rule in RULES for problem in rule(case)]
+    return [problem for rule in RULES for problem in rule(Case(trainer, run, hardware))]
 
 
 def checked(config: C, hardware: Hardware | None = None) -> C:
@@ -153,30 +143,29 @@ LONE_ANSWERS = Problem(
 
 @rule
 def groups(case: Case) -> Iterator[Problem]:
-    if case.run is None:
-        return
+    environments = case.run.environments if case.run else ()
+    sizes = [group_size(environment.name, environment.env) for environment in environments]
     if not case.trainer.learns_from_lone_answers:
-        for environment in case.run.environments:  # a user's own is judged when it is tried
-            if environment.name in BUILT_IN and group_size(environment.name, environment.env) == 1:
+        for environment, size in zip(environments, sizes, strict=True):  # a user's own is judged when it is tried
+            if environment.name in BUILT_IN and size == 1:
                 yield LONE_ANSWERS
-    sequences = case.trainer.sequences_per_step
-    sizes = [group_size(environment.name, environment.env) for environment in case.run.environments]
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    sequences, known = case.trainer.sequences_per_step, [size for size in sizes if size is not None]
+    if not environments or len(known) < len(sizes):
         return
     if _sums_to(sequences, known):
         # The API fills a batch exactly, so a size that is in no sum would be generated and never trained on.
         for size in sorted({size for size in known if size > sequences or not _sums_to(sequences - size, known)}):
-            names = ", ".join(each.name for each, own in zip(case.run.environments, sizes, strict=True) if own == size)
-            others = " and ".join(str(other) for other in sorted(set(known) - {size}))
-            wanted = f"a size that adds up to {sequences} sequences a step, with groups of {others}"
-            yield Problem(f"--env {names}: env.group_size", str(size), wanted, fix=f"use {min(set(known) - {size})}")
+            names = ", ".join(each.name for each, own in zip(environments, sizes, strict=True) if own == size)
+            others = sorted({*known} - {size})
+            wanted = f"a size that adds up to {sequences} sequences a step, with groups of "
+            wanted += " and ".join(map(str, others))
+            yield Problem(f"--env {names}: env.group_size", str(size), wanted, fix=f"use {others[0]}")
         return
     parts = " and ".join(map(str, dict.fromkeys(known)))
-    wanted = f"a multiple of {parts}" if len(known) == 1 else f"a sum of groups of {parts}"
+    wanted = f"a {'multiple' if len(known) == 1 else 'sum of groups'} of {parts} (--env.group_size)"
     got, fix = f"{sequences} sequences a step", f"for example --batch-size {known[0]}"
     why = "no number of groups fills a batch"
-    yield Problem("--batch-size x --gradient-accumulation-steps", got, f"{wanted} (--env.group_size)", fix, why)
+    yield Problem("--batch-size x --gradient-accumulation-steps", got, wanted, fix, why)
 
 
 def _sums_to(whole: int, parts: Sequence[int]) -> bool:
@@ -189,27 +178,26 @@ def _sums_to(whole: int, parts: Sequence[int]) -> bool:
 
 @rule
 def loss(case: Case) -> Iterator[Problem]:
-    asked = case.trainer
-    if asked.dual_clip is not None and asked.loss in LOSSES and LOSSES[asked.loss].surrogate != "clipped":
-        why = f"with --loss {asked.loss} nothing is clipped"
-        yield Problem("--dual-clip", str(asked.dual_clip), "a clipped loss", "leave it out", why)
-    if asked.is_correction in ("truncate", "mask") and asked.ratio_against == "rollout":
+    config, mode = case.trainer, case.trainer.weight_bridge_mode
+    if config.dual_clip is not None and config.loss in LOSSES and LOSSES[config.loss].surrogate != "clipped":
+        why = f"with --loss {config.loss} nothing is clipped"
+        yield Problem("--dual-clip", str(config.dual_clip), "a clipped loss", "leave it out", why)
+    if config.is_correction in ("truncate", "mask") and config.ratio_against == "rollout":
         why = "the ratio contains that correction already"
-        yield Problem("--is-correction", asked.is_correction, "none, or --ratio-against trainer", summary=why)
-    if asked.ref_offload and not asked.needs_reference:
+        yield Problem("--is-correction", config.is_correction, "none, or --ratio-against trainer", summary=why)
+    if config.ref_offload and not config.needs_reference:
         yield Problem("--ref-offload", "True", "a reference to move", "leave it out, or add --kl-beta or --log-kl")
-    if asked.ref_offload and asked.trains_adapter:
-        why = "with LoRA the reference uses the base model in memory, no copy"
-        got, wanted = f"--weight-bridge-mode {asked.weight_bridge_mode}", "a mode that trains all weights"
-        yield Problem("--ref-offload", got, wanted, "leave it out", why)
-    if asked.kl_reference == "base" and not asked.needs_reference:
+    if config.ref_offload and config.trains_adapter:
+        why, wanted = "with LoRA the reference uses the base model in memory, no copy", "a mode that trains all weights"
+        yield Problem("--ref-offload", f"--weight-bridge-mode {mode}", wanted, "leave it out", why)
+    if config.kl_reference == "base" and not config.needs_reference:
         yield Problem("--kl-reference", "base", "a reference", "leave it out, or add --kl-beta or --log-kl")
-    elif asked.kl_reference == "base" and not (asked.trains_adapter and asked.lora_adapter):
+    elif config.kl_reference == "base" and not (config.trains_adapter and config.lora_adapter):
         why = "without --lora-adapter, training starts from the base model, so both references are the same"
         yield Problem("--kl-reference", "base", "a run with --lora-adapter", "leave it out", why)
-    if asked.updates_per_batch > 1 and asked.weight_bridge_mode == "shared_vllm":
+    if config.updates_per_batch > 1 and mode == "shared_vllm":
         why = f"with {case.sharing} the server generates with every update, but a policy version belongs to one batch"
-        yield Problem("--updates-per-batch", str(asked.updates_per_batch), "1", summary=why)
+        yield Problem("--updates-per-batch", str(config.updates_per_batch), "1", summary=why)
 
 
 @rule
@@ -220,25 +208,23 @@ def routing(case: Case) -> Iterator[Problem]:
     if case.trainer.compile == "on":
         why = "a compiled layer can't exchange its experts"
         yield Problem("--compile", "on, and --routing-replay server", "auto or off with it", summary=why)
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if (degree := getattr(case.trainer.server, name)) > 1:
-            why = "experts are recorded by one worker for all"
-            fix = f"use {flag_of('tensor_parallel_size')}, or more servers"
-            yield Problem(flag_of(name), f"{degree}, and --routing-replay server", "1", fix, why)
+    for name in ("pipeline-parallel-size", "data-parallel-size"):
+        if (degree := getattr(case.trainer.server, key_of(name))) > 1:
+            got, fix = f"{degree}, and --routing-replay server", f"use {TENSOR_PARALLEL}, or more servers"
+            yield Problem(f"--server.{name}", got, "1", fix, "experts are recorded by one worker for all")
 
 
 @rule
 def adapter(case: Case) -> Iterator[Problem]:
     """Options given with an adapter to start from must be as in that adapter."""
-    asked = case.trainer
-    if not asked.trains_adapter or asked.lora_adapter is None:
+    config = case.trainer
+    if not config.trains_adapter or config.lora_adapter is None:
         return
-    for name, its in settings_of(read_adapter(asked.lora_adapter)).items():
-        given = getattr(asked, name)
+    for name, its in read_adapter(config.lora_adapter).options.items():
+        given = getattr(config, name)
         if (sorted(given) if isinstance(given, tuple) else given) != its:
-            why = f"not as in the adapter at --lora-adapter {asked.lora_adapter}"
-            wanted = "all" if its is None else shown(its)
-            flag = f"--{name.replace('_', '-')}"
+            flag, wanted = f"--{name.replace('_', '-')}", "all" if its is None else shown(its)
+            why = f"not as in the adapter at --lora-adapter {config.lora_adapter}"
             yield Problem(flag, shown(given), wanted, f"leave {flag} out", why)
 
 
@@ -246,14 +232,13 @@ def adapter(case: Case) -> Iterator[Problem]:
 def four_bits(case: Case) -> Iterator[Problem]:
     if not case.trainer.load_in_4bit:
         return
-    mode, wanted = case.trainer.weight_bridge_mode, "--weight-bridge-mode lora_only"
+    wanted, fix = "--weight-bridge-mode lora_only", "leave it out, or choose --weight-bridge-mode lora_only"
     if case.trainer.shares_weights:
         why = "the weights are the server's, in 16 or 32 bits"
-        fix = f"leave it out, or choose {wanted} without --share-base"
-        yield Problem("--load-in-4bit", f"{case.sharing} with it", "one of them", fix, why)
-    elif mode != "lora_only":
-        fix, why = f"leave it out, or choose {wanted}", "this mode writes whole models"
-        yield Problem("--load-in-4bit", f"--weight-bridge-mode {mode}", wanted, fix, why)
+        yield Problem("--load-in-4bit", f"{case.sharing} with it", "one of them", f"{fix} without --share-base", why)
+    elif case.trainer.weight_bridge_mode != "lora_only":
+        got = f"--weight-bridge-mode {case.trainer.weight_bridge_mode}"
+        yield Problem("--load-in-4bit", got, wanted, fix, "this mode writes whole models")
     if case.trainer.dtype == "float16":
         yield Problem("--dtype", "float16 and --load-in-4bit", "bfloat16, float32 or auto with that")
 
@@ -272,7 +257,7 @@ def shared_weights(case: Case) -> Iterator[Problem]:
         why = f"with {case.sharing} there is one copy of the weights"
         wanted = "auto" if own == "auto" else f"--dtype {own}"
         fix = f"use --dtype {served} instead" if own == "auto" else "leave it out and use --dtype"
-        yield Problem(flag_of("dtype"), served, wanted, fix, why)
+        yield Problem("--server.dtype", served, wanted, fix, why)
     if config.weight_bridge_mode == "shared_vllm" and not config.master_weights and "float16" in (own, served):
         wanted = "bfloat16 or float32, or --master-weights"
         yield Problem("--dtype", "float16", wanted, summary="small updates would be lost in it")
@@ -291,17 +276,16 @@ def pairs(case: Case) -> Iterator[Problem]:
         return
     unpaired = config.weight_bridge_mode == "shared_vllm" and case.servers > case.processes
     if case.processes > case.servers or unpaired:
-        flag, also = ("--server.replicas", "") if case.run else ("--server.also", f": {', '.join(config.server.also)}")
-        processes = "--trainer-gpus" if case.run else "--world-size"
-        wanted = f"{case.processes}: a server for each trainer process ({processes})"
+        got = f"{case.servers} servers" + (f": {', '.join(config.server.also)}" if config.server.also else "")
+        wanted = f"{case.processes}: a server for each trainer process ({case.flag('--trainer-gpus', '--world-size')})"
         why = f"with {case.sharing} each trainer process maps the weights of one server, which no other process maps"
-        yield Problem(flag, f"{case.servers} servers{also if config.server.also else ''}", wanted, summary=why)
+        yield Problem(case.flag("--server.replicas", "--server.also"), got, wanted, summary=why)
     if case.processes == 1:
         return
     if case.on_cluster:
         why = f"with {case.sharing} several pairs of trainer and server run on one machine"
         yield Problem("--cluster", f"--trainer-gpus {case.processes}", "--trainer-gpus 1", "leave --cluster out", why)
-    if config.weight_bridge_mode in ("shared_vllm", "lora_only") and config.vllm_config_path is not None:
+    if config.vllm_config_path is not None:
         why = "each server has its own file, and reports where it is"
         yield Problem("--vllm-config-path", str(config.vllm_config_path), fix="leave it out", summary=why)
 
@@ -312,26 +296,25 @@ def shards(case: Case) -> Iterator[Problem]:
     config, size = case.trainer, case.trainer.server.tensor_parallel_size
     if not config.shares_weights or size == 1:
         return
-    flag = flag_of("tensor_parallel_size")
     if config.weight_bridge_mode == "lora_only":
         fix, why = "leave --share-base out", "an adapter is trained over whole weights"
-        yield Problem(flag, f"{size}, and --share-base", "1", fix, why)
+        yield Problem(TENSOR_PARALLEL, f"{size}, and --share-base", "1", fix, why)
         return
     why = "each worker of the server shares its part of the weights with one trainer process"
     if case.processes != size:
-        wanted = f"{size}, as {flag}"
-        yield Problem("--trainer-gpus" if case.run else "--world-size", str(case.processes), wanted, summary=why)
+        flag, wanted = case.flag("--trainer-gpus", "--world-size"), f"{size}, as {TENSOR_PARALLEL}"
+        yield Problem(flag, str(case.processes), wanted, summary=why)
     if case.servers > 1:
-        yield Problem("--server.replicas" if case.run else "--server.also", f"{case.servers} servers", "1", summary=why)
+        yield Problem(case.flag("--server.replicas", "--server.also"), f"{case.servers} servers", "1", summary=why)
     if case.on_cluster:
-        why = "the trainer's processes and the server's workers run on one machine"
-        yield Problem("--cluster", f"{flag} {size}", f"{flag} 1", "leave --cluster out", why)
-    why = f"with {flag} {size} each process has a part of each weight"
+        why, fix = "the trainer's processes and the server's workers run on one machine", "leave --cluster out"
+        yield Problem("--cluster", f"{TENSOR_PARALLEL} {size}", f"{TENSOR_PARALLEL} 1", fix, why)
+    why = f"with {TENSOR_PARALLEL} {size} each process has a part of each weight"
     if config.needs_reference:
         yield Problem("--kl-beta, --log-kl", "a reference", "none", "leave them out", f"{why}, and a reference has all")
     if config.distill_coef:
-        got, fix = str(config.distill_coef), "leave it out"
-        yield Problem("--distill-coef", got, "0", fix, f"{why}, and teachers' tokens need whole logits")
+        why_not = f"{why}, and teachers' tokens need whole logits"
+        yield Problem("--distill-coef", str(config.distill_coef), "0", "leave it out", why_not)
     if config.compile == "on":
         yield Problem("--compile", "on", "auto or off", summary=f"{why}, and layers wait for other processes")
 
@@ -346,7 +329,7 @@ def written_server(case: Case) -> Iterator[Problem]:
     values: dict[str, object] = {name: getattr(server, name) for name in DEGREES}
     if server.quantization != "none":
         values["quantization"] = server.quantization
-    said = {name: (flag_of(name), str(value)) for name, value in values.items()}
+    said = {name: (f"--server.{name.replace('_', '-')}", str(value)) for name, value in values.items()}
     for flag, word in arguments(server.extra_args):
         name, value = SHORT.get(flag) or key_of(flag), "" if word.startswith("-") else word
         values[name], said[name] = value or True, ("--server.extra-args", f"{flag} {value}".rstrip())
@@ -360,10 +343,10 @@ def written_server(case: Case) -> Iterator[Problem]:
 @rule
 def quantised_server(case: Case) -> Iterator[Problem]:
     """A server that quantises its weights; whether the trainer may write them is judged by `written_server`."""
-    vllm, starts = case.trainer.server, case.run is not None or case.trainer.owns_server
-    if starts and vllm.quantization != "none" and case.hardware and not case.hardware.on_gpu:
+    kind, starts = case.trainer.server.quantization, case.run is not None or case.trainer.owns_server
+    if starts and kind != "none" and case.hardware and not case.hardware.on_gpu:
         why = "vLLM quantises on GPUs only"
-        yield Problem(flag_of("quantization"), f"{vllm.quantization} without a GPU", "a GPU", "leave it out", why)
+        yield Problem("--server.quantization", f"{kind} without a GPU", "a GPU", "leave it out", why)
 
 
 @rule
@@ -375,17 +358,17 @@ def servers(case: Case) -> Iterator[Problem]:
     if case.run is None and vllm.replicas > 1:
         why = "`grpo run` starts replicas; a trainer that is started by itself has to know their addresses"
         yield Problem("--server.replicas", str(vllm.replicas), "1", "name the other servers by --server.also", why)
-    if case.run is not None and case.run.server.port + number - 1 > LARGEST_PORT:
+    if case.run is not None and vllm.port + number - 1 > LARGEST_PORT:
         wanted = f"at most {LARGEST_PORT + 1 - number}, for {number} servers on consecutive ports"
-        yield Problem("--server.port", str(case.run.server.port), wanted, "choose a lower one (0 picks free ones)")
+        yield Problem("--server.port", str(vllm.port), wanted, "choose a lower one (0 picks free ones)")
     addresses = [address(vllm.host, vllm.port), *vllm.also]
-    if len(set(addresses)) < len(addresses):
+    if len({*addresses}) < len(addresses):
         yield Problem("--server.also", ", ".join(addresses), "each server once")
-    gpus, example = vllm.gpus, ";".join(map(str, range(number)))
-    sets = [part.strip() for part in gpus.split(";")] if gpus is not None else None
+    example = ";".join(map(str, range(number)))
+    sets = [part.strip() for part in vllm.gpus.split(";")] if vllm.gpus is not None else None
     if sets is not None and (len(sets) != number or not all(sets)):
         why = f"{len(sets)} sets of GPUs for {number} servers"
-        yield Problem(flag_of("gpus"), str(gpus), f"a set for each server, such as {example}", summary=why)
+        yield Problem("--server.gpus", str(vllm.gpus), f"a set for each server, such as {example}", summary=why)
     here = case.run is not None and not case.on_cluster
     if sets is None and number > 1 and here and case.hardware and case.hardware.on_gpu:
         fix = f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)"
@@ -398,42 +381,39 @@ def cluster(case: Case) -> Iterator[Problem]:
     """On a cluster the run chooses machines and GPUs, and starts all processes."""
     if case.run is None:
         return
-    options, mode = case.run.options, case.trainer.weight_bridge_mode
-    if options.cluster is None:
-        if options.cluster_nodes > 1:
-            yield Problem("--cluster-nodes", str(options.cluster_nodes), "--cluster with it", "add --cluster auto")
+    nodes, trainer = case.run.options.cluster_nodes, case.trainer
+    if not case.on_cluster:
+        if nodes > 1:
+            yield Problem("--cluster-nodes", str(nodes), "--cluster with it", "add --cluster auto")
         return
-    if case.trainer.owns_server:
-        wanted, why = (
-            "lora_only, broadcast or shared_vllm",
-            "in this mode the trainer starts the server, on its own machine",
-        )
-        yield Problem("--cluster", f"--weight-bridge-mode {mode}", wanted, "leave --cluster out", why)
-    if case.run.server.gpus is not None:
-        why = "the cluster assigns GPUs"
-        yield Problem("--server.gpus", case.run.server.gpus, "no GPUs by number", "leave it out", why)
-    if ":" in case.trainer.device:
-        why = "the cluster assigns GPUs"
-        yield Problem("--device", case.trainer.device, "auto, cuda or cpu", "leave it out", why)
+    if trainer.owns_server:
+        got, wanted = f"--weight-bridge-mode {trainer.weight_bridge_mode}", "lora_only, broadcast or shared_vllm"
+        why = "in this mode the trainer starts the server, on its own machine"
+        yield Problem("--cluster", got, wanted, "leave --cluster out", why)
+    why = "the cluster assigns GPUs"
+    if trainer.server.gpus is not None:
+        yield Problem("--server.gpus", trainer.server.gpus, "no GPUs by number", "leave it out", why)
+    if ":" in trainer.device:
+        yield Problem("--device", trainer.device, "auto, cuda or cpu", "leave it out", why)
 
 
 @rule
 def processes(case: Case) -> Iterator[Problem]:
-    config, size, device = case.trainer, case.processes, case.trainer.device
-    if case.run is None and not 0 <= config.rank < size:
+    config, size, alone = case.trainer, case.processes, case.run is None
+    if alone and not 0 <= config.rank < size:
         yield Problem("--trainer-rank", str(config.rank), f"0 to {size - 1}, as --world-size {size} says")
     by_torchrun = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    if case.run is None and size > 1 and not config.init_method and not by_torchrun:
+    if alone and size > 1 and not config.init_method and not by_torchrun:
         wanted = "where the trainer's processes meet, e.g. tcp://127.0.0.1:29500"
         fix = "name it, or set MASTER_ADDR and MASTER_PORT, as torchrun and `grpo run --trainer-gpus` do"
         yield Problem("--init-method", "nothing", wanted, fix)
-    if size > 1 and ":" in device:
+    if size > 1 and ":" in config.device:
         why = f"each of the {size} trainer processes has another GPU"
-        yield Problem("--device", device, fix="leave it out", summary=why)
+        yield Problem("--device", config.device, fix="leave it out", summary=why)
     if config.sharding == "full" and size == 1:
         why = "there is one trainer process, nothing to cut over"
         yield Problem("--sharding", "full", fix="leave it out", summary=why)
-    if config.sharding == "full" and (why := case.trainer.why_whole):
+    if config.sharding == "full" and (why := config.why_whole):
         yield Problem("--sharding", "full", fix="use --sharding none", summary=why)
 
 
@@ -442,25 +422,23 @@ def machine(case: Case) -> Iterator[Problem]:
     """What is asked for is on this machine."""
     if case.hardware is None:
         return
-    config, device = case.trainer, case.trainer.device
+    config, on_gpu = case.trainer, case.hardware.on_gpu
     gpus = None if case.on_cluster else case.hardware.gpus  # a cluster's are counted when processes get their places
-    kind, _, number = device.partition(":")
+    kind, _, number = config.device.partition(":")
     if gpus is not None and kind == "cuda" and (not (number or "0").isdecimal() or int(number or 0) >= gpus):
         fix = "use --device auto, or see CUDA_VISIBLE_DEVICES"
-        yield Problem("--device", f"{device}, with {gpus} visible GPUs", "one that is there", fix)
+        yield Problem("--device", f"{config.device}, with {gpus} visible GPUs", "one that is there", fix)
     if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores
         got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {gpus}"
         yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
-    if config.weight_bridge_mode in ("lora_only", "broadcast") and not case.hardware.on_gpu:
-        sends = config.weight_bridge_mode == "broadcast"
-        flag, others = ("--broadcast-transport", "gloo") if sends else ("--lora-transport", "memory")
-        transport = config.broadcast_transport if sends else config.lora_transport
-        if transport in ("cuda_ipc", "nccl"):
-            got = f"{transport} without a GPU"
-            yield Problem(flag, got, f"auto, disk or {others}", f"use {flag} auto")
-    if (degree := config.server.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
-        wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {flag_of('tensor_parallel_size')}"
-        yield Problem(flag_of("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)
+    for mode, name, other in (("lora_only", "lora", "memory"), ("broadcast", "broadcast", "gloo")):
+        transport = getattr(config, f"{name}_transport")
+        if config.weight_bridge_mode == mode and not on_gpu and transport in ("cuda_ipc", "nccl"):
+            flag, wanted = f"--{name}-transport", f"auto, disk or {other}"
+            yield Problem(flag, f"{transport} without a GPU", wanted, f"use {flag} auto")
+    if (degree := config.server.pipeline_parallel_size) > 1 and not on_gpu:
+        wanted = "1: vLLM's CPU build fails at the first request"
+        yield Problem("--server.pipeline-parallel-size", f"{degree} without a GPU", wanted, f"use {TENSOR_PARALLEL}")
 
 
 @rule
@@ -468,14 +446,13 @@ def packages(case: Case) -> Iterator[Problem]:
     """What is asked for is installed on this machine."""
     if case.hardware is None:
         return
-    model = case.trainer
     needed = {
         tracker: ("--log-to", tracker, f"pip install 'grpo-trainer[{TRACKER_EXTRAS[tracker]}]'")
         for tracker in case.trainer.trackers
     }
-    if model.attention == "flash_attention_2":
-        needed["flash_attn"] = ("--attention", model.attention, "install flash-attn, or use --attention sdpa")
-    if model.load_in_4bit:
+    if case.trainer.attention == "flash_attention_2":
+        needed["flash_attn"] = ("--attention", "flash_attention_2", "install flash-attn, or use --attention sdpa")
+    if case.trainer.load_in_4bit:
         needed["bitsandbytes"] = ("--load-in-4bit", "on", "pip install 'grpo-trainer[qlora]', or leave it out")
     for package, (flag, value, fix) in needed.items():
         spec = importlib.util.find_spec(package)
@@ -489,8 +466,8 @@ def unusual_lr(config: TrainConfig, parameters: int | None) -> Problem | None:
     Args:
         parameters: as for `usual_rates`.
     """
-    rate, mode = config.lr, config.weight_bridge_mode
-    usual, is_adapter = usual_rates(mode, parameters), config.trains_adapter
+    rate, mode, is_adapter = config.lr, config.weight_bridge_mode, config.trains_adapter
+    usual = usual_rates(mode, parameters)
     if usual.lowest <= rate <= usual.highest:
         return None
     suits_adapter = not is_adapter and usual.highest < rate <= usual_rates("lora_only", parameters).highest

@@ -35,94 +35,48 @@ TRAINERS = {"--model": "--model-name", "--served-model-name": "--model-name", "-
 class Server(Section):
     """Inference server."""
 
-    host: str = option("127.0.0.1", help="Host of the server.", former=("--vllm-host",))
-    port: int = option(
-        DEFAULT_PORT,
-        help="Port; in `grpo run` 0 picks a free one.",
-        former=("--vllm-port",),
-        ge=0,
-        le=LARGEST_PORT,
-    )
-    replicas: int = option(
-        1,
-        help="Servers of the same policy, on consecutive ports, in `grpo run`; environments spread requests over them.",
-        ge=1,
-    )
-    also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option(
-        (),
-        help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
-        "them. If `grpo train` starts vLLM, it starts them, too.",
-        former=("--vllm-also",),
-    )
-    roster: Path | None = option(
-        None,
-        help="Folder in which grpo run keeps the list of a run's servers. The trainer follows its changes.",
-        former=("--vllm-roster",),
-    )
-    gpus: str | None = option(
-        None,
-        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on "
-        "GPUs; refused with --cluster).",
-        former=("--vllm-gpus",),
-    )
-    api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(
-        None,
-        help="Bearer token of the server (default: the variable VLLM_API_KEY; a process list shows flags).",
-        former=("--vllm-api-key",),
-    )
-    startup_timeout: float = option(
-        600.0, help="Seconds to wait for the server to be ready.", former=("--vllm-timeout",), gt=0
-    )
-    dtype: ServedDtype = option(
-        "auto",
-        help="Dtype of weights and activations; auto: the trainer's --dtype.",
-        former=("--vllm-dtype",),
-    )
-    max_model_len: int | None = option(
-        None, help="Longest sequence served (default: the trainer's --seq-len).", former=("--max-model-len",), gt=0
-    )
+    host: str = option("127.0.0.1", former=("--vllm-host",))
+    """Host of the server."""
+    port: int = option(DEFAULT_PORT, former=("--vllm-port",), ge=0, le=LARGEST_PORT)
+    """Port; in `grpo run` 0 picks a free one."""
+    replicas: int = option(1, ge=1)
+    """Servers of the same policy, on consecutive ports, in `grpo run`; environments spread requests over them."""
+    also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option((), former=("--vllm-also",))
+    """Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of them. If
+    `grpo train` starts vLLM, it starts them, too."""
+    roster: Path | None = option(None, former=("--vllm-roster",))
+    """Folder in which grpo run keeps the list of a run's servers. The trainer follows its changes."""
+    gpus: str | None = option(None, former=("--vllm-gpus",))
+    """CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on GPUs; refused
+    with --cluster)."""
+    api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(None, former=("--vllm-api-key",))
+    """Bearer token of the server (default: the variable VLLM_API_KEY; a process list shows flags)."""
+    startup_timeout: float = option(600.0, former=("--vllm-timeout",), gt=0)
+    """Seconds to wait for the server to be ready."""
+    dtype: ServedDtype = option("auto", former=("--vllm-dtype",))
+    """Dtype of weights and activations; auto: the trainer's --dtype."""
+    max_model_len: int | None = option(None, former=("--max-model-len",), gt=0)
+    """Longest sequence served (default: the trainer's --seq-len)."""
     gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE,
-        help="Share of each GPU's memory for vLLM (default: 0.45, or less if the trainer needs room).",
-        former=("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),
-        gt=0,
-        le=1,
+        DEFAULT_GPU_SHARE, former=("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"), gt=0, le=1
     )
-    enforce_eager: bool = option(
-        False,
-        help="Disable CUDA graphs; generation is several times slower.",
-        former=("--vllm-enforce-eager",),
-    )
-    tensor_parallel_size: int = option(
-        1,
-        help="Tensor parallel size: GPUs that share each layer. For `grpo train` with shared_vllm, that of the running "
-        "server.",
-        former=("--tensor-parallel-size", "--vllm-tensor-parallel-size"),
-        ge=1,
-    )
-    pipeline_parallel_size: int = option(
-        1, help="Pipeline parallel size: GPUs that each hold some layers.", former=("--pipeline-parallel-size",), ge=1
-    )
-    data_parallel_size: int = option(
-        1,
-        help="Data parallel size: replicas of the model, each on other GPUs.",
-        former=("--data-parallel-size",),
-        ge=1,
-    )
-    quantization: Quantization = option(
-        "none",
-        help="fp8: quantise the base model to 8 bits as it is loaded; adapters stay in 16 bits. Needs a GPU; not with "
-        "shared_vllm, --share-base or broadcast.",
-        former=("--vllm-quantization", "--quantization"),
-    )
-    kv_cache_dtype: KvCacheDtype = option(
-        "auto",
-        help="fp8: KV cache in 8 bits, for twice the tokens.",
-        former=("--vllm-kv-cache-dtype", "--kv-cache-dtype"),
-    )
-    extra_args: Arguments = option(
-        (), help="More arguments for `grpo serve`, comma-separated.", former=("--vllm-extra-args",)
-    )
+    """Share of each GPU's memory for vLLM (default: 0.45, or less if the trainer needs room)."""
+    enforce_eager: bool = option(False, former=("--vllm-enforce-eager",))
+    """Disable CUDA graphs; generation is several times slower."""
+    tensor_parallel_size: int = option(1, former=("--tensor-parallel-size", "--vllm-tensor-parallel-size"), ge=1)
+    """Tensor parallel size: GPUs that share each layer. For `grpo train` with shared_vllm, that of the running
+    server."""
+    pipeline_parallel_size: int = option(1, former=("--pipeline-parallel-size",), ge=1)
+    """Pipeline parallel size: GPUs that each hold some layers."""
+    data_parallel_size: int = option(1, former=("--data-parallel-size",), ge=1)
+    """Data parallel size: replicas of the model, each on other GPUs."""
+    quantization: Quantization = option("none", former=("--vllm-quantization", "--quantization"))
+    """fp8: quantise the base model to 8 bits as it is loaded; adapters stay in 16 bits. Needs a GPU; not with
+    shared_vllm, --share-base or broadcast."""
+    kv_cache_dtype: KvCacheDtype = option("auto", former=("--vllm-kv-cache-dtype", "--kv-cache-dtype"))
+    """fp8: KV cache in 8 bits, for twice the tokens."""
+    extra_args: Arguments = option((), former=("--vllm-extra-args",))
+    """More arguments for `grpo serve`, comma-separated."""
 
     @field_validator("also")
     @classmethod

@@ -30,127 +30,18 @@ from grpo_trainer.suggestions import GONE
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.toml"
+OLD_FILE = Path("config", "trainer.toml")
+"""The trainer's own file, which a folder of version 0.1 has, too."""
 LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
 CHOSEN = "chosen"
 """In `run.toml`: the names of options that nobody gave (`RunConfig.unset`)."""
-OLD_FILE = Path("config", "trainer.toml")
-"""The trainer's own file, which a folder of version 0.1 has, too."""
-
-
-def holds_run(folder: Path) -> bool:
-    """Return whether a folder has the options of a run."""
-    return (folder / RUN_FILE).is_file() or (folder / OLD_FILE).is_file()
-
-
-def run_file(config: RunConfig) -> bytes:
-    """Return the content of `run.toml`: the tables that build the run again, without keys."""
-    options, trainer = dump(config.options), dump(config.trainer)
-    server = {key: value for key, value in trainer.pop("server").items() if f"server.{key}" not in SET_BY_THE_RUN}
-    trainer = {key: value for key, value in trainer.items() if key not in SET_BY_THE_RUN}
-    for key in ("run_dir", "trace", "allow_changed_data"):
-        options.pop(key, None)
-    for key in ("replicas", "gpus", "gpu_memory_utilization"):
-        if key not in config.server.model_fields_set:
-            server.pop(key, None)  # chosen by the machine's GPUs
-    trainer.pop("resume", None)
-    if "prompts_per_step" in options:  # the batch is computed from it
-        trainer.pop("gradient_accumulation_steps", None)
-    for name in config.unset & COMPUTED.keys():
-        trainer.pop(COMPUTED[name], None)
-    environments = [
-        {key: value for key, value in each.model_dump(mode="json").items() if value} for each in config.environments
-    ]
-    tables = {**options, "trainer": trainer, "server": server, "api": dump(config.api), "environments": environments}
-    clean = redact(tables, drop=True, known=_secrets_of_variables())
-    head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
-    notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
-    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
-
-
-def _secrets_of_variables() -> list[str]:
-    return [text for name, text in os.environ.items() if is_secret(name) and name != "PWD"]  # a shell's folder
-
-
 COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
-
-
 OLD_OPTIONS = frozenset({"activation_offload", "checkpoint_url", "vllm_standby"})
 """Options of earlier versions that did not change what is trained: a run that has them continues without them."""
-
-
-def read_stored(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's folder; empty: it holds no run.
-
-    Raises:
-        ConfigError: its file can't be read.
-    """
-    path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(
-            f"can't be read: {error.strerror}", field=f"--resume {path}", fix="continue it as its owner"
-        ) from None
-    try:
-        tables = tomllib.loads(content.decode("utf-8-sig"))
-        tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
-        trainer = tables.get("trainer", {})
-        if "checkpoint_url" in trainer:
-            log.warning(
-                "%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"]
-            )
-        kept = {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}
-        if kept.get("lora_adapter") and (kept.get("kl_beta") or kept.get("log_kl")):
-            kept.setdefault("kl_reference", "base")  # before the option, the reference was the model without an adapter
-        return {**tables, "trainer": kept}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"not TOML: {error}", field=f"--resume {path}", fix="correct the file there") from None
-    except (TypeError, AttributeError) as error:  # a value of another kind
-        raise ConfigError(
-            f"no options of a run: {error}", field=f"--resume {path}", fix="correct it, and the files beside it"
-        ) from None
-
-
-def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a run of version 0.1 from the configuration files of its trainer and environments."""
-    servers = 1 + len(trainer.get("vllm_also", ()))
-    gpus = {"gpus": trainer["vllm_gpus"]} if "vllm_gpus" in trainer else {}
-    mode = trainer.get("weight_bridge_mode", "none")
-    kept = {"weight_bridge_mode": mode, "lr": usual_rates(mode).default, **OLD_DEFAULTS, **trainer}
-    tables: dict[str, Any] = {
-        "trainer": {key: value for key, value in kept.items() if key not in OLD_SET_BY_THE_RUN},
-        "server": {**({"replicas": servers} if servers > 1 else {}), **gpus},
-    }
-    seq_len = kept["seq_len"]
-    longest, environments = min(seq_len, trainer.get("max_model_len", seq_len)), []
-    for path in sorted((folder / "config").glob("env-*.toml")):
-        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        kind = re.sub(r"-\d+$", "", path.stem.removeprefix("env-"))
-        if kind not in BUILT_IN:
-            return tables  # the module of a user's own environment is not in these files
-        derived = {"tokenizer_name": trainer.get("model_name"), "max_token_length": longest}
-        env, openai = (
-            {
-                key: value
-                for key, value in found.get(table, {}).items()
-                if key not in OLD_SET_FOR_ENVIRONMENTS and value != derived.get(key)
-            }
-            for table in ("env", "openai")
-        )
-        environments.append({"name": kind, "env": env, "openai": openai})
-    return tables | ({"environments": environments} if environments else {})
-
-
 OLD_DEFAULTS = {
-    "training_steps": 10,
-    "batch_size": 2,
-    "gradient_accumulation_steps": 32,
-    "seq_len": 2048,
-    "log_samples": 0,
+    **{"training_steps": 10, "batch_size": 2, "gradient_accumulation_steps": 32, "seq_len": 2048, "log_samples": 0}
 }
 """Defaults of version 0.1, whose files have only what the user gave. `grpo run` would choose other values now."""
 OLD_SET_BY_THE_RUN = frozenset(
@@ -166,3 +57,88 @@ OLD_SET_FOR_ENVIRONMENTS = frozenset(
         *("retry_timeout", "base_url", "model_name", "server_type", "api_key", "roster"),
     }
 )
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder has the options of a run."""
+    return (folder / RUN_FILE).is_file() or (folder / OLD_FILE).is_file()
+
+
+def run_file(config: RunConfig) -> bytes:
+    """Return the content of `run.toml`: the tables that build the run again, without keys."""
+    not_repeated = {*SET_BY_THE_RUN, "run_dir", "trace", "allow_changed_data", "resume"}
+    not_repeated |= {COMPUTED[name] for name in config.unset & COMPUTED.keys()}
+    options, trainer = dump(config.options), dump(config.trainer)
+    if "prompts_per_step" in options:  # the batch is computed from it
+        not_repeated.add("gradient_accumulation_steps")
+    by_machine = {"replicas", "gpus", "gpu_memory_utilization"} - config.server.model_fields_set
+    server = {
+        key: value
+        for key, value in trainer.pop("server").items()
+        if f"server.{key}" not in not_repeated and key not in by_machine
+    }
+    options, trainer = ({k: v for k, v in table.items() if k not in not_repeated} for table in (options, trainer))
+    environments = [
+        {key: value for key, value in each.model_dump(mode="json").items() if value} for each in config.environments
+    ]
+    tables = {**options, "trainer": trainer, "server": server, "api": dump(config.api), "environments": environments}
+    secrets = [text for name, text in os.environ.items() if is_secret(name) and name != "PWD"]  # a shell's folder
+    clean = redact(tables, drop=True, known=secrets)
+    head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
+    notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
+    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
+
+
+def read_stored(folder: Path) -> dict[str, Any]:
+    """Return the tables of a run's folder; empty: it holds no run.
+
+    Raises:
+        ConfigError: its file can't be read.
+    """
+    path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
+    try:
+        tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        why, fix = f"can't be read: {error.strerror}", "continue it as its owner"
+        raise ConfigError(why, field=f"--resume {path}", fix=fix) from None
+    except (ValueError, RecursionError) as error:
+        why, fix = f"no options of a run: {error}", "correct it, and the files beside it"
+        raise ConfigError(why, field=f"--resume {path}", fix=fix) from None
+    trainer = tables.get("trainer", {})
+    if "checkpoint_url" in trainer:
+        log.warning("%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"])
+    kept = {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}
+    if kept.get("lora_adapter") and (kept.get("kl_beta") or kept.get("log_kl")):
+        kept.setdefault("kl_reference", "base")  # before the option, the reference was the model without an adapter
+    return {**tables, "trainer": kept}
+
+
+def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a run of version 0.1 from the configuration files of its trainer and environments."""
+    servers, mode = 1 + len(trainer.get("vllm_also", ())), trainer.get("weight_bridge_mode", "none")
+    server = {"replicas": servers} if servers > 1 else {}
+    server |= {"gpus": trainer["vllm_gpus"]} if "vllm_gpus" in trainer else {}
+    kept = {"weight_bridge_mode": mode, "lr": usual_rates(mode).default, **OLD_DEFAULTS, **trainer}
+    own = {key: value for key, value in kept.items() if key not in OLD_SET_BY_THE_RUN}
+    tables: dict[str, Any] = {"trainer": own, "server": server}
+    longest = min(kept["seq_len"], trainer.get("max_model_len", kept["seq_len"]))
+    derived = {"tokenizer_name": trainer.get("model_name"), "max_token_length": longest}
+    environments = []
+    for path in sorted((folder / "config").glob("env-*.toml")):
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        kind = re.sub(r"-\d+$", "", path.stem.removeprefix("env-"))
+        if kind not in BUILT_IN:
+            return tables  # the module of a user's own environment is not in these files
+        env, openai = (
+            {
+                key: value
+                for key, value in found.get(table, {}).items()
+                if key not in OLD_SET_FOR_ENVIRONMENTS and value != derived.get(key)
+            }
+            for table in ("env", "openai")
+        )
+        environments.append({"name": kind, "env": env, "openai": openai})
+    return tables | ({"environments": environments} if environments else {})

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
+from grpo_trainer.config.adapter_file import read_adapter
 from grpo_trainer.config.bridge import ADAPTER_MODES, MODE_OF, BridgeConfig
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.server import Server
-from grpo_trainer.config.values import COMMA_SEPARATED, at_home, format_ranges, from_variable
+from grpo_trainer.config.values import COMMA_SEPARATED, at_home, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
@@ -74,30 +74,26 @@ def usual_rates(mode: str, parameters: int | None = None) -> Rates:
 class ModelConfig(Section):
     """Model."""
 
-    model_name: str = option(help="Model folder or hub name.", flags=("--model-name", "--model"))
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", help="Dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
-    )
-    logits_dtype: Literal["auto", "float32", "model"] = option(
-        "auto",
-        help="Dtype of logits, in the trainer and in a server that it starts (grpo serve has the same flag). float32: "
-        "fp32; model: that of --dtype; auto: float32 on a GPU, model on a CPU.",
-    )
-    device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
-    load_in_4bit: bool = option(
-        False,
-        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy has 16 or 32 bits.",
-    )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
-    seq_len: int = option(
-        2048, help="Maximum tokens of prompt plus completion; for longer sequences see --overlong.", gt=1
-    )
-    gradient_checkpointing: bool | None = option(
-        None,
-        help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
-        "free memory allows; off on a CPU).",
-    )
-    seed: int = option(0, help="Seed of the adapter's initial weights and of the servers' sampling.")
+    model_name: str = option(..., "--model")
+    """Model folder or hub name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto")
+    """Dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    logits_dtype: Literal["auto", "float32", "model"] = option("auto")
+    """Dtype of logits, in the trainer and in a server that it starts (grpo serve has the same flag). float32: fp32;
+    model: that of --dtype; auto: float32 on a GPU, model on a CPU."""
+    device: str = option("auto")
+    """cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU."""
+    load_in_4bit: bool = option(False)
+    """QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy has 16 or 32 bits."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa")
+    """Attention implementation."""
+    seq_len: int = option(2048, gt=1)
+    """Maximum tokens of prompt plus completion; for longer sequences see --overlong."""
+    gradient_checkpointing: bool | None = option(None)
+    """Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's free
+    memory allows; off on a CPU)."""
+    seed: int = option(0)
+    """Seed of the adapter's initial weights and of the servers' sampling."""
 
     @field_validator("model_name")
     @classmethod
@@ -108,38 +104,22 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """Rollouts."""
 
-    atropos_url: str = option(
-        "http://localhost:8000", help="Address of the rollout API.", flags=("--atropos-url", "--rollout-url")
-    )
-    rollout_api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(
-        None,
-        help="Bearer token of the rollout API (default: the variable ROLLOUT_API_KEY; a process list shows flags).",
-    )
-    lease_seconds: float = option(
-        600.0,
-        help="Seconds after which the rollout API hands a batch out again, unless this trainer renews its lease.",
-        gt=0,
-    )
-    rollout_timeout: float = option(1800.0, help="Exit when no batch has come for this many seconds; 0: never.", ge=0)
-    max_staleness: int | None = option(
-        None,
-        help="Drop groups that were sampled more than this many policy versions ago (default: keep all).",
-        ge=0,
-    )
-    on_stale: Literal["drop", "downweight"] = option(
-        "drop",
-        help="Groups that are older than --max-staleness by N versions: drop them, or multiply their loss by "
-        "1 / (1 + N).",
-    )
-    eval_every: int = option(
-        0,
-        help="Evaluate on held-out prompts every N steps; 0: never. --env.steps_per_eval overrides this.",
-        flags=("--eval-every", "--eval-steps"),
-        ge=0,
-    )
-    prefetch: bool = option(
-        True, help="Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."
-    )
+    atropos_url: str = option("http://localhost:8000", "--rollout-url")
+    """Address of the rollout API."""
+    rollout_api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(None)
+    """Bearer token of the rollout API (default: the variable ROLLOUT_API_KEY; a process list shows flags)."""
+    lease_seconds: float = option(600.0, gt=0)
+    """Seconds after which the rollout API hands a batch out again, unless this trainer renews its lease."""
+    rollout_timeout: float = option(1800.0, ge=0)
+    """Exit when no batch has come for this many seconds; 0: never."""
+    max_staleness: int | None = option(None, ge=0)
+    """Drop groups that were sampled more than this many policy versions ago (default: keep all)."""
+    on_stale: Literal["drop", "downweight"] = option("drop")
+    """Groups that are older than --max-staleness by N versions: drop them, or multiply their loss by 1 / (1 + N)."""
+    eval_every: int = option(0, "--eval-steps", ge=0)
+    """Evaluate on held-out prompts every N steps; 0: never. --env.steps_per_eval overrides this."""
+    prefetch: bool = option(True)
+    """Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."""
 
     @field_validator("atropos_url")
     @classmethod
@@ -152,32 +132,30 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    optimizer: Literal["adamw", "adamw_8bit"] = option("adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits.")
-    lr: float = option(
-        ADAPTER_LR,
-        help=f"Peak learning rate (default: {ADAPTER_LR:g} for an adapter, {ALL_WEIGHTS_LR:g} where all weights are "
-        "trained; higher in `grpo run` for models below 0.3B).",
-        flags=("--lr", "--learning-rate"),
-        gt=0,
-    )
-    warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", help="After the warm-up: constant, or falling to 0 at the last step."
-    )
-    weight_decay: float = option(0.0, help="Decoupled weight decay.", ge=0)
-    adam_beta1: float = option(0.9, help="AdamW beta1.", ge=0, lt=1)
-    adam_beta2: float = option(0.999, help="AdamW beta2.", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, help="AdamW epsilon.", gt=0)
-    max_grad_norm: float = option(1.0, help="Clip the gradient's norm; 0: off.", ge=0)
-    max_bad_steps: int = option(
-        5,
-        help="Exit after this many bad steps in a row. A bad step has a loss or gradient that is not finite, or "
-        "a spike (--grad-spike-factor), and is skipped.",
-        ge=1,
-    )
-    grad_spike_factor: float = option(
-        0.0, help="Skip a step whose gradient norm exceeds this factor times the median of the last 64; 0: off.", ge=0
-    )
+    optimizer: Literal["adamw", "adamw_8bit"] = option("adamw")
+    """adamw: states in fp32; adamw_8bit: in 8 bits."""
+    lr: float = option(ADAPTER_LR, "--learning-rate", gt=0)
+    """Peak learning rate (default: 1e-05 for an adapter, 1e-06 where all weights are trained; higher in `grpo run` for
+    models below 0.3B)."""
+    warmup_steps: int = option(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = option("constant")
+    """After the warm-up: constant, or falling to 0 at the last step."""
+    weight_decay: float = option(0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = option(0.9, ge=0, lt=1)
+    """AdamW beta1."""
+    adam_beta2: float = option(0.999, ge=0, lt=1)
+    """AdamW beta2."""
+    adam_epsilon: float = option(1e-08, gt=0)
+    """AdamW epsilon."""
+    max_grad_norm: float = option(1.0, ge=0)
+    """Clip the gradient's norm; 0: off."""
+    max_bad_steps: int = option(5, ge=1)
+    """Exit after this many bad steps in a row. A bad step has a loss or gradient that is not finite, or a spike
+    (--grad-spike-factor), and is skipped."""
+    grad_spike_factor: float = option(0.0, ge=0)
+    """Skip a step whose gradient norm exceeds this factor times the median of the last 64; 0: off."""
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -191,74 +169,51 @@ class OptimizerConfig(Section):
 class ComputeConfig(Section):
     """Speed and memory."""
 
-    max_tokens_per_microbatch: int | None = option(
-        None,
-        help="Token limit of a forward pass, padding included. If set, it decides how the sequences of a step "
-        "are split into microbatches (default: --batch-size sequences each).",
-        gt=1,
-    )
-    overlong: Literal["truncate", "drop"] = option(
-        "truncate", help="Sequences longer than --seq-len: train on the part that fits, or drop them; both are counted."
-    )
-    packing: Choice = option(
-        "auto", help="Concatenate sequences without padding; auto: on a GPU, if the model's attention allows it."
-    )
-    share_prompts: Choice = option(
-        "auto",
-        help="Compute a prompt once for all sequences of a microbatch that begin with it; auto: if sequences "
-        "are packed.",
-    )
-    compile: Choice = option(
-        "auto",
-        help="torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B "
-        "parameters and runs of at least 20 steps (compiling takes about a minute), but not for a "
-        "tensor-parallel server's weights.",
-    )
-    trainer_memory_gb: float | None = option(
-        None,
-        help="GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the "
-        "free memory).",
-        gt=0,
-    )
-    grad_dtype: Literal["weights", "float32"] = option(
-        "weights",
-        help="Dtype in which gradients accumulate over microbatches. weights: that of the weights, whose sum over 64 "
-        "microbatches has a random error of 1 % in bfloat16.",
-    )
+    max_tokens_per_microbatch: int | None = option(None, gt=1)
+    """Token limit of a forward pass, padding included. If set, it decides how the sequences of a step are split into
+    microbatches (default: --batch-size sequences each)."""
+    overlong: Literal["truncate", "drop"] = option("truncate")
+    """Sequences longer than --seq-len: train on the part that fits, or drop them; both are counted."""
+    packing: Choice = option("auto")
+    """Concatenate sequences without padding; auto: on a GPU, if the model's attention allows it."""
+    share_prompts: Choice = option("auto")
+    """Compute a prompt once for all sequences of a microbatch that begin with it; auto: if sequences are packed."""
+    compile: Choice = option("auto")
+    """torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and runs of at
+    least 20 steps (compiling takes about a minute), but not for a tensor-parallel server's weights."""
+    trainer_memory_gb: float | None = option(None, gt=0)
+    """GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the free
+    memory)."""
+    grad_dtype: Literal["weights", "float32"] = option("weights")
+    """Dtype in which gradients accumulate over microbatches. weights: that of the weights, whose sum over 64
+    microbatches has a random error of 1 % in bfloat16."""
 
 
 class DriftConfig(Section):
     """Drift alarm."""
 
-    drift_limit: float | None = option(
-        None,
-        help="Largest mean difference between the trainer's and the server's logprobs for samples of the current "
-        "version, in nats a token; 0: no limit (default: derived from the difference that the proof measures).",
-        ge=0,
-    )
-    on_drift: Literal["warn", "stop"] = option(
-        "warn", help="What to do beyond the limit: log a warning, or save and exit."
-    )
+    drift_limit: float | None = option(None, ge=0)
+    """Largest mean difference between the trainer's and the server's logprobs for samples of the current version, in
+    nats a token; 0: no limit (default: derived from the difference that the proof measures)."""
+    on_drift: Literal["warn", "stop"] = option("warn")
+    """What to do beyond the limit: log a warning, or save and exit."""
 
 
 class CheckpointConfig(Section):
     """Checkpoints."""
 
-    save_path: Path = option(SAVE_PATH, help="Folder of the checkpoints.")
-    checkpoint_interval: str | int = option(
-        "10m",
-        help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end; "
-        "never: none, also not at the end or after Ctrl-C.",
-    )
-    keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
-    resume: str = option(
-        "never",
-        help="never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint, or "
-        "(`grpo run`) the run in that folder with its options.",
-    )
-    background_writes: bool = option(
-        True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."
-    )
+    save_path: Path = option(SAVE_PATH)
+    """Folder of the checkpoints."""
+    checkpoint_interval: str | int = option("10m")
+    """Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end; never: none,
+    also not at the end or after Ctrl-C."""
+    keep_checkpoints: int = option(2, ge=0)
+    """Keep the newest N checkpoints and the final one; 0: keep all."""
+    resume: str = option("never")
+    """never: start new; auto: continue from the newest checkpoint; PATH: continue from that checkpoint, or (`grpo run`)
+    the run in that folder with its options."""
+    background_writes: bool = option(True)
+    """Copy a checkpoint into main memory, if it fits, and write it to disk during training."""
 
     @field_validator("checkpoint_interval", mode="before")
     @classmethod
@@ -304,17 +259,20 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Logging."""
 
-    log_dir: Path = option(None, help="Folder of metrics.jsonl (default: --save-path).")
-    log_to: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMA_SEPARATED] = option(
-        (), help="Also log to these trackers, comma-separated: wandb, tensorboard, trackio."
-    )
-    use_wandb: bool = option(False, help="The same as --log-to wandb.")
-    wandb_project: str | None = option(None, help="Project in W&B or trackio.")
-    wandb_group: str | None = option(None, help="Group in W&B or trackio.")
-    log_samples: int = option(
-        4, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows; 0: none.", ge=0
-    )
-    benchmark: bool = option(False, help="Print a table at the end: seconds of each phase of the run.")
+    log_dir: Path = option(None)
+    """Folder of metrics.jsonl (default: --save-path)."""
+    log_to: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMA_SEPARATED] = option(())
+    """Also log to these trackers, comma-separated: wandb, tensorboard, trackio."""
+    use_wandb: bool = option(False)
+    """The same as --log-to wandb."""
+    wandb_project: str | None = option(None)
+    """Project in W&B or trackio."""
+    wandb_group: str | None = option(None)
+    """Group in W&B or trackio."""
+    log_samples: int = option(4, ge=0)
+    """Write N sequences of each step to samples.jsonl, which `grpo report` shows; 0: none."""
+    benchmark: bool = option(False)
+    """Print a table at the end: seconds of each phase of the run."""
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -325,24 +283,16 @@ class LogConfig(Section):
 class DistributedConfig(Section):
     """Several trainer processes."""
 
-    trainer_rank: int | None = option(
-        None, help="Rank of this process, from 0 (default: RANK, as torchrun sets it).", ge=0
-    )
-    world_size: int | None = option(
-        None,
-        help="Number of trainer processes, one for each GPU; each takes a share of every batch (default: "
-        "WORLD_SIZE, or 1).",
-        ge=1,
-    )
-    sharding: Literal["auto", "none", "full"] = option(
-        "auto",
-        help="none: each process holds all weights, gradients and optimizer states. full: each holds a shard (FSDP2). "
-        "auto: full in the modes none and broadcast, except with a reference model. In shared_vllm only "
-        "the optimizer states are sharded.",
-    )
-    init_method: str | None = option(
-        None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
-    )
+    trainer_rank: int | None = option(None, ge=0)
+    """Rank of this process, from 0 (default: RANK, as torchrun sets it)."""
+    world_size: int | None = option(None, ge=1)
+    """Number of trainer processes, one for each GPU; each takes a share of every batch (default: WORLD_SIZE, or 1)."""
+    sharding: Literal["auto", "none", "full"] = option("auto")
+    """none: each process holds all weights, gradients and optimizer states. full: each holds a shard (FSDP2). auto:
+    full in the modes none and broadcast, except with a reference model. In shared_vllm only the optimizer states are
+    sharded."""
+    init_method: str | None = option(None)
+    """Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."""
 
     @property
     def rank(self) -> int:
@@ -371,40 +321,19 @@ class TrainConfig(
 
     mode_field = "weight_bridge_mode"
     mode_of = MODE_OF
+    stands_for = MappingProxyType({"single_copy": ("weight_bridge_mode", "shared_vllm")})
 
-    training_steps: int = option(
-        10,
-        help="Optimisation steps, those before a resume included (default: 10; in `grpo run` 100).",
-        ge=1,
-    )
-    batch_size: int = option(
-        2,
-        help="Sequences in a microbatch, one forward and backward pass (default: 2; in `grpo run` see "
-        "--prompts-per-step).",
-        ge=1,
-    )
-    gradient_accumulation_steps: int = option(
-        32,
-        help="Microbatches in a step. The product with --batch-size must be a multiple of --env.group_size (default: "
-        "32; in `grpo run` see --prompts-per-step).",
-        ge=1,
-    )
-    step_timeout: float = option(
-        3600.0,
-        help="Seconds after which a step counts as hung: the trainer logs the stacks, saves if possible and "
-        "exits. 0: no limit.",
-        ge=0,
-    )
+    training_steps: int = option(10, ge=1)
+    """Optimisation steps, those before a resume included (default: 10; in `grpo run` 100)."""
+    batch_size: int = option(2, ge=1)
+    """Sequences in a microbatch, one forward and backward pass (default: 2; in `grpo run` see --prompts-per-step)."""
+    gradient_accumulation_steps: int = option(32, ge=1)
+    """Microbatches in a step. The product with --batch-size must be a multiple of --env.group_size (default: 32; in
+    `grpo run` see --prompts-per-step)."""
+    step_timeout: float = option(3600.0, ge=0)
+    """Seconds after which a step counts as hung: the trainer logs the stacks, saves if possible and exits. 0: no
+    limit."""
     server: Server = Field(default_factory=Server)
-
-    @classmethod
-    def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`--single-copy` names a mode, `--no-single-copy` none."""
-        values = {key.replace("-", "_"): value for key, value in given.items()}
-        if values.get("single_copy") in (False, "false"):
-            return {key: value for key, value in given.items() if key.replace("-", "_") != "single_copy"}
-        alone = values.get("single_copy") and "weight_bridge_mode" not in values
-        return {**given, "weight_bridge_mode": "shared_vllm"} if alone else dict(given)
 
     @model_validator(mode="before")
     @classmethod
@@ -420,10 +349,14 @@ class TrainConfig(
             return data
         found: dict[str, Any] = {"lr": usual_rates(data.get("weight_bridge_mode", "none")).default}
         found["log_dir"] = folder if isinstance(folder := data.get("save_path"), str | Path) else SAVE_PATH
-        if _is_in_8_bits(data.get("server", {})):
+        server = data.get("server", {})
+        server = server.model_dump() if isinstance(server, Server) else server
+        if isinstance(server, dict) and any(
+            server.get(name, plain) != plain for name, plain in (("quantization", "none"), ("kv_cache_dtype", "auto"))
+        ):
             found["ratio_against"] = "trainer"
         if isinstance(data.get("lora_adapter"), str | Path) and data["lora_adapter"]:
-            found |= settings_of(read_adapter(at_home(Path(data["lora_adapter"]))))
+            found |= read_adapter(at_home(Path(data["lora_adapter"]))).options
         return {**found, **data}
 
     def trainer_dtype(self, *, on_gpu: bool) -> str:
@@ -484,21 +417,3 @@ class TrainConfig(
         if self.weight_bridge_mode not in ("none", "broadcast"):
             return f"belongs to --weight-bridge-mode none and broadcast, but the mode is {self.weight_bridge_mode}"
         return "can't hold a reference (--kl-beta, --log-kl)" if self.needs_reference else None
-
-
-def _is_in_8_bits(server: Any) -> bool:
-    values = server.model_dump() if isinstance(server, Server) else server
-    return isinstance(values, dict) and (
-        values.get("quantization", "none") != "none" or values.get("kv_cache_dtype", "auto") != "auto"
-    )
-
-
-def settings_of(adapter: AdapterFile) -> dict[str, Any]:
-    """What an existing adapter says of the options of `LoraOptions`."""
-    return {
-        "lora_r": adapter.r,
-        "lora_alpha": adapter.alpha,
-        "lora_rslora": adapter.rslora,
-        "lora_target_modules": list(adapter.target_modules),
-        "lora_layer_indices": None if adapter.layers is None else format_ranges(adapter.layers),
-    }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_common.redaction import HIDDEN, Redaction, redact, redacted_text
-from grpo_trainer.config.options import flat, given_keys
+from grpo_trainer.config.options import read
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
@@ -97,9 +97,8 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What the user set for the trainer and, as `NAME.OPTION`, for environments; without secrets."""
         found: dict[str, Any] = {}
-        for name, value in flat(TrainConfig, self.configs.get("trainer", {})).items():
-            (key,) = given_keys(TrainConfig, {name: None})  # an earlier version may have written another name
-            found |= {} if key in DERIVED else {key: value}
+        layer = read(TrainConfig, [], self.configs.get("trainer", {}))  # an earlier version may have other names
+        found |= {key: given.value for key, given in layer.items() if key not in DERIVED}
         for name, tables in self.configs.items():
             if not name.startswith("env-"):
                 continue

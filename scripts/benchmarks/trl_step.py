@@ -22,7 +22,8 @@ import typer
 from grpo_trainer.bench.__main__ import JsonLine, print_figures, run_command
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.bench.step import GROUP, StepOptions, build_model, lengths_of, step_flops, synthetic_batch
-from grpo_trainer.config.options import build, with_options
+from grpo_trainer.config.flags import given, taking
+from grpo_trainer.config.options import build
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -166,10 +167,9 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     }
 
 
-@app.command()
-@with_options(StepOptions)
+@app.command(cls=taking(StepOptions))
 def main(
-    options: dict[str, Any],
+    ctx: typer.Context,
     micro: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 8,
     scoring: Annotated[bool, typer.Option(help="Score all samples first, as TRL does with vLLM by default.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
@@ -177,7 +177,7 @@ def main(
     json_line: JsonLine = False,
 ) -> None:
     """Measure TRL's GRPOTrainer on the job of `grpo bench step`."""
-    asked = build(StepOptions, options)
+    asked = build(StepOptions, given(ctx))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")

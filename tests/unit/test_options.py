@@ -1,12 +1,12 @@
-"""One definition of each option: flags, TOML, messages."""
+"""One definition of each option: flags, TOML, messages, help."""
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from environments.running.settings_check import BUILT_IN
+from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import build, dump, flat, options_of, override, with_options
+from grpo_trainer.config.options import build, dump, make, merged, options_of, read
+from grpo_trainer.config.processes import RunSection
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.server import Server
@@ -26,13 +28,6 @@ from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
 from grpo_trainer.config.values import format_ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
-
-
-def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "grpo_trainer", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-
 
 LORA = {"weight_bridge_mode": "lora_only"}
 PREDECESSOR_DEFAULTS = {
@@ -49,79 +44,161 @@ PREDECESSOR_DEFAULTS = {
     "atropos_url": "http://localhost:8000",
     "use_wandb": False,
     "benchmark": False,
+    "checkpoint_interval": "10m",  # the only new one: checkpoints by steps cost the more, the shorter a step
 }
 
 
-def test_names_and_defaults_are_the_predecessors() -> None:
-    """All but one: checkpoints by steps cost the more, the shorter a step."""
-    values = dump(build(TrainConfig, {"model_name": "m"}))
-    assert values["checkpoint_interval"] == "10m"
-    assert {key: values[key] for key in PREDECESSOR_DEFAULTS} == PREDECESSOR_DEFAULTS
-    assert values["server"]["port"] == 9001
-    lora = dump(build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only"}))
-    assert (lora["lora_r"], lora["lora_alpha"]) == (16, 32.0)
+def of_train(given: Mapping[str, Any]) -> TrainConfig:
+    return build(TrainConfig, {key: value for key, value in {"model_name": "m", **given}.items() if value is not None})
 
 
-def test_dropout_of_an_adapter_is_accepted_and_taken_as_0(caplog: pytest.LogCaptureFixture) -> None:
-    config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_dropout": "0.05"})
-    assert config.weight_bridge_mode == "lora_only" and config.lora_dropout == 0
-    assert [each.levelname for each in caplog.records] == ["WARNING"] and "--lora-dropout: got 0.05" in caplog.text
+def of_file(file: Mapping[str, Any]) -> object:
+    return build_run(file, {"model_name": "m"})
 
 
-def test_every_predecessor_flag_is_known() -> None:
-    flags = {flag for each in options_of(TrainConfig) for flag in (*each.flags, *each.former)}
-    wanted = {
-        "--model-name", "--model", "--vllm-config-path", "--lora-dropout", "--lora-target-modules", "--dtype",
-        "--device", "--max-model-len", "--gpu-memory-utilization", "--atropos-url", "--rollout-url",
-        "--wandb-project", "--wandb-group", "--log-dir", "--lora-r", "--lora-alpha", "--weight-bridge-mode",
-    }  # fmt: skip
-    assert wanted <= flags
+def of_flags(flags: Mapping[str, Any]) -> object:
+    return build_run({}, {"model_name": "m", **flags})
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "helps"),
-    [
-        ({"model_name": None}, "--model-name", "required"),
-        ({"lrr": 1}, "lrr", "lr?"),
-        ({"lr": "fast"}, "--lr", "number"),
-        ({"lr": 0}, "--lr", "greater than 0"),
-        ({**LORA, "lora_r": 24}, "--lora-r", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
-        ({**LORA, "lora_target_modules": ","}, "--lora-target-modules", "q_proj"),
-        ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode lora_only, lora_restart"),
-        ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "'none'"),
-        ({"optimizer": "adamw_cpu"}, "--optimizer", "use adamw_8bit"),
-        ({"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10m"),
-        ({"single_copy": True, "weight_bridge_mode": "none"}, "--single-copy", "--weight-bridge-mode shared_vllm"),
-        ({**LORA, "train_layer_indices": "1"}, "--train-layer-indices", "--weight-bridge-mode none, shared_vllm"),
-        ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "0-3,28-31"),
-        ({"rollout_url": "localhost:8000"}, "--rollout-url", "http://localhost:8000"),
-        ({"lerning_rate": 1}, "lerning_rate", "learning_rate?"),
-        ({"rollout_url": "http://a:1", "atropos-url": "http://a:2"}, "--atropos-url", "one"),
-        # one problem, even where others would follow from it
-        ({"save_path": 5}, "--save-path", "path"),
-        ({**LORA, "lora_adapter": 5}, "--lora-adapter", "path"),
-        ({"server": 5}, "server", "[server]"),
-        ({"vllm_port": 9001, "server": {"port": 9002}}, "--server.port", "one value"),
-    ],
-)
-def test_options_refusal_names_the_option_and_what_helps(given: dict[str, object], field: str, helps: str) -> None:
+def of_words(words: str) -> object:
+    return CliRunner().invoke(app, words.split(), catch_exceptions=False)
+
+
+WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
+    # a value, or a name
+    (of_train, {"model_name": None}, "--model-name", "required"),
+    (of_train, {"lrr": 1}, "lrr", "lr?"),
+    (of_train, {"lerning_rate": 1}, "lerning_rate", "learning_rate?"),
+    (of_train, {"lr": "fast"}, "--lr", "number"),
+    (of_train, {"lr": 0}, "--lr", "greater than 0"),
+    (of_train, {**LORA, "lora_r": 24}, "--lora-r", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
+    (of_train, {**LORA, "lora_target_modules": ","}, "--lora-target-modules", "q_proj"),
+    (of_train, {"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "'none'"),
+    (of_train, {"optimizer": "adamw_cpu"}, "--optimizer", "use adamw_8bit"),
+    (of_train, {"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10m"),
+    (of_train, {"train_layer_indices": "0,3-1"}, "--train-layer-indices", "0-3,28-31"),
+    (of_train, {"rollout_url": "localhost:8000"}, "--rollout-url", "http://localhost:8000"),
+    (of_train, {"vllm_also": "10.0.0.2"}, "--vllm-also", "HOST:PORT"),
+    (of_train, {"vllm_also": "http://10.0.0.2:9001"}, "--vllm-also", "HOST:PORT"),
+    (of_train, {"server": 5}, "server", "[server]"),
+    # one problem, even where others would follow from it
+    (of_train, {"save_path": 5}, "--save-path", "path"),
+    (of_train, {**LORA, "lora_adapter": 5}, "--lora-adapter", "path"),
+    # two names of one option
+    (of_train, {"rollout_url": "http://a:1", "atropos-url": "http://a:2"}, "--atropos-url", "one"),
+    (of_train, {"vllm_port": 9001, "server": {"port": 9002}}, "--server.port", "one value"),
+    (of_train, {"single_copy": True, "weight_bridge_mode": "none"}, "--weight-bridge-mode", "one value"),
+    (of_file, {"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}}, "--max-model-len", "leave one out"),
+    (of_file, {"server": {"port": 9}, "trainer": {"server": {"port": 8}}}, "--server.port", "leave one out"),
+    (of_flags, {"vllm_dtype": "float16", "server.dtype": "bfloat16"}, "--server.dtype", "leave one out"),
+    (of_flags, {**LORA, "lora_r": "8", "lora_rank": "16"}, "--lora-rank", "one"),
+    # an option of another mode
+    (of_train, {"lora_r": 8}, "--lora-r", "--weight-bridge-mode lora_only, lora_restart"),
+    (of_train, {**LORA, "train_layer_indices": "1"}, "--train-layer-indices", "--weight-bridge-mode none, shared_vllm"),
+    # tables of a file
+    (of_file, {"trainr": {}}, "trainr", "trainer?"),
+    (of_file, {"server": {"prt": 1}}, "server.prt", "server.port?"),
+    (of_file, {"trainer": 3}, "trainer", "[trainer]"),
+    (of_file, {"environments": [{"nam": "x"}]}, "environments.nam", "environments.name?"),
+    (of_file, {"environments": 3}, "environments", "[[environments]]"),
+    (of_file, {"environments": [{}, {}], "data": "a.jsonl"}, "--env", ""),
+    (of_file, {"environments": [{"env": 3}]}, "environments.env", "table"),
+    (of_file, {"data": 5, "rewards": ["a.py:f"]}, "environments.data", ""),
+    (of_file, {"data": "a.jsonl", "rewards": "a.py:f"}, "rewards", ""),
+    # what the run says of its server, and environments
+    (of_flags, {"vllm_host": "h"}, "--vllm-host", "--server.port"),
+    (of_flags, {"trainer_rank": "1"}, "--trainer-rank", "--trainer-gpus"),
+    (of_flags, {"world_size": "1"}, "--world-size", "--trainer-gpus"),
+    (of_flags, {"init_method": "1"}, "--init-method", "--trainer-gpus"),
+    (of_flags, {"vllm_also": "h:1"}, "--vllm-also", "--server.replicas"),
+    (of_flags, {"server.roster": "/r"}, "--server.roster", "--run-dir"),
+    (of_flags, {"server.gpu_memory_utilization": "7"}, "--server.gpu-memory-utilization", "1"),
+    (of_flags, {"server.extra_args": "--tensor-parallel-size=2"}, "--server.extra-args", "tensor-parallel-size"),
+    (of_flags, {"server.extra_args": "-tp=2"}, "--server.extra-args", "--server.tensor-parallel-size"),
+    (of_flags, {"server.extra_args": "--api-key=k"}, "--server.extra-args", "--server.api-key"),
+    (of_flags, {"vllm_extra_args": "--dtype=float16"}, "--vllm-extra-args", "--server.dtype"),
+    (of_flags, {"vllm_extra_args": "--logits-dtype,model"}, "--vllm-extra-args", "--logits-dtype"),
+    (of_flags, {"api.extra_args": "--api-key,k"}, "--api.extra-args", "--rollout-api-key"),
+    (of_flags, {"env": "gsm9k"}, "--env", ", ".join(BUILT_IN)),
+    # data and rewards that do not fit
+    (of_flags, {"data": "a.jsonl"}, "--env dataset: --reward", ""),
+    (of_flags, {"env": "dataset", "reward": ["my.py:f"]}, "--env dataset: --data", ""),
+    (of_flags, {"env": "arithmetic", "data": "a.jsonl"}, "--env arithmetic: --data", ""),
+    (of_flags, {"reward": ["my.py:f"]}, "--env dataset: --data", ""),
+    (of_flags, {"env": "arithmetic", "reward": ["my.py:f"]}, "--env arithmetic: --reward", ""),
+    (of_flags, {"data": "a.jsonl", "reward": ["my.py"]}, "--env dataset: --reward my.py", ""),
+    (of_flags, {"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, "--env dataset: --reward", ""),
+    # words of a command line
+    (of_words, "run --model m --larning-rate 1", "--larning-rate", "--learning-rate?"),
+    (of_words, "run --model m --server.prt 8", "--server.prt", "--server.port?"),
+    (of_words, "run --model m --vllm-prt 8", "--vllm-prt", "--vllm-port?"),
+    (of_words, "run --model m --zzzzzz 8", "--zzzzzz", "--help"),
+    (of_words, "run --model m sums", "sums", "--NAME VALUE"),
+    (of_words, "run --model m --lr", "--lr", "value"),
+    (of_words, "run --model m --env.group_size", "--env.group_size", "value"),
+    (of_words, "run --model m --envv.group_size 8", "--envv.group_size", "--env.group_size?"),
+    (of_words, "run --model m --env.group_sise 8", "--env arithmetic: env.group_sise", "env.group_size?"),
+    (of_words, "run --model m --openai.modl_name 8", "--env arithmetic: openai.modl_name", "openai.model_name?"),
+    (of_words, "run --model m --data a --reward math --data.splt x", "--env dataset: data.splt", ""),
+    (of_words, "run --model m --data a --reward math --data.held_out x", "--env dataset: --data.held_out", ""),
+    (of_words, "run --model m --config none.toml", "--config", "TOML file"),
+    (of_words, "train", "--model-name", "`grpo run`"),
+    (of_words, "train --model m --temperatur 1", "--temperatur", "--env.temperature"),
+    (of_words, "train --help-all nothing", "--help-all", "Optimizer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "field", "helps"), WRONG)
+def test_options_refusal_names_the_option_and_what_helps(
+    kind: Callable[[Any], object], wrong: Any, field: str, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {key: value for key, value in ({"model_name": "m"} | given).items() if value is not None})
+        kind(wrong)
     (problem,) = error.value.problems
     assert problem.field == field and helps in f"{problem.wanted}; {problem.fix}"
 
 
-def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
-    def correction(**given: object) -> str:
-        return build(TrainConfig, {"model_name": "m", **given}).correction
+def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
+    (path := tmp_path / "run.toml").write_text("model_name = \n")
+    with pytest.raises(ConfigError, match="line 1") as error:
+        read_toml(path)
+    assert error.value.field == f"--config {path}"
+    program = [sys.executable, "-m", "grpo_trainer", "train", "--config", str(path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
 
-    assert correction() == "none" and correction(ratio_against="trainer") == "truncate"
-    assert correction(ratio_against="trainer", is_correction="none") == "none"
-    assert correction(ratio_against="trainer", is_correction="mask") == "mask"
+
+# names and values -------------------------------------------------------------------------------------------
+
+
+def test_names_and_defaults_are_the_predecessors() -> None:
+    values = dump(of_train({}))
+    assert {key: values[key] for key in PREDECESSOR_DEFAULTS} == PREDECESSOR_DEFAULTS
+    assert values["server"]["port"] == 9001
+    lora = dump(of_train(LORA))
+    assert (lora["lora_r"], lora["lora_alpha"]) == (16, 32.0)
+    flags = {flag for each in options_of(TrainConfig) for flag in (*each.flags, *each.former)}
+    assert flags >= {
+        *("--model-name", "--model", "--vllm-config-path", "--lora-dropout", "--lora-target-modules", "--dtype"),
+        *("--device", "--max-model-len", "--gpu-memory-utilization", "--atropos-url", "--rollout-url", "--log-dir"),
+        *("--wandb-project", "--wandb-group", "--lora-r", "--lora-alpha", "--weight-bridge-mode", "--vllm-port"),
+    }
+
+
+def test_dropout_of_an_adapter_is_accepted_and_taken_as_0(caplog: pytest.LogCaptureFixture) -> None:
+    assert of_train({**LORA, "lora_dropout": "0.05"}).lora_dropout == 0
+    assert [each.levelname for each in caplog.records] == ["WARNING"] and "--lora-dropout: got 0.05" in caplog.text
+
+
+def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
+    by_trainer = {"ratio_against": "trainer"}
+    cases = {"none": {}, "truncate": by_trainer, "mask": by_trainer | {"is_correction": "mask"}}
+    assert {name: of_train(given).correction for name, given in cases.items()} == {name: name for name in cases}
 
 
 def test_dashes_and_aliases_mean_the_same() -> None:
-    single = build(TrainConfig, {"model": "m", "single-copy": True, "train-layer-indices": "21,20"})
+    single = of_train({"single-copy": True, "train-layer-indices": "21,20"})
     assert single.weight_bridge_mode == "shared_vllm" and single.layer_indices == (20, 21)
     assert build(TrainConfig, dump(single)) == single
     one = build(TrainConfig, {"model": "m", "training-steps": 5, "rollout-url": "http://a:1/"})
@@ -148,160 +225,28 @@ def test_a_configuration_survives_being_written_and_read(values: dict[str, objec
     assert build(TrainConfig, dump(config, only_set=True)) == config
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    config = build_run(
-        {"trainer": {"model_name": "m", "lr": 1e-3, "weight-bridge-mode": "lora_only"}, "server": {"port": 1}},
-        {"lr": "1e-4", "server.port": "0", "run_dir": str(tmp_path), "env": "arithmetic"},
-        ["--env.group_size", "4", "--openai.api_key=k"],
-    )
-    assert config.trainer.lr == 1e-4
-    assert config.trainer.weight_bridge_mode == "lora_only"
-    assert config.server.port == 0 and config.run_dir == tmp_path
-    (environment,) = config.environments
-    assert environment.env == {"group_size": "4"} and environment.openai == {"api_key": "k"}
-
-
 @pytest.mark.parametrize(
-    ("file", "field", "helps"),
-    [
-        ({"trainr": {}}, "trainr", "trainer?"),
-        ({"server": {"prt": 1}}, "server.prt", "server.port?"),
-        ({"environments": [{"nam": "x"}]}, "environments.nam", "environments.name?"),
-        ({"environments": 3}, "environments", "[[environments]]"),
-        ({"data": 5, "rewards": ["a.py:f"]}, "environments.data", ""),
-        ({"data": "a.jsonl", "rewards": "a.py:f"}, "rewards", ""),
-        ({"environments": [{}, {}], "data": "a.jsonl"}, "--env", ""),
-        ({"environments": [{"env": 3}]}, "environments.env", "table"),
-        ({"trainer": 3}, "trainer", "[trainer]"),
-        ({"trainer": {"server": {"port": 9001}}}, "trainer.server", "[server]"),
-        ({"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}}, "--max-model-len", "leave one out"),
-    ],
+    ("variable", "table", "key"), [("VLLM_API_KEY", "server", "api_key"), ("ROLLOUT_API_KEY", "", "rollout_api_key")]
 )
-def test_options_of_a_runs_file_that_are_refused(file: dict[str, object], field: str, helps: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build_run(file, {"model_name": "m"})
-    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
+def test_keys_come_from_the_environment_where_no_flag_gives_them(
+    monkeypatch: pytest.MonkeyPatch, variable: str, table: str, key: str
+) -> None:
+    monkeypatch.setenv(variable, "secret")
 
+    def dumped(given: dict[str, Any], *, only_set: bool = False) -> dict[str, Any]:
+        values = dump(of_train(given), only_set=only_set)
+        return values.get(table, {}) if table else values
 
-@pytest.mark.parametrize(
-    ("flags", "field", "helps"),
-    [
-        ({"vllm_host": "h"}, "--vllm-host", "--server.port"),
-        ({"server.gpu_memory_utilization": "7"}, "--server.gpu-memory-utilization", "1"),
-        ({"server.extra_args": "--tensor-parallel-size=2"}, "--server.extra-args", "--server.tensor-parallel-size"),
-        ({"server.extra_args": "-tp=2"}, "--server.extra-args", "--server.tensor-parallel-size"),
-        ({"server.extra_args": "--max-model-len=9"}, "--server.extra-args", "--server.max-model-len"),
-        ({"server.extra_args": "--dtype=float16"}, "--server.extra-args", "--server.dtype"),
-        ({"server.extra_args": "--api-key=k"}, "--server.extra-args", "--server.api-key"),
-        ({"vllm_extra_args": "--dtype=float16"}, "--vllm-extra-args", "--server.dtype"),
-        ({"vllm_extra_args": "--logits-dtype,model"}, "--vllm-extra-args", "--logits-dtype"),
-        ({"api.extra_args": "--api-key,k"}, "--api.extra-args", "--rollout-api-key"),
-        ({"vllm_dtype": "float16", "server.dtype": "bfloat16"}, "--server.dtype", "leave one out"),
-        ({**LORA, "lora_r": "8", "lora_rank": "16"}, "--lora-rank", "one"),
-        ({"env": "gsm9k"}, "--env", ", ".join(BUILT_IN)),
-    ],
-)
-def test_options_of_a_run_that_are_refused(flags: dict[str, object], field: str, helps: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build_run({}, {"model_name": "m", **flags})
-    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
-
-
-@pytest.mark.parametrize(
-    ("words", "field", "helps"),
-    [
-        ("--larning-rate 1", "--larning-rate", "--learning-rate?"),
-        ("--env.group_size", "--env.group_size", "value"),
-        ("--envv.group_size 8", "--envv.group_size", "--env.group_size?"),
-        ("--server.prt 8", "--server.prt", "--server.port?"),
-        ("--vllm-prt 8", "--vllm-prt", "--vllm-port?"),
-        ("--zzzzzz 8", "--zzzzzz", "--help"),
-        ("sums", "sums", "--NAME VALUE"),
-        # an environment's settings are checked before it runs
-        ("--env.group_sise 8", "--env arithmetic: env.group_sise", "env.group_size?"),
-        ("--openai.modl_name 8", "--env arithmetic: openai.modl_name", "openai.model_name?"),
-    ],
-)
-def test_words_of_a_run_that_are_refused(words: str, field: str, helps: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build_run({}, {"model_name": "m"}, words.split())
-    assert error.value.field == field and helps in f"{error.value.wanted}; {error.value.fix}"
-
-
-def test_one_environment_by_flag_beside_several_of_a_file_is_refused() -> None:
-    with pytest.raises(ConfigError) as error:
-        build_run({"environments": [{}, {}]}, {"model_name": "m", "env": "arithmetic"})
-    assert error.value.field == "--env"
-
-
-def test_a_tilde_is_the_home_folder_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    config = build_run({"run_dir": "~/runs/a", "trainer": {"model_name": "~/m"}}, {"api.store": "~/queue"})
-    assert [str(config.run_dir), config.trainer.model_name, str(config.store)] == [
-        "/home/me/runs/a",
-        "/home/me/m",
-        "/home/me/queue",
-    ]
-
-
-def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text("model_name = \n")
-    done = grpo("train", "--config", str(path))
-    assert done.returncode == 2 and f"--config {path}: " in done.stderr
-    assert "line 1" in done.stderr
-    missing = grpo("train", "--config", str(tmp_path / "none.toml"))
-    assert missing.returncode == 2 and str(tmp_path / "none.toml") in missing.stderr
-    assert "Traceback" not in missing.stderr
-
-
-def test_train_alone_is_answered_with_an_example_and_the_command_that_starts_everything() -> None:
-    error = CliRunner().invoke(app, ["train"]).exception
-    assert isinstance(error, ConfigError) and error.field == "--model-name"
-    assert "grpo train --model-name " in error.fix and "`grpo run`" in error.fix
-    some = CliRunner().invoke(app, ["train", "--lr", "1e-5"]).exception
-    assert isinstance(some, ConfigError) and not some.fix
-
-
-def test_groups_of_several_sizes_need_only_add_up_to_a_step() -> None:
-    file = {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": "10"}}]}
-    build_run(file, {"model_name": "m", "batch_size": 16, "gradient_accumulation_steps": 1})  # 6 + 10
-    own = {"environments": [{"name": "my.envs.maze"}]}  # whose groups nobody knows before it runs
-    build_run(own, {"model_name": "m", "batch_size": 3, "gradient_accumulation_steps": 1})
-
-
-def test_a_servers_option_has_one_value_under_both_of_its_names() -> None:
-    for flags in ({"server.max_model_len": "512"}, {"max_model_len": "512"}):
-        config = build_run({}, {"model_name": "m", **flags})
-        assert config.server.max_model_len == config.trainer.server.max_model_len == config.trainer.served_len == 512
-    same = build_run({}, {"model_name": "m", "server.dtype": "float16", "vllm_dtype": "float16"})
-    assert same.server.dtype == "float16"
-    for flag, file in (
-        ("server.dtype", {"trainer": {"vllm_dtype": "bfloat16"}}),
-        ("vllm_dtype", {"server": {"dtype": "bfloat16"}}),
-    ):
-        config = build_run(file, {"model_name": "m", flag: "float16"})
-        assert config.server.dtype == config.trainer.server.dtype == "float16", "a flag wins over the file"
-
-
-def test_a_flag_wins_over_another_name_of_it_in_the_file() -> None:
-    config = build_run({"trainer": {"model": "a", "lora_rank": 8}}, {"model_name": "b", **LORA, "lora_r": "16"})
-    assert config.trainer.model_name == "b" and dump(config.trainer)["lora_r"] == 16
-    dashes = {"server": {"max-model-len": 9}, "api": {"extra-args": ["--fsync"]}, "run-dir": "a"}
-    flags = {"server.max_model_len": "8", "api.extra_args": "--memory-mb,9", "run_dir": "b"}
-    config = build_run(dashes, {"model_name": "m", **flags})
-    assert config.server.max_model_len == 8 and config.api.extra_args == ("--memory-mb", "9")
-    assert config.run_dir == Path("b")
+    assert dumped({})[key] == "secret"
+    assert key not in dumped({}, only_set=True), "what inherits it needs no file"
+    assert dumped({table: {key: "given"}} if table else {key: "given"})[key] == "given"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("--seed,7", ("--seed", "7")),
-        (
-            '--compilation-config={"level":3,"x":[1,2]},--seed,7',
-            ('--compilation-config={"level":3,"x":[1,2]}', "--seed", "7"),
-        ),
+        ('--x={"level":3,"y":[1,2]},--seed,7', ('--x={"level":3,"y":[1,2]}', "--seed", "7")),
         ('--a={"b":"}, \\","c":1}', ('--a={"b":"}, \\","c":1}',)),
         ("", ()),
     ],
@@ -311,65 +256,120 @@ def test_arguments_are_cut_at_commas_but_json_is_not(text: str, words: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("variable", "key"), [("VLLM_API_KEY", "server.api_key"), ("ROLLOUT_API_KEY", "rollout_api_key")]
+    ("text", "numbers", "wrong"),
+    [
+        *(("0-3,28-31", (0, 1, 2, 3, 28, 29, 30, 31), ""), ("5", (5,), ""), (" 7, 1-2 ,2", (1, 2, 7), "")),
+        *(("3-3", (3,), ""), ("", (), "nothing"), ("1,,2", (), "nothing"), ("0,a", (), "a"), ("3-", (), "3-")),
+        *(("-3", (), "-3"), ("4-2", (), "4-2"), ("1.5", (), "1.5"), ("0-99999", (), "0-99999")),
+    ],
 )
-def test_keys_come_from_the_environment_where_no_flag_gives_them(
-    monkeypatch: pytest.MonkeyPatch, variable: str, key: str
+def test_numbers_and_ranges(text: str, numbers: tuple[int, ...], wrong: str) -> None:
+    if not wrong:
+        assert parse_ranges(text) == numbers == parse_ranges(format_ranges(numbers))
+        return
+    with pytest.raises(ConfigError) as error:
+        parse_ranges(text)
+    assert error.value.got == wrong and "0-3,28-31" in error.value.wanted
+
+
+# flags together with a file ---------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file_under_any_name(tmp_path: Path) -> None:
+    config = build_run(
+        {
+            "trainer": {"model": "a", "lr": 1e-3, "weight-bridge-mode": "lora_only", "lora_rank": 8},
+            "server": {"port": 1, "max-model-len": 9, "dtype": "bfloat16"},
+            "api": {"extra-args": ["--fsync"]},
+            "run-dir": "a",
+        },
+        {
+            **{"lr": "1e-4", "model_name": "m", "lora_r": "16", "server.port": "0", "max_model_len": "8"},
+            **{"vllm_dtype": "float16", "api.extra_args": "--memory-mb,9", "run_dir": str(tmp_path)},
+        },
+        ["--env.group_size", "4", "--openai.api_key=k"],
+    )
+    trainer, server = config.trainer, config.server
+    assert (trainer.lr, trainer.model_name, trainer.weight_bridge_mode) == (1e-4, "m", "lora_only")
+    assert (trainer.lora_r, trainer.served_len) == (16, 8) and trainer.server == server
+    assert (server.port, server.max_model_len, server.dtype) == (0, 8, "float16")
+    assert config.run_dir == tmp_path and config.api.extra_args == ("--memory-mb", "9")
+    (environment,) = config.environments
+    assert environment.env == {"group_size": "4"} and environment.openai == {"api_key": "k"}
+
+
+def test_a_runs_file_may_be_that_of_grpo_train() -> None:
+    table = {"model_name": "m", **LORA, "lora_r": 8, "server": {"port": 9123}}
+    assert build_run(table, {}).trainer == build_run({"trainer": table}, {}).trainer
+
+
+def test_a_tilde_is_the_home_folder_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = build_run({"run_dir": "~/runs/a", "trainer": {"model_name": "~/m"}}, {"api.store": "~/queue"})
+    found = [str(config.run_dir), config.trainer.model_name, str(config.store)]
+    assert found == ["/home/me/runs/a", "/home/me/m", "/home/me/queue"]
+
+
+OF_A_MODE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
+SHARED = {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}
+
+
+def over(file: Mapping[str, Any], by: Mapping[str, Any]) -> TrainConfig:
+    """What `grpo train` makes of a file and flags."""
+    layers = [read(TrainConfig, [], table) for table in ({"model": "m", **file}, by)]
+    return make(TrainConfig, merged(TrainConfig, *layers))
+
+
+@pytest.mark.parametrize(
+    ("file", "by", "mode", "left_out"),
+    [
+        (OF_A_MODE, {"weight_bridge_mode": "none"}, "none", "--lora-rank, --lora-alpha"),
+        (OF_A_MODE, {"single_copy": True}, "shared_vllm", "--lora-rank, --lora-alpha"),
+        (OF_A_MODE | {"lora_keep_versions": 4}, {"weight_bridge_mode": "lora_restart"}, "", "--lora-keep-versions"),
+        (OF_A_MODE, LORA, "lora_only", ""),
+        (OF_A_MODE, {"single_copy": False}, "lora_only", ""),
+        ({"single_copy": True}, {}, "shared_vllm", ""),
+        ({"single_copy": True}, LORA, "lora_only", ""),
+        (SHARED, LORA, "lora_only", "--in-flight"),
+    ],
+)
+def test_another_mode_takes_the_files_options_of_its_own_along(
+    file: dict[str, Any], by: dict[str, Any], mode: str, left_out: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(variable, "secret")
-
-    def dumped(given: dict[str, str], *, only_set: bool = False) -> dict[str, Any]:
-        return flat(TrainConfig, dump(build(TrainConfig, {"model_name": "m", **given}), only_set=only_set))
-
-    assert dumped({})[key] == "secret"
-    assert key not in dumped({}, only_set=True), "what inherits it needs no file"
-    assert dumped({key: "given"})[key] == "given"
+    file = {key: value for key, value in file.items() if key != "model-name"}
+    config = over(file, by)
+    assert config.weight_bridge_mode == (mode or "lora_restart") and config.lr == file.get("lr", config.lr)
+    said = [record.args[2] for record in caplog.records if isinstance(record.args, tuple)]
+    assert said == ([left_out] if left_out else [])
 
 
-def test_flags_of_a_command_and_its_help() -> None:
-    """In square brackets, defaults would be markup and not be seen."""
-    command, got = typer.Typer(), {}
-
-    @command.command()
-    @with_options(TrainConfig)
-    def train(options: dict[str, object]) -> None:
-        got.update(options)
-
-    CliRunner().invoke(command, ["--no-proof", "--benchmark", "--no-gradient-checkpointing", "--model", "m"])
-    assert got == {"proof": False, "benchmark": True, "gradient_checkpointing": False, "model": "m"}
-    said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
-    assert "--no-proof)" in said and "--no-gradient-checkpointing)" in said
-    assert "(default: 0.999)" in said and "(required)" in said
-    (rate,) = re.findall(r"--lr FLOAT (.*?) │", said)
-    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
+@pytest.mark.parametrize(
+    ("file", "by", "field"),
+    [
+        ({"weight_bridge_mode": "none", "lora_r": 8}, {}, "--lora-r"),
+        (LORA, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r"),  # given for this very mode
+        ({**LORA, "vllm_restart_interval": 5}, LORA, "--vllm-restart-interval"),
+        ({**LORA, "vllm_restart_interval": 5}, {"weight_bridge_mode": "shared_vllm"}, "--vllm-restart-interval"),
+        (LORA, {"weight_bridge_mode": "nine"}, "--weight-bridge-mode"),
+    ],
+)
+def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        over(file, by)
+    assert error.value.field == field
 
 
-@pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
-    said = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200"}).output
-    flags = set(re.findall(r"--[a-z.0-9-]+", said))
-    refused = {f"--{key.replace('_', '-')}" for key in SET_BY_THE_RUN}
-    # Where help has to speak of them, it is as of what they say; none has a separate row.
-    assert not {flag for flag in refused if re.search(rf"(?m)^\W*{flag}\b", said)}
-    assert {"--server.tensor-parallel-size", "--server.port", "--lora-r", "--lora-rank"} <= flags
-    assert "gsm8k" in said and "verifiers" in said
-    bridge = [line for line in said.splitlines() if "--weight-bridge-mode" in line or "--proof" in line]
-    assert "--weight-bridge-mode" in bridge[0], "it comes first in its group"
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
+def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
+    file = read_toml(ROOT / "configs" / "quickstart.toml")
+    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.weight_bridge_mode == mode
 
 
-def test_help_begins_with_what_most_people_want() -> None:
-    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
-    assert re.search(r"│ run ", said).start() < re.search(r"│ train ", said).start()  # type: ignore[union-attr]
-
-
-def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -> None:
-    done = grpo("env", "nosuch")
-    assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
-    assert "nosuch" in done.stderr and ", ".join(BUILT_IN) in done.stderr
-    called = ("env", "arithmetic")
-    done = grpo(*called, "nothing")
-    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
-    assert "'nothing'" in done.stderr
+def test_groups_of_several_sizes_need_only_add_up_to_a_step() -> None:
+    file = {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": "10"}}]}
+    build_run(file, {"model_name": "m", "batch_size": 16, "gradient_accumulation_steps": 1})  # 6 + 10
+    own = {"environments": [{"name": "my.envs.maze"}]}  # whose groups nobody knows before it runs
+    build_run(own, {"model_name": "m", "batch_size": 3, "gradient_accumulation_steps": 1})
 
 
 # data and rewards -------------------------------------------------------------------------------------------
@@ -390,6 +390,8 @@ def test_data_without_an_environment_mean_the_one_that_reads_them() -> None:
     assert environment_of(file, {}) == typed
     short = environment_of({"data": "rows.jsonl", "rewards": flags["reward"]}, {})
     assert short["data"] == {"path": "rows.jsonl"} and short["name"] == "dataset"
+    own = {"env": "tests.integration.odd_environment", "data": "rows.jsonl"}
+    assert environment_of({}, own)["data"] == {"path": "rows.jsonl"}
 
 
 def test_flags_stand_over_the_files_data_and_rewards() -> None:
@@ -398,124 +400,130 @@ def test_flags_stand_over_the_files_data_and_rewards() -> None:
     assert found["data"] == {"path": "b.jsonl", "held_out": 5} and found["rewards"] == ("my.py:g",)
 
 
-def test_an_environment_of_ones_own_may_have_data() -> None:
-    flags = {"env": "tests.integration.odd_environment", "data": "rows.jsonl"}
-    assert environment_of({}, flags)["data"] == {"path": "rows.jsonl"}
+# the command line and its help ------------------------------------------------------------------------------
+
+
+def said(*words: str, program: typer.Typer = app, columns: int = 80) -> list[str]:
+    done = CliRunner().invoke(program, list(words), env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0
+    return done.output.splitlines()
+
+
+def rows_of(lines: Sequence[str]) -> set[str]:
+    """The flags that have a row, or stand in one as a second name."""
+    rows = [re.match(r"  (--[\w.-]+(?:, --[\w.-]+)*)", line) for line in lines]
+    return {flag for row in rows if row for flag in row[1].split(", ")}
+
+
+def test_flags_of_every_kind_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, _: configs.append(config))
+    of_words(
+        "run --model m --no-proof --benchmark --no-gradient-checkpointing --lora_rank=8 --server.extra-args --seed,7 "
+        "--api.port 0 --no-try --num-generations 16 --env.seed=2 --reward-funcs math --dataset rows.jsonl"
+    )
+    (config,) = configs
+    trainer, (environment,) = config.trainer, config.environments
+    assert (trainer.proof, trainer.benchmark, trainer.gradient_checkpointing) == (False, True, False)
+    assert trainer.lora_r == 8 and config.server.extra_args == ("--seed", "7") and config.api.port == 0
+    assert not config.options.try_environments and environment.env == {"group_size": "16", "seed": "2"}
+    assert (environment.rewards, environment.data) == (("math",), {"path": "rows.jsonl"})
+
+
+@pytest.mark.parametrize("command", ["run", "train", "doctor"])
+def test_help_is_one_screen_with_what_matters_first(command: str) -> None:
+    lines = said(command, "--help")
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    rows = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
+    assert 15 <= len(rows) <= 23 and {"--model-name", "--lr", "--weight-bridge-mode"} <= set(rows)
+    assert "--lora-alpha" not in rows and "--help-all" in " ".join(lines)
+    assert any(line.startswith("  --model-name, --model TEXT ") for line in lines)
+    if command != "train":
+        of_answers = {"--env.group_size", "--env.max_tokens", "--env.temperature", "--prompts-per-step"}
+        assert of_answers | {"--kl-beta", "--eval-every", "--log-samples", "--resume"} <= set(rows)
+    meanings = {line.split()[0] for line in lines if line.startswith(" " * 36)}
+    assert {"none:", "shared_vllm:", "lora_only:", "lora_restart:"} <= meanings
+
+
+def test_all_of_them_have_a_row_with_their_whole_name() -> None:
+    assert {flag for option in options_of(TrainConfig) for flag in option.flags} <= rows_of(said("train", "--help-all"))
+    for command in ("run", "doctor"):  # but for what a run refuses
+        lines = said(command, "--help-all", columns=200)
+        taken = {flag for each in options_of(RunSection) if each.key not in SET_BY_THE_RUN for flag in each.flags}
+        assert taken | {"--env", "--config", "--data"} <= rows_of(lines)
+        assert not rows_of(lines) & {f"--{key.replace('_', '-')}" for key in SET_BY_THE_RUN}
+        bridge = [line for line in lines if "--weight-bridge-mode" in line or "--proof" in line]
+        assert "--weight-bridge-mode" in bridge[0], "it comes first in its group"
+
+
+def test_help_says_the_default_and_what_turns_an_option_off() -> None:
+    text = " ".join(" ".join(said("train", "--help-all", columns=300)).split())
+    assert "--no-proof)" in text and "--no-gradient-checkpointing)" in text
+    assert "(default: 0.999)" in text and "(required)" in text
+    (rate,) = [line for line in said("train", "--help-all", columns=300) if line.startswith("  --lr,")]
+    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
+
+
+def test_help_of_one_topic() -> None:
+    rows = rows_of(said("train", "--help-all", "optim"))
+    assert {"--lr", "--adam-beta1"} <= rows and "--seq-len" not in rows
+
+
+def test_help_begins_with_what_most_people_want() -> None:
+    text = "\n".join(said("--help", columns=100))
+    assert text.index("│ run ") < text.index("│ train ")
+
+
+def test_a_shell_completes_the_flags() -> None:
+    environment = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo run --lora-k", "COMP_CWORD": "2"}
+    done = CliRunner().invoke(app, [], prog_name="grpo", env=environment)
+    assert done.output.split() == ["--lora-keep-versions"]
+
+
+def test_version_is_that_of_the_package_and_of_the_changelog() -> None:
+    assert said("--version") == ["grpo 0.1.0"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    released = re.findall(r"^## v(\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert project["version"] == released[0] == "0.1.0"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [(app, ("report", "runs", "export", "env")), (bench, ("loop", "step", "sync", "api"))],
+    ids=("grpo", "bench"),
+)
+def test_no_name_is_cut(program: typer.Typer, names: Sequence[str], columns: int) -> None:
+    for words in [[], *([name] for name in names)]:
+        lines = said(*words, "--help", program=program, columns=columns)
+        assert max(map(len, lines)) <= columns and not re.search(r"--[\w.-]*…", "\n".join(lines))
 
 
 @pytest.mark.parametrize(
-    ("flags", "args", "field"),
+    ("module", "flags"),
     [
-        ({"data": "a.jsonl"}, [], "--env dataset: --reward"),
-        ({"env": "dataset", "reward": ["my.py:f"]}, [], "--env dataset: --data"),
-        ({"env": "arithmetic", "data": "a.jsonl"}, [], "--env arithmetic: --data"),
-        ({"reward": ["my.py:f"]}, [], "--env dataset: --data"),
-        ({"env": "arithmetic", "reward": ["my.py:f"]}, [], "--env arithmetic: --reward"),
-        ({"data": "a.jsonl", "reward": ["my.py"]}, [], "--env dataset: --reward my.py"),
-        ({"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, [], "--env dataset: --reward"),
-        ({"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.splt", "x"], "--env dataset: data.splt"),
-        ({"data": "a.jsonl", "reward": ["a.py:f"]}, ["--data.held_out", "x"], "--env dataset: --data.held_out"),
+        ("vllm_server", ("--model", "--port", "--max-lora-rank", "--shared-weights", "--help-all")),
+        ("environments.api", ("--port", "--store")),
+        ("environments.arithmetic", ("serve", "process", "evaluate")),
+        ("environments.demo_model", ("--released", "--seed")),
     ],
 )
-def test_data_and_rewards_that_do_not_fit_are_named(flags: dict[str, Any], args: list[str], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        environment_of({}, flags, args)
-    assert field in [problem.field for problem in caught.value.problems]
+def test_a_program_s_own_flags_come_before_anything_heavy_is_imported(module: str, flags: Sequence[str]) -> None:
+    code = (
+        f"import sys, runpy; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        f"finally: print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0 and done.stderr.strip() == "[]"
+    assert all(flag in done.stdout for flag in flags) and len(done.stdout.splitlines()) <= 60
 
 
-# flags together with a file ---------------------------------------------------------------------------------
-
-
-OF_A_MODE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
-
-
-def made(by: dict[str, Any], file: dict[str, Any] = OF_A_MODE) -> TrainConfig:
-    return build(TrainConfig, override(TrainConfig, file, by))
-
-
-@pytest.mark.parametrize(
-    ("by", "mode"),
-    [
-        ({"weight_bridge_mode": "none"}, "none"),
-        ({"weight_bridge_mode": "shared_vllm"}, "shared_vllm"),
-        ({"single_copy": True}, "shared_vllm"),
-    ],
-)
-def test_another_mode_takes_the_files_options_of_its_own_along(
-    by: dict[str, Any], mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = made(by)
-    assert config.weight_bridge_mode == mode and config.lr == 1e-3
-    assert [record.args for record in caplog.records] == [("--weight-bridge-mode", mode, "lora-rank, lora_alpha")]
-
-
-def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogCaptureFixture) -> None:
-    assert made({"weight_bridge_mode": "lora_only"}) == made({})
-    restart = made({"weight_bridge_mode": "lora_restart", "lora_r": 16}, {**OF_A_MODE, "lora_keep_versions": 4})
-    assert (restart.weight_bridge_mode, restart.lora_r, restart.lora_alpha) == ("lora_restart", 16, 32.0)
-    (warning,) = caplog.records
-    assert warning.args == ("--weight-bridge-mode", "lora_restart", "lora_keep_versions")
-
-
-@pytest.mark.parametrize("file", [{"single_copy": True}, {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}])
-def test_single_copy_is_a_mode_in_a_file_too_and_can_be_undone(file: dict[str, Any]) -> None:
-    file = {"model": "m", **file}
-    assert made({"weight_bridge_mode": "lora_only"}, file).weight_bridge_mode == "lora_only"
-    assert made({"single_copy": False, "weight_bridge_mode": "none"}, file).weight_bridge_mode == "none"
-    assert made({}, file).weight_bridge_mode == "shared_vllm"
-    assert made({"single_copy": False}).weight_bridge_mode == "lora_only"
-
-
-@pytest.mark.parametrize(
-    ("file", "by", "field"),
-    [
-        ({"weight_bridge_mode": "none"}, {}, "--lora-r"),
-        ({}, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r"),  # given for this very mode
-        ({"vllm_restart_interval": 5}, {"weight_bridge_mode": "lora_only"}, "--vllm-restart-interval"),
-        ({"vllm_restart_interval": 5}, {"weight_bridge_mode": "shared_vllm"}, "--vllm-restart-interval"),
-        ({"lora_rnak": 4}, {"weight_bridge_mode": "none"}, "lora_rnak"),
-        ({}, {"weight_bridge_mode": "nine"}, "--weight-bridge-mode"),
-    ],
-)
-def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        made(by, OF_A_MODE | file)
-    assert error.value.field == field
-
-
-@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
-def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
-    file = read_toml(ROOT / "configs" / "quickstart.toml")
-    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.weight_bridge_mode == mode
-
-
-# numbers and ranges as flags --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("0-3,28-31", (0, 1, 2, 3, 28, 29, 30, 31)), ("5", (5,)), (" 7, 1-2 ,2", (1, 2, 7)), ("3-3", (3,))],
-)
-def test_numbers_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
-    assert parse_ranges(text) == numbers
-
-
-@given(st.sets(st.integers(0, 200), min_size=1))
-def test_what_is_written_is_read_back(numbers: set[int]) -> None:
-    text = format_ranges(numbers)
-    assert parse_ranges(text) == tuple(sorted(numbers))
-    assert format_ranges(parse_ranges(text)) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        *(("", "nothing"), ("1,,2", "nothing"), ("0,a", "a"), ("3-", "3-"), ("-3", "-3"), ("4-2", "4-2")),
-        *(("1.5", "1.5"), ("0-99999", "0-99999")),
-    ],
-)
-def test_anything_else_is_refused(text: str, got: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse_ranges(text)
-    assert error.value.got == got and "0-3,28-31" in error.value.wanted
+def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -> None:
+    for words, begins, names in (
+        (["nosuch"], "grpo: grpo env: ", ("nosuch", ", ".join(BUILT_IN))),
+        (["arithmetic", "nothing"], "grpo env arithmetic: COMMAND: ", ("'nothing'",)),
+    ):
+        program = [sys.executable, "-m", "grpo_trainer", "env", *words]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and done.stderr.startswith(begins) and all(name in done.stderr for name in names)

@@ -251,7 +251,7 @@ def test_names_that_people_bring_are_accepted(
 @pytest.mark.parametrize(
     ("word", "fix"),
     [
-        ("--port", "did you mean --server.port or --api.port?"),
+        ("--port", "did you mean --api.port or --server.port?"),
         ("--max-steps", "did you mean --training-steps?"),
         ("--output-dir", "did you mean --run-dir?"),
         ("--sever.port", "did you mean --server.port?"),
