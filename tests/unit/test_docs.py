@@ -27,7 +27,7 @@ from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import options_of
-from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.processes import RunConfig, RunSection
 from grpo_trainer.config.rules import Hardware, check, unusual_lr
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
@@ -100,9 +100,8 @@ def commands_of(program: typer.Typer) -> list[Command]:
 
 def known_flags() -> set[str]:
     """Those of options, of environments' settings, and all that stand in sources of packages and scripts."""
-    known = {
-        flag for root in (RunConfig, TrainConfig) for leaf in options_of(root) for flag in (*leaf.flags, *leaf.former)
-    }
+    roots = {getattr(command, "root", RunSection) for each in (app, bench) for command in commands_of(each)}
+    known = {flag for root in roots for option in options_of(root) for flag in (*option.flags, *option.former)}
     settings = {"env": ENVIRONMENTS, "openai": (ServerConfig,), "data": (DataConfig,)}
     known |= {
         flag
