@@ -18,19 +18,13 @@ from typing import Any
 from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.running.cli import CALLED_AS
-from environments.running.trial import fail_and_exit, report, user_code_failed
-from environments.user_modules import import_file
-
-SUFFIX = ".py"
+from environments.running.trial import fail_and_exit, report
+from environments.user_modules import import_file, user_code_failed
 
 
 def load(name: str) -> ModuleType:
-    """Import a module by its name, or by the path of its file, whose folder it may import from.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not name.endswith(SUFFIX):
+    """Import a module by its name, or by the path of its file, whose folder it may import from."""
+    if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name)
     if not path.is_file():
@@ -54,22 +48,17 @@ def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any,
     if len(found) == 1:
         return next(iter(found.values()))
     file = Path(module.__file__ or module.__name__).name
-    if wanted or not found:
-        others = [kind.__name__ for kind in own if any("atropos" in base.__module__ for base in kind.__mro__)]
+    if found:
+        got, wanted = f"{len(found)} classes of BaseEnv: {', '.join(found)}", "one"
+        fix = f"name one: --env {file}:{next(iter(found))}"
+    else:
+        got = ", ".join(classes) or (f"classes {', '.join(kind.__name__ for kind in own)}" if own else "no class")
+        wanted = f"the class {wanted}" if wanted else "a class of BaseEnv"
         fix = "derive a class from environments.base.BaseEnv"
+        others = [kind.__name__ for kind in own if any("atropos" in base.__module__ for base in kind.__mro__)]
         if others:
             fix = f"{others[0]} is a class of Atropos: start it by python {shlex.quote(file)} serve, next to grpo api"
-        got = ", ".join(classes) or (f"classes {', '.join(kind.__name__ for kind in own)}" if own else "no class")
-        raise ConfigError(
-            field=f"--env {file}", got=got, wanted=f"the class {wanted}" if wanted else "a class of BaseEnv", fix=fix
-        )
-    names = ", ".join(found)
-    raise ConfigError(
-        field=f"--env {file}",
-        got=f"{len(found)} classes of BaseEnv: {names}",
-        wanted="one",
-        fix=f"name one: --env {file}:{next(iter(found))}",
-    )
+    raise ConfigError(field=f"--env {file}", got=got, wanted=wanted, fix=fix)
 
 
 def main(arguments: list[str]) -> None:
@@ -84,16 +73,13 @@ def main(arguments: list[str]) -> None:
     report().doing("import")
     sys.argv = [given, *rest]  # a module that runs itself when it is imported reads them
     try:
-        try:
-            env_cls = environment_class(load(name), wanted)
-        except ConfigError:
-            raise
-        except Exception as error:
-            if not isinstance(error, SyntaxError):
-                traceback.print_exc()
-            raise user_code_failed(error, "import") from error
+        env_cls = environment_class(load(name), wanted)
     except ConfigError as error:
         fail_and_exit(error, called)
+    except Exception as error:
+        if not isinstance(error, SyntaxError):
+            traceback.print_exc()
+        fail_and_exit(user_code_failed(error, "import"), called)
     env_cls.cli(rest)
 
 

@@ -26,7 +26,6 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
@@ -42,8 +41,7 @@ from environments.peers.teacher import Teacher
 from environments.running.data_record import DataSet
 from environments.running.evaluation import examine_each
 from environments.running.groups import Failures
-from environments.scoring import Scoring
-from environments.threads import Threads
+from environments.scoring import LoopWatch, Scoring, Threads
 from environments.tokenizers import (
     THINK,
     after_thinking,
@@ -62,7 +60,6 @@ from environments.trajectory import (
     check_whole_vocabulary,
     scored_group,
     truncated_of,
-    unknown_of,
     without_truncated,
     without_unknown,
 )
@@ -84,19 +81,19 @@ Found = TypeVar("Found")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
 
 
-@dataclass(slots=True)
 class Measures:
     """Figures that an environment measures while it works: values by name until `take`. Several threads may use it."""
 
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _refused: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self._refused: set[str] = set()
 
     def add(self, name: str, value: float) -> None:
         """Add a value; True counts as 1. One that is not finite is left out, as it would hide all others."""
         if self.accepts(name, float(value)):
             with self._lock:
-                self.values[name].append(float(value))
+                self._values[name].append(float(value))
 
     def accepts(self, name: str, value: float, taken: tuple[str, ...] = ()) -> bool:
         """Return whether a value is finite, and its name free; otherwise log an error, once for each name.
@@ -104,22 +101,22 @@ class Measures:
         Args:
             taken: beginnings of names that are not free.
         """
-        free = not name.startswith(taken)
-        if free and math.isfinite(value):
+        if name.startswith(taken):
+            problem = f"got its name, wanted one that does not begin with {' or '.join(taken)}"
+        elif not math.isfinite(value):
+            problem = f"got {value}, wanted a finite number"
+        else:
             return True
         if name not in self._refused:
             self._refused.add(name)
-            got, wanted = ("its name", f"one that does not begin with {' or '.join(taken)}") if not free else (
-                value, "a finite number"
-            )  # fmt: skip
-            log.error("the metric %s is left out: got %s, wanted %s (logged once)", name, got, wanted)
+            log.error("the metric %s is left out: %s (logged once)", name, problem)
         return False
 
     def take(self) -> dict[str, float]:
         """Return each name's mean since the last call."""
         with self._lock:
-            means = {name: fmean(values) for name, values in self.values.items()}
-            self.values.clear()
+            means = {name: fmean(values) for name, values in self._values.items()}
+            self._values.clear()
         return means
 
 
@@ -173,12 +170,13 @@ class BaseEnv(Generic[Item, Config]):
         self.failures = Failures()
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
+        self.watch = LoopWatch(config.score_timeout)
         self.teacher = Teacher.of(config)
         self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is decoded twice: to score it and to show it
 
     def setup(self) -> Awaitable[None] | None:
         """Load what the environment needs; called once, before any other method."""
-        return asyncio.sleep(0)
+        return asyncio.sleep(0)  # a subclass may await it
 
     def get_next_item(self) -> Awaitable[Item | None] | Item | None:
         """Return the next item; None if there are no more. By default it is the next of `items`."""
@@ -232,12 +230,11 @@ class BaseEnv(Generic[Item, Config]):
         Override it where scoring must wait, or must see how an answer ended.
         """
         answers = [self.decode(completion) for completion in completions]
-        if self.score_in_thread:
-            return await self.threads.call(self._scores, item, answers)
-        return self._scores(item, answers)
 
-    def _scores(self, item: Item, answers: Sequence[str]) -> list[float | None]:
-        return [self.score(item, answer) for answer in answers]
+        def scores() -> list[float | None]:
+            return [self.score(item, answer) for answer in answers]
+
+        return await self.threads.call(scores) if self.score_in_thread else scores()
 
     def sampling(self, room: int) -> Sampling:
         """Return how to sample answers when the prompt leaves `room` tokens.
@@ -300,18 +297,7 @@ class BaseEnv(Generic[Item, Config]):
             return None
         for truncated in truncated_of(group):
             self.measures.add("truncated", truncated)
-        group = self._without_unknown(group)
-        if self.config.mask_truncated:
-            group = without_truncated(group)
-        return group if self.teacher is None else await self.teacher.annotate(group)
-
-    @cached_property
-    def _texts(self) -> int:
-        return count_texts(self.tokenizer)
-
-    def _without_unknown(self, group: wire.ScoredData) -> wire.ScoredData:
-        """Leave out answers with tokens that have no text: a policy must not be rewarded for what no score sees."""
-        unknown = unknown_of(group, self._texts)
+        group, unknown = without_unknown(group, self._texts)
         if any(unknown) and not self._saw_unknown:
             self._saw_unknown = True
             log.warning(
@@ -321,9 +307,15 @@ class BaseEnv(Generic[Item, Config]):
                 self._texts,
                 self.config.tokenizer_name,
             )
-        for own in unknown if self._saw_unknown else ():
-            self.measures.add("unknown_tokens", own)
-        return without_unknown(group, self._texts) if any(unknown) else group
+        for is_unknown in unknown if self._saw_unknown else ():
+            self.measures.add("unknown_tokens", is_unknown)
+        if self.config.mask_truncated:
+            group = without_truncated(group)
+        return group if self.teacher is None else await self.teacher.annotate(group)
+
+    @cached_property
+    def _texts(self) -> int:
+        return count_texts(self.tokenizer)
 
     @property
     def compares_answers(self) -> bool:
@@ -332,13 +324,10 @@ class BaseEnv(Generic[Item, Config]):
         return type(self).collect_trajectories is BaseEnv.collect_trajectories
 
     async def rehearse(self, item: Item, doing: Callable[[str], None]) -> str:
-        """Try an item without a server: its prompt, and the scores of made-up answers.
+        """Try an item without a server: its prompt, and the scores of made-up answers. Return what was seen, in words.
 
         Args:
             doing: called with the name of each step that begins.
-
-        Returns:
-            What was seen, in words.
 
         Raises:
             PromptTooLong: The prompt leaves no room for an answer.
@@ -346,26 +335,36 @@ class BaseEnv(Generic[Item, Config]):
                 number.
         """
         cls, name = type(self), type(self).__name__
-        collects = not self.compares_answers
         scores_groups = cls.score_group is not BaseEnv.score_group
-        if not collects and not scores_groups and cls.score is BaseEnv.score:
+        if self.compares_answers and not scores_groups and cls.score is BaseEnv.score:
             raise ConfigError(field=name, got="neither score() nor score_group()", wanted="one", fix="write score()")
         if cls.prompt is BaseEnv.prompt:
-            if collects:
-                return "an item"
-            raise ConfigError(field=name, got="no prompt()", wanted="prompt(), or collect_trajectories()")
+            if self.compares_answers:
+                raise ConfigError(field=name, got="no prompt()", wanted="prompt(), or collect_trajectories()")
+            return "an item"
         doing("prompt()")
         prompt = self.prompt(item)
         token_ids = self.encode(prompt)
-        self._check_known(token_ids)
+        vocabulary = known_tokens(self.config.tokenizer_name)
+        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
+            raise ConfigError(
+                field="--env.tokenizer_name",
+                got=f"{self.config.tokenizer_name}: a prompt with token {max(token_ids)}",
+                wanted=f"ids below {vocabulary}, which is all that the model knows",
+                fix="use the tokenizer that belongs to the model",
+            )
         room = self.config.max_token_length - len(token_ids)
         seen = f"a prompt of {len(token_ids)} tokens, room for {room}"
         doing("sampling()")
         self.check_sampling(room)
-        if collects:
+        if not self.compares_answers:
             return seen + self.said_of_stops(room)
         doing("score_group()" if scores_groups else "score()")
-        completions = [self._made_up(token_ids, text) for text in MADE_UP]
+        completions = []
+        for text in MADE_UP:
+            ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
+            logprobs = [0.0] * len(ids)
+            completions.append(Completion(token_ids, ids, logprobs, text, "stop", None, self.config.temperature))
         scores = await self.scoring.within(item, self.score_group(item, completions))
         for score in scores if isinstance(scores, Sequence) and len(scores) == len(MADE_UP) else [scores]:
             if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):
@@ -377,20 +376,6 @@ class BaseEnv(Generic[Item, Config]):
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
         return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops(room)}"
-
-    def _check_known(self, token_ids: list[int]) -> None:
-        vocabulary = known_tokens(self.config.tokenizer_name)
-        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
-            raise ConfigError(
-                field="--env.tokenizer_name",
-                got=f"{self.config.tokenizer_name}: a prompt with token {max(token_ids)}",
-                wanted=f"ids below {vocabulary}, which is all that the model knows",
-                fix="use the tokenizer that belongs to the model",
-            )
-
-    def _made_up(self, prompt: list[int], text: str) -> Completion:
-        token_ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
-        return Completion(prompt, token_ids, [0.0] * len(token_ids), text, "stop", None, self.config.temperature)
 
     async def evaluate(self) -> dict[str, float]:
         """Return metrics of the current policy; `accuracy` should be among them. By default there are none."""

@@ -23,9 +23,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic.fields import FieldInfo
 
-from environments.data_config import DataConfig, Rewards, spelled_out
+from environments.data_config import DataConfig, Rewards
 from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
 from grpo_common.suggest import did_you_mean
@@ -54,13 +54,7 @@ def _http_url(url: str) -> str:
 
 
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
-
-
-def _http_urls(urls: str) -> str:
-    return ",".join(_http_url(url.strip()) for url in urls.split(","))
-
-
-HttpUrls = Annotated[str, AfterValidator(_http_urls)]
+HttpUrls = Annotated[str, AfterValidator(lambda urls: ",".join(_http_url(url.strip()) for url in urls.split(",")))]
 
 
 def _from_json(value: Any) -> Any:
@@ -75,11 +69,6 @@ def _from_json(value: Any) -> Any:
 
 JsonTable = Annotated[dict[str, Any], BeforeValidator(_from_json)]
 """A table in a file, a JSON object on the command line."""
-
-
-def _no_limit(groups: Any) -> Any:
-    """Atropos says -1, its default, for no limit."""
-    return None if groups in (-1, "-1") else groups
 
 
 class BaseEnvConfig(BaseModel):
@@ -117,7 +106,10 @@ class BaseEnvConfig(BaseModel):
     rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="URL of the rollout API")
     rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it requires one")
     total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last step")
-    max_concurrent_groups: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)] = Field(
+    max_concurrent_groups: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        BeforeValidator(lambda groups: None if groups in (-1, "-1") else groups),  # Atropos' default, for no limit
+    ] = Field(
         default=None,
         validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
         description="limit of groups generated at the same time; unset: in a run its batches are the limit",
@@ -206,12 +198,10 @@ def _no_slurm(slurm: bool) -> bool:
     return slurm
 
 
-class Settings(BaseSettings, Generic[EnvConfig]):
+class Settings(BaseModel, Generic[EnvConfig]):
     """All settings of one command."""
 
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, cli_hide_none_type=True, cli_avoid_json=True, cli_enforce_required=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     env: EnvConfig
     openai: ServerConfig = ServerConfig()
@@ -236,18 +226,6 @@ class Settings(BaseSettings, Generic[EnvConfig]):
             return values | {"env": {"tokenizer_name": openai["model_name"]} | env}
         return values
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read only the command line and the file: a shell variable named ENV is not a setting."""
-        return (init_settings,)
-
 
 class ProcessSettings(Settings[EnvConfig], Generic[EnvConfig]):
     """Settings of ``process``, which runs without a trainer."""
@@ -267,29 +245,98 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
         SystemExit: ``--help`` was given, or a flag has no value.
     """
-    names = sorted(_paths(settings_cls))
-    arguments, rewards = spelled_out(list(arguments))
-    flags = [argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")]
-    unknown = [name for name in flags if name not in {*names, "help"}]
-    if unknown:
+    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [--TABLE.NAME VALUE …]", allow_abbrev=False)
+    fields = {paths[0]: (paths, field) for paths, field in _fields(settings_cls)}
+    for path, (paths, field) in fields.items():
+        flags = [f"--{each}" for each in paths] + (["--data"] if path == "data.path" else [])
+        default = "required" if field.is_required() else f"default: {field.get_default(call_default_factory=True)}"
+        text = f"{field.description or ''} ({default})".replace("%", "%%")
+        action = "append" if path == "rewards" else "store"
+        parser.add_argument(
+            *flags, dest=path, metavar=_kind(field), help=text, action=action, default=argparse.SUPPRESS
+        )
+    names = sorted(_names(settings_cls))
+    typed = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
+    if unknown := [name for name in typed if name not in {*names, "help", "data"}]:
         problems = [Problem(f"--{name}", summary="no such option", fix=_nearest(name, names, "--")) for name in unknown]
         raise ConfigError.of(problems)
-    values: dict[str, Any] = {"env": {}} | _file_values(arguments)
+    given = vars(parser.parse_args(arguments))
+    values: dict[str, Any] = {"env": {}} | _file_values(given.get("config"))
     tables = [name for name in settings_cls.model_fields if name != "config"]
     for name in values:
         if name not in tables:
             raise ConfigError("no such table", field=name, fix=_nearest(name, tables, ""))
-    if rewards:
-        values["rewards"] = [{"function": text} for text in rewards]
-    settings_cls.model_config["cli_prog_name"] = prog
+    if isinstance(values.get("data"), str):
+        values["data"] = {"path": values["data"]}
+    for path, text in given.items():
+        *folders, name = path.split(".")
+        table = values
+        for folder in folders:
+            table = table.setdefault(folder, {})
+            if not isinstance(table, dict):
+                raise ConfigError(field=folder, got=repr(table), wanted="a table")
+        table[name] = _value(text, fields[path][1])
     try:
-        return CliApp.run(settings_cls, cli_args=list(arguments), **values)
+        return settings_cls.model_validate(values)
     except ValidationError as error:
         raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
-    except SettingsError as error:  # "Parsing error encountered for env.NAME: REASON"
-        name, _, reason = str(error).rpartition(" for ")[2].partition(": ")
-        fix = "quote it for the shell: '{\"key\": true}'"
-        raise ConfigError(field=f"--{name}", got=reason, wanted="a JSON object", fix=fix) from None
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[list[str], FieldInfo]]:
+    """Yield each setting with its path, such as ``env.group_size``, and the paths of its older names."""
+    for name, field in model.model_fields.items():
+        kinds = [] if get_origin(field.annotation) is tuple else [field.annotation, *get_args(field.annotation)]
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if nested is not None:
+            yield from _fields(nested, f"{prefix}{name}.")
+        else:
+            alias = field.validation_alias
+            choices = alias.choices if isinstance(alias, AliasChoices) else [name]
+            yield [f"{prefix}{choice}" for choice in choices], field
+
+
+def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    return [path for paths, _ in _fields(model, prefix) for path in paths]
+
+
+def _kinds(field: FieldInfo) -> list[Any]:
+    """Return the types that a field accepts."""
+    annotation = field.annotation
+    parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list, tuple, set, dict) else ()
+    return [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts or (annotation,)]
+
+
+def _kind(field: FieldInfo) -> str:
+    """Return what `--help` shows for a value."""
+    kind = next(kind for kind in _kinds(field) if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    return str(getattr(get_origin(kind) or kind, "__name__", "VALUE")).upper()
+
+
+def _value(text: Any, field: FieldInfo) -> Any:
+    """Return a typed value for pydantic, which converts text to numbers: `None`, and JSON or commas for a list."""
+    kinds = _kinds(field)
+    if text == "None" and NoneType in kinds:
+        return None
+    if isinstance(text, str) and any(get_origin(kind) in (list, tuple, set) for kind in kinds):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text.split(",")
+    return text
+
+
+def _file_values(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        got, fix = error.strerror, "name a TOML file"
+        raise ConfigError("cannot be read", field=f"--config {path}", got=got, fix=fix) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
 
 
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
@@ -301,18 +348,14 @@ def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]
     try:
         model.model_validate(values)
     except ValidationError as error:
-        names = sorted(_paths(model, f"{table}."))
+        names = sorted(_names(model, f"{table}."))
         found = [wrong | {"loc": (table, *wrong["loc"])} for wrong in error.errors() if wrong["type"] != "missing"]
         if found:
             raise ConfigError.of([_explain(wrong, names) for wrong in found]) from None
 
 
 def refuse_data(name: str, has_data: bool, has_rewards: bool) -> None:
-    """Refuse `[data]` and `[[rewards]]` for an environment that does not read them.
-
-    Raises:
-        ConfigError: They were given.
-    """
+    """Refuse `[data]` and `[[rewards]]` for an environment that does not read them."""
     if has_data or has_rewards:
         raise ConfigError(
             f"the environment {name} has prompts and a reward already",
@@ -324,11 +367,7 @@ def refuse_data(name: str, has_data: bool, has_rewards: bool) -> None:
 
 
 def require_data(has_data: bool, has_rewards: bool) -> None:
-    """Require `[data]` and `[[rewards]]`.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Require `[data]` and `[[rewards]]`."""
     if not has_data:
         raise ConfigError("no data set", field="--data", fix="add --data FILE, or the name of a data set on the hub")
     if not has_rewards:
@@ -337,36 +376,6 @@ def require_data(has_data: bool, has_rewards: bool) -> None:
             field="--reward",
             fix="add --reward FILE.py:FUNCTION, or a built-in: exact_match, math, regex:PATTERN",
         )
-
-
-def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", nargs="?")
-    path = parser.parse_known_args(arguments)[0].config
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(
-            "cannot be read", field=f"--config {path}", got=error.strerror, fix="name a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
-
-
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every setting's path, such as ``env.group_size``, and its older names."""
-    for name, field in model.model_fields.items():
-        nested = [t for t in (field.annotation, *get_args(field.annotation)) if t not in (None, NoneType)]
-        for kind in nested if get_origin(field.annotation) is not tuple else ():
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _paths(kind, f"{prefix}{name}.")
-                break
-        else:
-            alias = field.validation_alias
-            choices = alias.choices if isinstance(alias, AliasChoices) else [name]
-            yield from (f"{prefix}{choice}" for choice in choices)
 
 
 def _nearest(name: str, names: Sequence[str], flag: str) -> str:

@@ -229,24 +229,3 @@ def _named_apart(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
 
 Rewards = Annotated[tuple[RewardConfig, ...], AfterValidator(_named_apart)]
 """The rewards of a run, each with another name."""
-
-
-def spelled_out(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return a command line in which ``--data X`` is ``--data.path X``, and the values of ``--reward``, which it lacks.
-
-    The parser of settings would split a reward at its commas, and read quotes and backslashes as JSON.
-    """
-    found: list[str] = []
-    rewards: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag == "--data":
-            found.append(f"--data.path{equals}{value}")
-        elif flag in ("--reward", "--rewards") and (equals or not (value := next(words, "--")).startswith("--")):
-            rewards.append(value)
-        elif flag in ("--reward", "--rewards"):
-            found += [flag, value]  # the parser reports the missing value
-        else:
-            found.append(word)
-    return found, rewards

@@ -40,8 +40,7 @@ from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow
 from environments.conversation import Conversation, ignores_tools
 from environments.peers.http import PeerError
-from environments.scoring import ScoreTimeout
-from environments.threads import as_exception
+from environments.scoring import ScoreTimeout, as_exception
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage

@@ -1,225 +1,211 @@
-"""Limit the time of an environment's code, and show where the code is when it takes long.
+"""Calls of an environment's own code: functions in threads, limits of time, and a watch of the event loop.
 
-After `REPORT_S` the log shows the stack of the code. At the limit, `--env.score_timeout`:
-
-    a coroutine, a thread or a process is awaited    it is given up: its task is cancelled, a thread stays behind
-    a coroutine that catches the cancellation        is lost, too; if it goes on for `STUBBORN_S`, the process ends
-    the code blocks the event loop                   the process ends; a run starts it again
-
-Time-outs of asyncio do not work in a blocked event loop, and no Python code runs while native code, such as a regular
-expression, holds the interpreter's lock. Therefore a thread watches the loop, and faulthandler's timer, which needs no
-lock, ends the process if that thread is blocked, too.
+A coroutine that takes longer than `--env.score_timeout` is cancelled. A thread cannot be ended and stays behind. Code
+that blocks the event loop cannot be interrupted either: after `BLOCKED_S` the log shows its stack and the process ends,
+and a run starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import faulthandler
+import inspect
 import logging
 import math
 import os
 import reprlib
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from types import FrameType
+from typing import Any, Final, TypeVar, cast
 
-from environments.threads import CLOCK, Clock, as_exception, elsewhere, run, stack_of_task, stack_of_thread
 from grpo_common.errors import UserError
 from grpo_common.text import Lines
 
 log = logging.getLogger(__name__)
 
-REPORT_S = 30.0
-"""Seconds after which the log shows the stack of the code."""
-STUBBORN_S = 30.0
-"""Seconds after which the process ends if code that was given up goes on, because it catches the cancellation."""
-STUBBORN_LOOKS = 30
-"""Looks at such code in that time. They are counted, so that a process that was stopped, or whose event loop was
-blocked for a while, is not blamed: the code had no time to end."""
-CLOSE_S = 10.0
-"""Longest time for `close()`."""
-LEAST_PAUSE_S = 0.05
-"""Shortest wait: a clock may stand still just before a mark."""
+BLOCKED_S: Final = 30.0
+"""Seconds for which code may block the event loop; less if `--env.score_timeout` is less."""
+NATIVE_S = 10.0
+"""Seconds after that limit at which faulthandler ends a process in which no Python code can run."""
 LOOK_S = 1.0
 """Seconds between two looks at the event loop, which moves twice as often."""
-LEAST_LOOKS = 3
-"""Looks in a row that find a blocked event loop before the process ends, however low the limit is."""
-NATIVE_S = 10.0
-"""Seconds after the limit at which faulthandler's timer ends a process whose thread could not."""
-LONGEST_S = 1e6
-UNBLOCK = "code that takes long must run in a thread, as a plain `score` does: await self.threads.call(function, …)"
+LEAST_LOOKS: Final = 3
+"""Looks in a row that find the event loop blocked before the process ends, however low the limit is."""
+UNBLOCK: Final = "code that takes long must run in a thread: await self.threads.call(function, …)"
 
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
+_LIMIT: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
+"""The limit of the current context's work."""
 
 
 class ScoreTimeout(UserError, TimeoutError):
-    """Scoring a group, or another call of the environment's code, took longer than `--env.score_timeout`."""
+    """Scoring a group, or `get_next_item`, took longer than `--env.score_timeout`."""
 
 
-class _Work:
-    """A call of the environment's code.
+async def settled(value: Awaitable[T] | T) -> T:
+    """Return a value, or the result of an awaitable: of a function that may be a coroutine function."""
+    return await value if isinstance(value, Awaitable) else cast("T", value)
 
-    Attributes:
-        clock: its age, and the threads that work for it.
-        seconds: limit of its age.
-        looks: how many there were since it was given up.
+
+def as_exception(error: BaseException) -> RuntimeError:
+    """Return an error of an environment's code that a future can't hold, or that would end the process.
+
+    `exit()` in a score is a mistake of one group. A real Ctrl-C does not raise an error in the code.
     """
-
-    def __init__(self, subject: Callable[[], str], clock: Clock, limit: asyncio.Timeout, seconds: float) -> None:
-        self.subject = subject
-        self.clock = clock
-        self.limit = limit
-        self.seconds = seconds
-        self.looks = 0
-        self.task: asyncio.Task[Any] | None = asyncio.current_task()
-        self.timer: asyncio.TimerHandle | None = None
-
-    def stack(self) -> str:
-        """Return the stacks of the threads that work for it; without such threads, that of its task."""
-        found = filter(None, (stack_of_thread(ident, run.__code__) for ident in tuple(self.clock.workers)))
-        task = "" if self.task is None else stack_of_task(self.task, Scoring._limited.__code__)
-        return "\n".join(found) or task
+    shown = RuntimeError(f"{type(error).__name__}: {error}")
+    shown.__cause__ = error
+    return shown
 
 
 class Scoring:
-    """Limits the time of one environment's code.
-
-    Args:
-        seconds: limit of scoring a group, and of any other call without progress.
-
-    Attributes:
-        loop: watches the event loop, where a program enters it.
-    """
+    """Limits the time for scoring a group to `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._reported = False
-        self._last_stack = ""
-        self.loop = LoopWatch(seconds)
+        self.seconds = seconds
 
     async def within(self, item: object, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which scores an item's group. The wait for a thread, a judge or a server does
-        not count.
+        """Return the result of `work`, which scores an item's group.
 
         Raises:
-            ScoreTimeout: it took too long, and the group is given up.
+            ScoreTimeout: It took too long.
         """
-        result = await self._limited(lambda: f"the group of {_SHORT.repr(item)}", Clock(), work, self._seconds)
-        self._reported = False
-        return result
+        return await self.call(f"the group of {_SHORT.repr(item)}", work)
 
     async def call(self, name: str, work: Awaitable[T]) -> T:
-        """Return the result of another call of the environment's code, such as `evaluate()`. It may take any time, as
-        long as the server answers it, or functions in threads return.
-
-        Raises:
-            ScoreTimeout: nothing happened for too long.
-        """
-        return await self._limited(lambda: name, Clock(restarts=True), work, self._seconds)
-
-    async def close(self, work: Awaitable[None]) -> None:
-        """Close the environment. The log has its errors; after `CLOSE_S` it is given up, or the process ends."""
-        self.loop.shorten(CLOSE_S)
-        try:
-            await self._limited(lambda: "close()", Clock(), work, min(CLOSE_S, self._seconds))
-        except ScoreTimeout as error:
-            log.warning("%s", error)
-        except Exception:  # what else is open must be closed, too
-            log.exception("close() of the environment failed")
-
-    async def _limited(self, subject: Callable[[], str], clock: Clock, work: Awaitable[T], seconds: float) -> T:
-        limit = asyncio.timeout(None)
-        each = _Work(subject, clock, limit, seconds)
-        try:
-            with elsewhere():  # the clock of the work that this is a part of stops
-                async with limit:
-                    token = CLOCK.set(clock)
-                    self._look(each)
-                    try:
-                        result = await work
-                    finally:
-                        CLOCK.reset(token)
-            if not limit.expired():  # else it was given up, even if it caught the cancellation and has a result
-                return result
-        except TimeoutError:
-            if not limit.expired():
-                raise
-        except (KeyboardInterrupt, SystemExit) as error:
-            raise as_exception(error) from error
-        finally:
-            if each.timer is not None:
-                each.timer.cancel()
-        raise ScoreTimeout(
+        """Return the result of another call of the environment's code; raise as `within`."""
+        late = ScoreTimeout(
             "code of the environment is given up",
             field="--env.score_timeout",
-            got=f"{clock.seconds:.0f} s for {subject()}",
-            wanted=f"at most {seconds:g} s",
-            fix="see the stack of the code in the log; raise the time-out if the code needs that long",
+            got=name,
+            wanted=f"an end within {self.seconds:g} s",
+            fix="raise the time-out if the code needs longer",
         )
+        try:
+            return await _within(self.seconds, work, late)
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise as_exception(error) from error
 
-    def _look(self, work: _Work) -> None:
-        """Report work that takes long, give it up if its time is up, or look again at its next mark."""
-        loop = asyncio.get_running_loop()
-        if work.clock.is_over:
-            work.looks += 1
-            if work.looks < STUBBORN_LOOKS:
-                work.timer = loop.call_later(STUBBORN_S / STUBBORN_LOOKS, self._look, work)
-            elif self.loop.is_entered:
-                _end(
-                    f"{work.subject()} goes on {STUBBORN_S:.0f} s after it was given up: its code catches the "
-                    "cancellation, as a bare `except:` does",
-                    "let asyncio.CancelledError pass: write `except Exception:`",
-                    work.stack(),
-                )
+
+class Threads:
+    """Calls functions: coroutine functions in the event loop, all others in threads.
+
+    The threads are daemons, unlike those of `asyncio.to_thread`: a hung one must not keep the process alive.
+
+    Args:
+        at_once: limit of concurrent calls in threads; others wait. A call that has timed out does not count.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._slots = asyncio.Semaphore(at_once)
+
+    async def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        """Return the function's result, or raise its error.
+
+        Args:
+            timeout: limit in seconds from the start of the call.
+
+        Raises:
+            TimeoutError: The call took longer.
+        """
+
+        def limited(work: Awaitable[Any]) -> Awaitable[Any]:
+            if timeout is None:
+                return work
+            return _within(timeout, work, TimeoutError(f"no answer within {timeout:g} s"))
+
+        if inspect.iscoroutinefunction(function):
+            return await limited(function(*args))
+        async with self._slots:
+            result = await limited(_in_thread(function, args))
+        return await limited(result) if inspect.isawaitable(result) else result
+
+
+async def _within(seconds: float, work: Awaitable[T], late: TimeoutError) -> T:
+    """Return the result of `work`, or raise the error `late` if it takes longer."""
+    limit = asyncio.timeout(seconds)
+    token = _LIMIT.set(limit)
+    try:
+        async with limit:
+            result = await work
+        if not limit.expired():  # else its code caught the cancellation
+            return result
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    finally:
+        _LIMIT.reset(token)
+    raise late
+
+
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a function in a new daemon thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():  # timed out or cancelled
             return
-        age, report = work.clock.seconds, min(REPORT_S, work.seconds)
-        if age >= work.seconds:
-            self._say("%s is given up after %.0f s; stack of its code:", work.subject(), age, stack=work.stack())
-            work.clock.is_over = True
-            work.limit.reschedule(loop.time())
-            work.timer = loop.call_later(STUBBORN_S / STUBBORN_LOOKS, self._look, work)
-            return
-        if age >= report and not self._reported:
-            self._reported = True
-            form = "%s has taken %.0f s so far; stack of its code (said once, until a group is scored):"
-            self._say(form, work.subject(), age, stack=work.stack())
-        pause = (report if age < report else work.seconds) - age
-        work.timer = loop.call_later(max(pause, LEAST_PAUSE_S), self._look, work)
+        if error is None:
+            done.set_result(result)
+        else:
+            fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            done.set_exception(error if fits else as_exception(error))
 
-    def _say(self, form: str, *values: object, stack: str) -> None:
-        """Log a warning that ends with a stack, or with a note that the stack is the same as in the last warning."""
-        known, self._last_stack = stack == self._last_stack, stack
-        log.warning(f"{form}\n%s", *values, Lines("  (the same stack as before)" if known else stack))
+    def run() -> None:
+        try:
+            result, error = function(*args), None
+        except BaseException as raised:  # every error goes to the caller: a thread has no other way to report it
+            result, error = None, raised
+        with suppress(RuntimeError):  # the loop has closed, so no task waits for the result
+            loop.call_soon_threadsafe(settle, result, error)
+
+    name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        limit, frame = _LIMIT.get(), sys._current_frames().get(thread.ident or 0)
+        if limit is not None and limit.expired() and frame is not None:  # and not the end of the program
+            log.warning(
+                "%s did not return in time, its thread stays behind. Its stack:\n%s", name, Lines(_stack(frame))
+            )
+        raise
 
 
-def _end(why: str, fix: str, stack: str) -> NoReturn:
-    """End this process, whose event loop or code can't be stopped in another way; the log says why."""
-    log.error("%s: this process ends; %s. Stack of the code:\n%s", why, fix, Lines(stack))
-    os._exit(os.EX_SOFTWARE)
+def _stack(frame: FrameType) -> str:
+    """Return the calls of an environment's code that led to a frame, the innermost last."""
+    frames = traceback.extract_stack(frame)
+    start = max((place for place, each in enumerate(frames, 1) if each.filename in (asyncio.events.__file__, __file__)),
+                default=0)  # fmt: skip
+    return "".join(traceback.format_list(frames[start:])).rstrip()
 
 
 class LoopWatch:
     """Ends this process if its event loop is blocked for too long: `async with LoopWatch(seconds):`.
 
     Attributes:
-        is_entered: it watches, so that this process may end.
+        is_armed: a blocked loop ends the process; not before `setup`, which may load for minutes, has ended.
     """
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: the limit."""
-        self._seconds = seconds
-        self._limit = f"--env.score_timeout {seconds:g}"
-        self._patient = False
+        """`seconds`: `--env.score_timeout`; a limit above `BLOCKED_S` counts as `BLOCKED_S`."""
+        self._looks = max(LEAST_LOOKS, math.ceil(min(seconds, BLOCKED_S) / LOOK_S))
         self._moved, self._over = threading.Event(), threading.Event()
         self._beating: asyncio.Task[None] | None = None
-        self.is_entered = False
+        self.is_armed = False
 
     async def __aenter__(self) -> None:
         """Begin to watch the loop of this thread."""
-        self.is_entered = True
         self._over.clear()
         self._beating = asyncio.create_task(self._beat())
         threading.Thread(target=self._watch, args=(threading.get_ident(),), name="loop watch", daemon=True).start()
@@ -229,53 +215,23 @@ class LoopWatch:
         assert self._beating is not None, "entered"
         self._beating.cancel()
         self._over.set()
-        self.is_entered = False
         faulthandler.cancel_dump_traceback_later()
-
-    @contextmanager
-    def patience(self) -> Iterator[None]:
-        """Only report a blocked loop: `setup` may load for minutes."""
-        self._patient = True
-        faulthandler.cancel_dump_traceback_later()
-        try:
-            yield
-        finally:
-            self._moved.set()  # first: the time that was spent in here does not count
-            self._patient = False
-
-    def shorten(self, seconds: float) -> None:
-        """Lower the limit, at the end of the program."""
-        if seconds < self._seconds:
-            self._seconds, self._limit = seconds, f"the {seconds:g} s of close()"
-            self._arm()
-
-    def _arm(self) -> None:
-        if self.is_entered and not self._patient:
-            limit = max(self._seconds, LEAST_LOOKS * LOOK_S) + NATIVE_S
-            faulthandler.dump_traceback_later(min(limit, LONGEST_S), exit=True, file=2)
 
     async def _beat(self) -> None:
         while True:
             self._moved.set()
-            self._arm()
+            if self.is_armed:  # the timer needs no lock of the interpreter, which native code may hold
+                faulthandler.dump_traceback_later(self._looks * LOOK_S + NATIVE_S, exit=True, file=2)
             await asyncio.sleep(LOOK_S / 2)
 
     def _watch(self, thread: int) -> None:
         """Count looks and not seconds, so that a process that was stopped for a while is not blamed."""
         looks = 0
         while not self._over.wait(LOOK_S):
-            patient = self._patient
-            reports, ends = (
-                max(LEAST_LOOKS, math.ceil(min(seconds, LONGEST_S) / LOOK_S))
-                for seconds in (min(REPORT_S, self._seconds), self._seconds)
-            )
-            looks = 0 if self._moved.is_set() else looks + 1
+            looks = 0 if self._moved.is_set() or not self.is_armed else looks + 1
             self._moved.clear()
-            if looks < min(reports, ends):
-                continue
-            stack = stack_of_thread(thread, asyncio.Handle._run.__code__, Scoring._limited.__code__)
-            blocked = f"the event loop has been blocked for {looks * LOOK_S:.0f} s"
-            if looks >= ends and not patient:
-                _end(f"{blocked}, longer than {self._limit}", UNBLOCK, stack)
-            if looks == reports:
-                log.warning("%s so far; %s. Stack of the code:\n%s", blocked, UNBLOCK, Lines(stack))
+            if looks >= self._looks:
+                blocked = f"the event loop has been blocked for {looks * LOOK_S:.0f} s: this process ends"
+                stack = Lines(_stack(sys._current_frames()[thread]))
+                log.error("%s; %s. Stack of the code:\n%s", blocked, UNBLOCK, stack)
+                os._exit(os.EX_SOFTWARE)

@@ -179,20 +179,25 @@ def without_truncated(group: wire.ScoredData) -> wire.ScoredData:
     return msgspec.structs.replace(group, masks=masks)
 
 
-def unknown_of(group: wire.ScoredData, known: int) -> list[bool]:
-    """Return for each sequence of a group whether it has a trained token from an id on."""
-    return [max(mask, default=-1) >= known for mask in group.masks]
+def without_unknown(group: wire.ScoredData, known: int) -> tuple[wire.ScoredData, list[bool]]:
+    """Leave out sequences that have a trained token from the id `known` on, which has no text.
 
+    A policy must not be rewarded for what no score sees. They count as unscored.
 
-def without_unknown(group: wire.ScoredData, known: int) -> wire.ScoredData:
-    """Return the group, in which sequences that have a trained token from an id on count as unscored."""
-    unknown, overrides = unknown_of(group, known), group.overrides or [{} for _ in group.tokens]
-    return msgspec.structs.replace(
+    Returns:
+        The group, and for each sequence whether it is left out.
+    """
+    unknown = [max(mask, default=-1) >= known for mask in group.masks]
+    if not any(unknown):
+        return group, unknown
+    overrides = group.overrides or [{} for _ in group.tokens]
+    group = msgspec.structs.replace(
         group,
-        masks=[[wire.IGNORED] * len(mask) if own else mask for mask, own in zip(group.masks, unknown, strict=True)],
+        masks=[[wire.IGNORED] * len(mask) if drop else mask for mask, drop in zip(group.masks, unknown, strict=True)],
         overrides=[{**own, wire.UNSCORED: True} if drop else own for own, drop in zip(overrides, unknown, strict=True)],
-        scores=[0.0 if own else score for score, own in zip(group.scores, unknown, strict=True)],
+        scores=[0.0 if drop else score for score, drop in zip(group.scores, unknown, strict=True)],
     )
+    return group, unknown
 
 
 def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | None:

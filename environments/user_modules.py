@@ -1,4 +1,4 @@
-"""Import users' modules: by name, or by the path of a file."""
+"""Import users' modules, by name or by the path of a file, and name the line of theirs that fails."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable
-from functools import partial
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import FrameSummary
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from environments.config import ConfigError
 from grpo_common.suggest import OF_FILES, did_you_mean, nearest
+
+LIBRARIES: Final = tuple(
+    str(Path(path).resolve())
+    for path in (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), Path(__file__).parents[1])
+)
+"""Folders of code that is not the user's: Python, installed packages, and this package."""
 
 
 def import_file(path: Path) -> ModuleType:
@@ -57,7 +63,10 @@ def module_of_file(field: str, where: str) -> ModuleType:
         near = nearest(path.name, (each.name for each in folder.glob("*.py")), OF_FILES)
         fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
         raise ConfigError("no such file", field=field, got=where, wanted="a Python file", fix=fix)
-    return _imported(field, partial(import_file, path))
+    try:
+        return import_file(path)
+    except Exception as error:
+        raise user_code_failed(error, "import", field) from error
 
 
 def module_named(field: str, where: str) -> ModuleType:
@@ -66,43 +75,15 @@ def module_named(field: str, where: str) -> ModuleType:
     Raises:
         ConfigError: There is no such module, or it can't be imported.
     """
-    found = _imported(field, partial(_spec_of, where))
-    if found is None:
-        file = Path(*where.split(".")).with_suffix(".py")
-        fix = f"did you mean {file}:{field.rpartition(':')[2]}?" if file.is_file() else "correct it, or name a FILE.py"
-        raise ConfigError("no such module", field=field, got=where, wanted="a module", fix=fix)
-    return _imported(field, partial(importlib.import_module, where))
-
-
-def _spec_of(where: str) -> ModuleSpec | None:
-    """Return where a module is; None if it, or a package that it is in, does not exist."""
     try:
-        return importlib.util.find_spec(where)  # it imports the packages
-    except ModuleNotFoundError as error:
-        if error.name and f"{where}.".startswith(f"{error.name}."):
-            return None
-        raise
-    except ValueError:  # a module such as __main__
-        return None
-
-
-def _imported(field: str, load: Callable[[], Any]) -> Any:
-    """Run an import.
-
-    Raises:
-        ConfigError: The user's code raised an error; the message has its file and line.
-    """
-    try:
-        return load()
-    except Exception as error:  # any error of the user's module, at import, is for the user to mend
-        if isinstance(error, SyntaxError):
-            place = f"{error.filename}, line {error.lineno}"
-        else:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-            place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "its import"
-        raise ConfigError(
-            "can't be imported", field=field, got=f"{type(error).__name__}: {error}", fix=f"correct {place}"
-        ) from error
+        return importlib.import_module(where)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not (missing and f"{where}.".startswith(f"{missing}.")):
+            raise user_code_failed(error, "import", field) from error
+    file = Path(*where.split(".")).with_suffix(".py")
+    fix = f"did you mean {file}:{field.rpartition(':')[2]}?" if file.is_file() else "correct it, or name a FILE.py"
+    raise ConfigError("no such module", field=field, got=where, wanted="a module", fix=fix)
 
 
 def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]:
@@ -122,3 +103,43 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
         wanted=f"one of {', '.join(there)}" if there else "a function",
         fix=did_you_mean(name, there),
     )
+
+
+def users_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
+    """Return the frames of the user's code: neither Python's, nor of an installed package, nor ours."""
+
+    def is_users(file: str) -> bool:
+        return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
+
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
+def place(frame: FrameSummary) -> str:
+    """Return FILE:LINE of a frame."""
+    path = Path(frame.filename)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{frame.lineno}"
+
+
+def user_code_failed(error: BaseException, step: str, field: str = "") -> ConfigError:
+    """Return an error of the user's code as one message, with the file and the line.
+
+    Args:
+        step: what failed, such as `setup()`.
+        field: the setting that names the code.
+    """
+    if isinstance(error, SyntaxError):
+        frames = [FrameSummary(error.filename or "", error.lineno or 0, "", line=error.text or "")]
+        message = error.msg
+    else:
+        frames, message = list[FrameSummary](), str(error)
+        cause: BaseException | None = error
+        while cause is not None:  # it was raised from another one, whose line matters
+            frames += traceback.extract_tb(cause.__traceback__)
+            cause = cause.__cause__
+    last = (users_frames(frames) or frames)[-1]
+    line = f": {last.line.strip()[:120]}" if last.line and last.line.strip() else ""
+    fix = "correct it there"
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
+        fix = "name the module by its package, such as --env my_envs.my_env, instead of the file"
+    got = f"{type(error).__name__}: {message}"[:500]
+    return ConfigError(f"{step} failed at {place(last)}{line}", field=field, got=got, fix=fix)

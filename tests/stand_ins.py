@@ -23,7 +23,7 @@ from environments.api.waiting import Waiters
 from environments.base import BaseEnv
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi
-from environments.running.runner import serve
+from environments.running.runner import Runner, until
 from tests.processes import free_port
 
 
@@ -181,7 +181,7 @@ async def serving(env: BaseEnv[Any, Any], served: Service | LocalApi, stop: asyn
             return await serving(env, local, stop)
     api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
     try:
-        return await serve(env, api, stop or asyncio.Event())
+        await until(stop or asyncio.Event(), Runner(env, api).run())
     finally:
         await api.close()
 

@@ -33,7 +33,7 @@ from environments.dataset.columns import boxed_or_all
 from environments.dataset.data import listed
 from environments.maths.answer_form import final_number, read_number
 from environments.maths.judge import MathJudge
-from environments.threads import Threads, settled
+from environments.scoring import Threads, settled
 from environments.user_modules import function_of, module_named, module_of_file
 from grpo_common.errors import UserError
 from grpo_common.suggest import did_you_mean

@@ -29,7 +29,7 @@ REQUIREMENTS: Final = (
     "uv",  # verifiers prepares the programs of its harnesses with it
     "aiohttp>=3.12,<4",
     "msgspec>=0.19",
-    "pydantic-settings>=2.9",
+    "pydantic>=2.11",
 )
 LINKED: Final = ("environments", "grpo_common", "vllm_server")
 FOLDER_VARIABLE: Final = "GRPO_VERIFIERS_VENV"

@@ -32,7 +32,6 @@ from environments.config import ConfigError
 from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
-from environments.threads import elsewhere
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.errors import UserError
 
@@ -162,9 +161,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         """Return the trained agent's trace of one rollout."""
         trouble: Any = "no turn of the policy"
         for _ in range(1 + self.config.episode_retries):
-            with elsewhere():  # the library asks the engine by HTTP, and limits the time of its rollouts
-                async with self._episodes:
-                    episode = await self.environment.run_episode(task, self.context)
+            async with self._episodes:
+                episode = await self.environment.run_episode(task, self.context)
             trace = self._trained(episode)
             if trace is not None and _is_sound(trace):
                 self._measure(trace)

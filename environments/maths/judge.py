@@ -15,7 +15,6 @@ from typing import Any
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
-from environments.threads import CLOCK, Clock
 
 WORKER = "environments.maths.judge_worker"
 START_LIMIT_S = 120.0
@@ -84,14 +83,7 @@ class MathJudge:
 
     async def _reply(self, request: dict[str, Any]) -> bytes:
         """Return a worker's answer line; nothing if it took too long, or ended."""
-        clock = CLOCK.get() or Clock()
-        with clock.count(calls=1):
-            with clock.count(waiting=1):
-                worker = await self._idle.get()
-            return await self._reply_of(worker, request)
-
-    async def _reply_of(self, worker: asyncio.subprocess.Process | None, request: dict[str, Any]) -> bytes:
-        reply = b""
+        worker, reply = await self._idle.get(), b""
         try:
             worker = worker or await self._start()
             with suppress(TimeoutError):

@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 _SAY_AGAIN_AFTER_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SPREAD_S = 0.1, 5.0, 0.1
-_JSON = {"Content-Type": "application/json"}
 
 
 class PeerError(UserError, RuntimeError):
@@ -38,10 +37,6 @@ class PeerRefused(PeerError):
         self.key = key
 
 
-class _Trouble(Exception):
-    """A temporary failure."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A complete answer. Header names are case-insensitive."""
@@ -57,6 +52,11 @@ class Peer:
     A request that fails temporarily (no connection, time-out, 5xx, 429) is repeated for up to `patience` seconds. The
     log reports the wait when it begins, every half minute, and when it is over; as a warning only once half of the
     patience is used up, because a server that starts, or restarts on new weights, is away for a while.
+
+    Args:
+        name: the server's name in messages.
+        timeout: seconds that the server may be silent in one attempt.
+        connections: limit of concurrent connections; further requests wait.
     """
 
     def __init__(
@@ -69,13 +69,6 @@ class Peer:
         api_key: str | None = None,
         connections: int = 100,
     ) -> None:
-        """Store the settings; the first request connects.
-
-        Args:
-            name: the server's name in messages.
-            timeout: seconds that the server may be silent in one attempt.
-            connections: limit of concurrent connections; further requests wait.
-        """
         self.name = name
         self.url = url
         self.patience = patience
@@ -103,33 +96,26 @@ class Peer:
             PeerRefused: The answer was a permanent error.
         """
         if json is not None:
-            content, headers = msgspec.json.encode(json), {**_JSON, **(headers or {})}
+            content, headers = msgspec.json.encode(json), {"Content-Type": "application/json", **(headers or {})}
         patience = self.patience if patience is None else patience
-        began, pause = time.monotonic(), _FIRST_PAUSE_S
+        field, began, pause = f"{self.name} at {self.url}", time.monotonic(), _FIRST_PAUSE_S
         while True:
-            try:
-                answer = await self._attempt(method, path, content, headers)
+            answer, trouble = await self._attempt(method, path, content, headers)
+            if answer is not None:
                 break
-            except _Trouble as trouble:
-                now = time.monotonic()
-                if now - began >= patience:
-                    field = f"{self.name} at {self.url}"
-                    raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
-                self._say_waiting(now, patience, trouble)
+            now = time.monotonic()
+            if now - began >= patience:
+                raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble)
+            self._report_waiting(now, patience, trouble)
             await asyncio.sleep(pause + random.uniform(0.0, _SPREAD_S))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
         if answer.status >= 300:  # a redirect is not followed: what was posted would be lost
-            said = complaint(answer.content, answer.headers.get("content-type"))
-            raise PeerRefused(
-                f"refused {method} {path}",
-                answer.status,
-                field=f"{self.name} at {self.url}",
-                got=f"{answer.status}: {said.reason}",
-                key=said.key,
-            )
+            refusal = complaint(answer.content, answer.headers.get("content-type"))
+            got = f"{answer.status}: {refusal.reason}"
+            raise PeerRefused(f"refused {method} {path}", answer.status, field=field, got=got, key=refusal.key)
         return answer
 
     async def close(self) -> None:
@@ -140,22 +126,9 @@ class Peer:
 
     async def _attempt(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None
-    ) -> Answer:
-        try:
-            async with self._session().request(
-                method, f"{self.url}{path}", data=content, headers=headers, allow_redirects=False
-            ) as response:
-                answer = Answer(response.status, response.headers, await response.read())
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _Trouble(": ".join(filter(None, [type(error).__name__, str(error)]))) from None
-        if may_pass(answer.status):
-            said = complaint(answer.content, answer.headers.get("content-type"))
-            raise _Trouble(f"{answer.status}: {said.reason}")
-        return answer
-
-    def _session(self) -> aiohttp.ClientSession:
-        """Return the session. The first request creates it, because it belongs to that request's event loop."""
-        if self._http is None:
+    ) -> tuple[Answer | None, str]:
+        """Return the answer, or None and the reason of a temporary failure."""
+        if self._http is None:  # not in the constructor: a session belongs to the event loop of its requests
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=CLIENT_IDLE_S),
                 timeout=self._timeout,
@@ -164,14 +137,23 @@ class Peer:
                 # Ignore proxies of environment variables: peers are on loopback addresses or named by URL.
                 trust_env=False,
             )
-        return self._http
+        url = f"{self.url}{path}"
+        try:
+            sent = self._http.request(method, url, data=content, headers=headers, allow_redirects=False)
+            async with sent as response:
+                answer = Answer(response.status, response.headers, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return None, ": ".join(filter(None, [type(error).__name__, str(error)]))
+        if may_pass(answer.status):
+            return None, f"{answer.status}: {complaint(answer.content, answer.headers.get('content-type')).reason}"
+        return answer, ""
 
-    def _say_waiting(self, now: float, patience: float, trouble: _Trouble) -> None:
+    def _report_waiting(self, now: float, patience: float, trouble: str) -> None:
         if self._away_since is None:
             self._away_since, self._said_at = now, float("-inf")
         if now - self._said_at >= _SAY_AGAIN_AFTER_S:
             self._said_at = now
             away = now - self._away_since
             level = logging.WARNING if away >= patience / 2 else logging.INFO
-            what = "waiting for %s at %s (%.0f s so far): %s"
-            log.log(level, what, self.name, self.url, away, trouble, extra=WAITS)
+            message = "waiting for %s at %s (%.0f s so far): %s"
+            log.log(level, message, self.name, self.url, away, trouble, extra=WAITS)

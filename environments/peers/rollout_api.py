@@ -33,15 +33,10 @@ class RolloutApi:
     """
 
     def __init__(self, config: BaseEnvConfig) -> None:
-        """Store the settings; the first request connects."""
         self._config = config
         self._body_type = wire.JSON
-        self._peer = Peer(
-            "the rollout API",
-            config.rollout_server_url,
-            patience=config.retry_timeout,
-            api_key=config.rollout_api_key,
-        )
+        url, key = config.rollout_server_url, config.rollout_api_key
+        self._peer = Peer("the rollout API", url, patience=config.retry_timeout, api_key=key)
 
     async def register(self, name: str) -> wire.RegisterEnvResponse:
         """Register; the answer's `status` says whether a trainer is there yet."""
@@ -104,26 +99,21 @@ class RolloutApi:
         finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
         body = wire.Evaluation(env_id=env_id, step=step, metrics=finite)
         try:
-            await self._ask("POST", "/evaluation", wire.EvaluationResponse, body, patience=_EVALUATION_PATIENCE_S)
+            await self._ask("POST", "/evaluation", wire.EvaluationResponse, body, _EVALUATION_PATIENCE_S)
         except PeerError as error:
             log.info("the rollout API did not accept the evaluation of step %d: %s", step, error)
 
     async def disconnect(self, env_id: int, patience: float) -> None:
         """Disconnect, so that the API reserves nothing more for this environment."""
         body = wire.EnvIdentifier(env_id=env_id)
-        await self._ask("POST", "/disconnect-env", wire.DisconnectResponse, body, patience=patience)
+        await self._ask("POST", "/disconnect-env", wire.DisconnectResponse, body, patience)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._peer.close()
 
     async def _ask(
-        self,
-        method: str,
-        path: str,
-        answer_type: type[T],
-        body: msgspec.Struct | None = None,
-        patience: float | None = None,
+        self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None, patience: float | None = None
     ) -> T:
         headers = {"Accept": f"{wire.MSGPACK}, {wire.JSON};q=0.5", "Content-Type": wire.JSON}
         content = None if body is None else wire.encode(body)
@@ -131,7 +121,7 @@ class RolloutApi:
         content_type = response.headers.get("content-type", wire.JSON)
         self._body_type = wire.MSGPACK if wire.is_msgpack(content_type) else wire.JSON
         try:
-            return wire.decode(response.content, answer_type, content_type)
+            return wire.decode(response.content, kind, content_type)
         except msgspec.DecodeError as error:
             raise PeerError(
                 field=f"{method} {path} at {self._peer.url}",

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from environments.config import ServerConfig
 from environments.peers.http import PeerGone
 from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
-from environments.threads import elsewhere
 from grpo_common.roster import in_use
 
 log = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.25
-"""Seconds between two looks at the list."""
+"""Seconds between two reads of the list."""
 SAY_AFTER_S = 10.0
 
 
@@ -33,17 +32,15 @@ def servers(config: ServerConfig, *, patience: float) -> Inference:
 
 @dataclass(slots=True)
 class _Server:
-    """A server of the list.
-
-    Attributes:
-        under_way: completions in flight.
-        requests: requests in flight; each ends if its limit is set to now.
-    """
+    """A server of the list; `requests` are the time limits of its requests, to end them, and their completions."""
 
     boot: int
     client: Inference
-    under_way: int = 0
-    requests: set[asyncio.Timeout] = field(default_factory=set)
+    requests: dict[asyncio.Timeout, int] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(self.requests.values())
 
 
 class ListedServers:
@@ -56,30 +53,22 @@ class ListedServers:
         config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
             it, the servers are those of its `base_url`, and none leaves or joins.
         patience: seconds that the list may be empty.
-        connect: makes the client of one server.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        *,
-        patience: float,
-        connect: Callable[[ServerConfig], Inference] | None = None,
-    ) -> None:
+    def __init__(self, config: ServerConfig, *, patience: float) -> None:
         self._config = config
         self._patience = patience
-        self._connect = connect or (lambda config: InferenceClient(config, patience=patience))
         self._servers: dict[str, _Server] = {}
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Return `n` completions, all of one server and one policy version; raise as `InferenceClient`."""
-        return await self._asked(n, lambda client: client.generate(prompt_token_ids, n, sampling))
+        return await self._ask(n, lambda client: client.generate(prompt_token_ids, n, sampling))
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         """Return, for each position but the first, the `top_k` likeliest tokens and the actual one."""
-        return await self._asked(1, lambda client: client.prompt_logprobs(token_ids, top_k))
+        return await self._ask(1, lambda client: client.prompt_logprobs(token_ids, top_k))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -87,57 +76,53 @@ class ListedServers:
             self._watching.cancel()
         await asyncio.gather(*self._closing, *(server.client.close() for server in self._servers.values()))
 
-    async def _asked(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
+    async def _ask(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
         while True:
-            with elsewhere():
-                server = await self._chosen()
-            server.under_way += n
-            limit = asyncio.timeout(None)
+            server, limit = await self._free_server(), asyncio.timeout(None)
+            server.requests[limit] = n
             try:
                 async with limit:
-                    server.requests.add(limit)
                     return await ask(server.client)
             except TimeoutError:
                 if not limit.expired():
                     raise
             finally:
-                server.under_way -= n
-                server.requests.discard(limit)
+                del server.requests[limit]
 
-    async def _chosen(self) -> _Server:
+    async def _free_server(self) -> _Server:
         """Return the server with the fewest completions in flight; wait for one if there is none.
 
         Raises:
             PeerGone: there was none for longer than the patience.
         """
         if self._watching is None:
-            self._look()
+            self._read_list()
             self._watching = asyncio.create_task(self._watch())
-        since, said = time.monotonic(), False
+        since, is_reported = time.monotonic(), False
         while not self._servers:
             waited = time.monotonic() - since
             if waited > self._patience:
-                field = f"inference servers in {self._config.roster}"
-                raise PeerGone(f"none within {self._patience:.0f} s", field=field, got="no server")
-            if waited > SAY_AFTER_S and not said:
-                said = True
+                subject = f"inference servers in {self._config.roster}"
+                raise PeerGone(f"none within {self._patience:.0f} s", field=subject, got="no server")
+            if waited > SAY_AFTER_S and not is_reported:
+                is_reported = True
                 log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
             await asyncio.sleep(POLL_S)
-        return min(self._servers.values(), key=lambda server: server.under_way)
+        return min(self._servers.values(), key=lambda server: server.in_flight)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            self._look()
+            self._read_list()
 
-    def _look(self) -> None:
-        """Compare the servers with the list: end the requests of those that left, and open those that came."""
-        named = self._config.base_url.split(",")
-        listed = in_use(self._config.roster) if self._config.roster else dict.fromkeys(named, 0)
+    def _read_list(self) -> None:
+        """Compare the servers with the list: end the requests of those that left, and open those that joined."""
+        config = self._config
+        listed = in_use(config.roster) if config.roster else dict.fromkeys(config.base_url.split(","), 0)
         for url, server in list(self._servers.items()):
             if listed.get(url) != server.boot:
                 del self._servers[url]
-                log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.under_way)
+                log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.in_flight)
                 for limit in server.requests:
                     limit.reschedule(asyncio.get_running_loop().time())
                 closing = asyncio.create_task(server.client.close())
@@ -146,5 +131,5 @@ class ListedServers:
         for url, boot in listed.items():
             if url not in self._servers:
                 log.info("inference server %s serves", url)
-                client = self._connect(self._config.model_copy(update={"base_url": url}))
+                client = InferenceClient(config.model_copy(update={"base_url": url}), patience=self._patience)
                 self._servers[url] = _Server(boot, client)

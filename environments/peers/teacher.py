@@ -16,14 +16,13 @@ from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.peers.inference import InferenceClient
 
 TopK = dict[int, float]
-"""Maps token id to logprob, natural log, at temperature 1."""
+"""Maps token id to logprob, natural log, at temperature 1; the likeliest first."""
 
 
 class Teacher:
     """Client of the teacher's server."""
 
     def __init__(self, server: InferenceClient, top_k: int) -> None:
-        """Create the client; the settings are turned into one by `of`."""
         self._server = server
         self._top_k = top_k
 
@@ -51,20 +50,20 @@ class Teacher:
         top_k = int(overrides.get("teacher_top_k", self._top_k))
         if overrides.get("skip_teacher_top_k") or top_k < 1 or group.distill_token_ids:
             return group
-        rows = zip(group.tokens, group.masks, strict=True)
-        read = await asyncio.gather(*(self._read(tokens, mask, top_k) for tokens, mask in rows))
+        pairs = zip(group.tokens, group.masks, strict=True)
+        rows = await asyncio.gather(*(self._likeliest(tokens, mask, top_k) for tokens, mask in pairs))
         return msgspec.structs.replace(
             group,
-            distill_token_ids=[[[*likeliest] for likeliest in row] for row in read],
-            distill_logprobs=[[[*likeliest.values()] for likeliest in row] for row in read],
+            distill_token_ids=[[[*likeliest] for likeliest in row] for row in rows],
+            distill_logprobs=[[[*likeliest.values()] for likeliest in row] for row in rows],
         )
 
     async def close(self) -> None:
         """Close the connections."""
         await self._server.close()
 
-    async def _read(self, tokens: list[int], mask: list[int], top_k: int) -> list[TopK]:
-        """Return the likeliest tokens by position, likeliest first; none where the policy did not sample."""
+    async def _likeliest(self, tokens: list[int], mask: list[int], top_k: int) -> list[TopK]:
+        """Return the likeliest tokens by position; none where the policy did not sample."""
         positions = await self._server.prompt_logprobs(tokens, top_k)
         if len(positions) != len(tokens):
             raise ConfigError(
@@ -74,11 +73,9 @@ class Teacher:
                 fix="use grpo serve or vLLM",
             )
         return [
-            {} if entry == wire.IGNORED or position is None else _likeliest(position, top_k)
+            # vLLM also returns the actual token, likely or not
+            dict(sorted(position.items(), key=lambda pair: -pair[1])[:top_k])
+            if entry != wire.IGNORED and position is not None
+            else {}
             for entry, position in zip(mask, positions, strict=True)
         ]
-
-
-def _likeliest(position: TopK, top_k: int) -> TopK:
-    """Return the k likeliest tokens: vLLM also returns the actual token, likely or not."""
-    return dict(sorted(position.items(), key=lambda pair: -pair[1])[:top_k])

@@ -12,9 +12,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -26,7 +27,7 @@ from environments.peers.roster import servers
 from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, GroupMaker, set_up
 from environments.running.groups_page import groups_page
 from environments.running.metrics import JsonlFile
-from environments.running.runner import serve, until
+from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import ScoreTimeout
 from environments.tokenizers import load_tokenizer
@@ -39,29 +40,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMMANDS = {
+COMMANDS: Final = {
     "serve": "supply a trainer with scored groups through the rollout API",
     "process": "write scored groups to a JSONL file and an HTML page; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
     "try": "check the environment without a server: setup, a prompt, the scores of two made-up answers",
 }
-
-PROCESSED_AT_ONCE = 64
+PROCESSED_AT_ONCE: Final = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
-
-BLOCKED_S = 1.0
+CLOSE_S = 10.0
+"""Longest time for `close()`."""
+BLOCKED_S: Final = 1.0
 """Seconds after a signal at which a process ends whose event loop is blocked."""
-
-CALLED_AS = "GRPO_CALLED_AS"
+CALLED_AS: Final = "GRPO_CALLED_AS"
 """Environment variable with the command that replaced itself by this one, if any: `grpo env NAME`. Messages show it."""
 
 
 def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 failed, 2 wrong command line."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    prog = _prog(env_cls)
+    module = inspect.getmodule(env_cls)
+    by_module = f"python -m {module.__spec__.name}" if module is not None and module.__spec__ is not None else ""
+    prog = os.environ.pop(CALLED_AS, None) or env_cls.program or by_module or Path(sys.argv[0]).name
     try:
-        sys.exit(_run(env_cls, prog, arguments))
+        _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments))
+        sys.exit(0)
     except (ConfigError, FormatError) as error:
         fail_and_exit(error, prog)
     except (PeerError, ScoreTimeout) as error:
@@ -71,25 +73,14 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
         sys.exit(130)
 
 
-def _prog(env_cls: type[BaseEnv[Any, Any]]) -> str:
-    if called := os.environ.pop(CALLED_AS, None):
-        return called
-    if env_cls.program is not None:
-        return env_cls.program
-    module = inspect.getmodule(env_cls)
-    if module is not None and module.__spec__ is not None:
-        return f"python -m {module.__spec__.name}"
-    return Path(sys.argv[0]).name
-
-
-def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> int:
+def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> None:
     command = arguments[0] if arguments else None
     if command in ("-h", "--help"):
         summary = inspect.cleandoc(env_cls.__doc__ or env_cls.__name__).partition("\n")[0]
         print(f"usage: {prog} COMMAND [--env.… …] [--openai.… …] [--config FILE.toml]\n\n{summary}\n")
         print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
         print(f"\nOptions of a command: {prog} serve --help")
-        return 0
+        return
     if command not in COMMANDS:
         got = "nothing" if command is None else repr(command)
         raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
@@ -107,38 +98,43 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
     tokenizer = load_tokenizer(settings.env.tokenizer_name)
     if command == "try":
         found = asyncio.run(try_out(env_cls, settings, tokenizer))
-        report().succeed(found)
+        report().write(found=found)
         print(f"{env_cls.name}: {found}", flush=True)
-        return 0
-    asyncio.run(_command(command, env_cls, settings, tokenizer))
-    return 0
+    else:
+        asyncio.run(_command(command, env_cls, settings, tokenizer))
 
 
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
-    server = servers(settings.openai, patience=settings.env.retry_timeout)
-    env = env_cls(settings.env, server, tokenizer)
-    env.data, env.rewards = settings.data, settings.rewards
     stop = asyncio.Event()
-    _stop_on_signals(stop, status=0 if command == "serve" else 1)
-    try:
-        async with env.scoring.loop:
-            try:
-                if command == "serve":
-                    api = RolloutApi(settings.env)
-                    try:
-                        await serve(env, api, stop)
-                    finally:
-                        await api.close()
-                else:
-                    work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
-                    if not await until(stop, work):
-                        raise PeerError("stopped before it was done")
-            finally:
-                await env.scoring.close(env.close())
-    finally:
-        await server.close()
+    async with AsyncExitStack() as stack:
+        server = servers(settings.openai, patience=settings.env.retry_timeout)
+        stack.push_async_callback(server.close)
+        env = env_cls(settings.env, server, tokenizer)
+        env.data, env.rewards = settings.data, settings.rewards
         if env.teacher is not None:
-            await env.teacher.close()
+            stack.push_async_callback(env.teacher.close)
+        _stop_on_signals(stop, status=0 if command == "serve" else 1)
+        await stack.enter_async_context(env.watch)
+        stack.push_async_callback(_close, env)
+        if command == "serve":
+            api = RolloutApi(settings.env)
+            stack.push_async_callback(api.close)
+            await until(stop, Runner(env, api).run())
+        else:
+            work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
+            if not await until(stop, work):
+                raise PeerError("stopped before it was done")
+
+
+async def _close(env: BaseEnv[Any, Any]) -> None:
+    """Close an environment. Its errors are logged, so that what else is open is closed too."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await env.close()
+    except TimeoutError:
+        log.warning("close() of the environment is given up after %g s", CLOSE_S)
+    except Exception:
+        log.exception("close() of the environment failed")
 
 
 def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
@@ -191,9 +187,8 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             at_once = min(groups - len(written), env.config.max_concurrent_groups or PROCESSED_AT_ONCE)
             items = [item for _ in range(at_once) if (item := await maker.next_item()) is not None]
             if not items:
-                raise EnvironmentFailed(
-                    "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
-                )
+                got, wanted = f"{len(written)} groups", f"{groups} groups"
+                raise EnvironmentFailed("no more items", field=env.name, got=got, wanted=wanted)
             making = [asyncio.create_task(make(item)) for item in items]
             try:
                 await asyncio.gather(*making)
@@ -205,7 +200,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                 raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))
     finally:
         file.close()
-        page = path.with_suffix(".html")
+        page = path.with_name(f"{path.stem}.page.html") if path.suffix == ".html" else path.with_suffix(".html")
         page.write_text(groups_page(f"{env.name}: {path.name}", written))
     skipped = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items())
     measured = "".join(f", {name} {value:.3f}" for name, value in env.measures.take().items())
@@ -219,8 +214,7 @@ async def evaluate(env: BaseEnv[Any, Any]) -> None:
         ConfigError: It has none.
     """
     await set_up(env)
-    if not (metrics := await env.scoring.call("evaluate()", env.evaluate())):
-        raise ConfigError(
-            field=f"{env.name}: evaluate()", got="no metrics", wanted="metrics by name", fix="write evaluate(self)"
-        )
+    if not (metrics := await env.evaluate()):
+        field, fix = f"{env.name}: evaluate()", "write evaluate(self)"
+        raise ConfigError(field=field, got="no metrics", wanted="metrics by name", fix=fix)
     print(json.dumps({"env": env.name, **metrics}, default=float), flush=True)

@@ -24,11 +24,7 @@ CHECKPOINTS: Final = "checkpoints/*/state.json"
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set that an environment reads.
-
-    Attributes:
-        fingerprint: Changes if the content does.
-    """
+    """A data set that an environment reads; its fingerprint changes if the content does."""
 
     name: str
     rows: int
@@ -39,17 +35,14 @@ class DataSet:
 
 
 def refuse_changed(record: Path, data: Sequence[DataSet], *, allowed: bool) -> None:
-    """Compare data sets with those that a resumed run began with.
-
-    Raises:
-        ConfigError: They differ, and that is not allowed.
-    """
+    """Raise a ConfigError if data sets differ from those that a resumed run began with; if allowed, only warn."""
     if (before := _read(record)) is None:
         return
     known = [DataSet(**each) for each in before["data"]]
-    if [each.fingerprint for each in known] == [each.fingerprint for each in data]:
+    fingerprints = [each.fingerprint for each in known]
+    if fingerprints == [each.fingerprint for each in data]:
         return
-    changed = [each for each in data if each.fingerprint not in {old.fingerprint for old in known}] or list(data)
+    changed = [each for each in data if each.fingerprint not in fingerprints] or list(data)
     error = ConfigError(
         "the data differ from those that the run began with",
         field=f"--data {changed[0].name}" if changed else "--data",

@@ -12,11 +12,11 @@ from typing import Final, TypeVar
 from environments.config import ConfigError
 from environments.peers.http import PeerError
 from environments.running.groups import LOSSES, EnvironmentFailed, Failures
-from environments.threads import as_exception
+from environments.scoring import as_exception
 
 AT_ONCE: Final = 256
 """Rows that are generated and scored at the same time."""
-Z_95 = 1.959963984540054
+Z_95: Final = 1.959963984540054
 """The normal distribution's 97.5 % quantile: 95 % of values are within this many standard deviations."""
 
 Row = TypeVar("Row")
@@ -26,7 +26,7 @@ Found = TypeVar("Found")
 async def examine_each(
     name: str, rows: Sequence[Row], examine: Callable[[Row], Awaitable[Found]], failures: Failures
 ) -> tuple[list[Found], int]:
-    """Return what was found of the rows that did not fail, in their order, and how many failed.
+    """Return the results of the rows that did not fail, in their order, and how many failed.
 
     Args:
         name: the environment's.
@@ -39,31 +39,29 @@ async def examine_each(
     """
     found: dict[int, Found] = {}
     waiting = iter(enumerate(rows))
-    last: list[Exception] = []
+    last: Exception | None = None
 
     async def work() -> None:
+        nonlocal last
         for place, row in waiting:
             try:
                 found[place] = await examine(row)
             except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code: it loses one row
-                error = raised if isinstance(raised, Exception) else as_exception(raised)
-                if isinstance(error, PeerError | ConfigError) and not isinstance(error, tuple(LOSSES)):
+                last = raised if isinstance(raised, Exception) else as_exception(raised)
+                if isinstance(last, PeerError | ConfigError) and not isinstance(last, tuple(LOSSES)):
                     raise
-                failures.log(name, row, error)
-                last[:] = [error]
+                failures.log(name, row, last)
 
     workers = [asyncio.create_task(work()) for _ in range(min(len(rows), AT_ONCE))]
     try:
         await asyncio.gather(*workers)
     finally:
-        for each in workers:
-            each.cancel()
+        for worker in workers:
+            worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    if last and not found:
-        error = last[0]
-        raise EnvironmentFailed(
-            f"all {len(rows)} rows of the evaluation failed", field=name, got=repr(error), fix="see the log"
-        ) from error
+    if last is not None and not found:
+        summary = f"all {len(rows)} rows of the evaluation failed"
+        raise EnvironmentFailed(summary, field=name, got=repr(last), fix="see the log") from last
     return [found[place] for place in sorted(found)], len(rows) - len(found)
 
 

@@ -7,14 +7,13 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.running.pace import RunningShare
-from environments.scoring import ScoreTimeout
-from environments.threads import settled
+from environments.scoring import ScoreTimeout, as_exception, settled
 from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
 
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOST_IN_A_ROW = 16
+LOST_IN_A_ROW: Final = 16
 """After this many lost groups in a row, the environment counts as broken."""
 UNSCORED_IN_A_ROW = 256
 """After this many groups in a row to which no reward applies, the environment counts as broken."""
 
-LOSSES = {
+LOSSES: Final = {
     PeerRefused: "refused by the server",
     PromptTooLong: "prompt too long",
     PromptRefused: "prompt refused by the chat template",
@@ -36,9 +35,9 @@ LOSSES = {
     UnusableRow: "unusable row",
 }
 """Errors that lose one group, and the reason under which it is counted."""
-ALL_EQUAL = "all scores equal"
-ALL_UNSCORED = "no reward applies"
-NOTHING = "came to nothing"
+ALL_EQUAL: Final = "all scores equal"
+ALL_UNSCORED: Final = "no reward applies"
+NOTHING: Final = "came to nothing"
 """Why there is no group, if the environment returned none."""
 
 
@@ -95,9 +94,9 @@ class Failures:
 
 
 async def set_up(env: BaseEnv[Any, Any]) -> None:
-    """Call `setup`. It has no time limit, because it may load for minutes."""
-    with env.scoring.loop.patience():
-        await settled(env.setup())
+    """Call `setup`, which may load for minutes, and begin to watch the event loop."""
+    await settled(env.setup())
+    env.watch.is_armed = True
 
 
 class GroupMaker:
@@ -122,11 +121,7 @@ class GroupMaker:
         self._lost = self._unscored = 0
 
     async def next_item(self) -> Any:
-        """Return the next item; None if there are no more.
-
-        Raises:
-            ScoreTimeout: It took too long.
-        """
+        """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
         return await self._env.scoring.call("get_next_item()", settled(self._env.get_next_item()))
 
     async def make(self, item: Any) -> wire.ScoredData | None:
@@ -138,15 +133,15 @@ class GroupMaker:
         """
         env = self._env
         try:
-            group = await env.scoring.call("collect_trajectories()", env.scored(item))
-        except tuple(LOSSES) as error:
-            self.lose(next(said for kind, said in LOSSES.items() if isinstance(error, kind)), error)
-            return None
-        except (PeerError, ConfigError):
-            raise
-        except Exception as error:  # an error in the environment's code for one item must not end a long run
-            env.failures.log(env.name, item, error)
-            self.lose("failed", error if isinstance(error, UserError) else repr(error), is_logged=True)
+            group = await env.scored(item)
+        except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code: it loses one item
+            error = raised if isinstance(raised, Exception) else as_exception(raised)
+            reason = next((reason for kind, reason in LOSSES.items() if isinstance(error, kind)), "")
+            if not reason and isinstance(error, PeerError | ConfigError):
+                raise
+            if not reason:
+                env.failures.log(env.name, item, error)
+            self.lose(reason or "failed", error if isinstance(error, UserError) else repr(error), is_logged=not reason)
             return None
         if group is None:
             self._dropped()[NOTHING] += 1

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of sent groups, and of dropped groups by reason."""
+    """Counts of sent groups, and of dropped groups by reason; `measures` are the environment's own figures."""
 
     groups: int = 0
     scores: list[float] = field(default_factory=list)
@@ -43,8 +43,7 @@ class Tally:
         """Return the counts as metrics."""
         metrics: dict[str, float] = {"groups_sent": self.groups, "groups_dropped": self.dropped.total()}
         if self.scores:
-            metrics["score_mean"] = fmean(self.scores)
-            metrics["completion_length_mean"] = fmean(self.lengths)
+            metrics |= {"score_mean": fmean(self.scores), "completion_length_mean": fmean(self.lengths)}
         if self.versions:
             metrics["policy_version_oldest"] = min(self.versions)
         metrics |= {f"groups_dropped/{reason}": count for reason, count in self.dropped.items()}
@@ -64,13 +63,10 @@ class Tally:
 
 
 class Sink(Protocol):
-    """A destination of metrics besides the console."""
+    """A destination of metrics besides the console: a file, or a run of W&B."""
 
-    def log(self, data: dict[str, Any], step: int) -> Any:
-        """Record the metrics of a step."""
-
-    def finish(self) -> Any:
-        """Finish the record."""
+    def log(self, data: dict[str, Any], step: int) -> Any: ...
+    def finish(self) -> Any: ...
 
 
 class JsonlFile:
@@ -110,16 +106,17 @@ class JsonlSink(JsonlFile):
         """Write one line."""
         self.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **data}, default=float).encode())
 
-    def finish(self) -> None:
-        """Close the file."""
-        self.close()
+    finish = JsonlFile.close
 
 
 class Reporter:
-    """Keeps the tally of the current step and reports it when the step is over."""
+    """Keeps the tally of the current step and reports it when the step is over.
+
+    Args:
+        name: prefix of each metric's name in the sinks, which several environments may share.
+    """
 
     def __init__(self, name: str, sinks: Sequence[Sink] = ()) -> None:
-        """`name` is a prefix of each metric's name in the sinks, which several environments may share."""
         self.tally = Tally()
         self._name = name
         self._sinks = sinks
@@ -142,25 +139,11 @@ class Reporter:
             sink.finish()
 
 
-def _run_id(config: BaseEnvConfig, name: str) -> str | None:
-    """Return W&B's id of an environment's run; None: W&B chooses one.
+def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
+    """Return a W&B run in the trainer's project and group.
 
     An environment that starts again continues its run: the id is kept beside its metrics. WANDB_RUN_ID is the id of the
     trainer's run, so the environment's is made from it.
-    """
-    if trainers := os.environ.get("WANDB_RUN_ID"):
-        return re.sub(r"[^\w-]", "-", f"{trainers}-{name}")
-    if config.metrics_path is None:
-        return None
-    path = config.metrics_path.with_suffix(".wandb_id")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid4().hex[:12])
-    return path.read_text().strip()
-
-
-def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
-    """Return a W&B run in the trainer's project and group.
 
     Raises:
         ConfigError: wandb is not installed or does not start.
@@ -168,15 +151,19 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
     try:
         import wandb
     except ImportError:
-        raise ConfigError(
-            field="--env.use_wandb",
-            got="no module wandb",
-            wanted="the package",
-            fix="pip install 'grpo-trainer[wandb]', or leave the option out",
-        ) from None
+        fix = "pip install 'grpo-trainer[wandb]', or leave the option out"
+        raise ConfigError(field="--env.use_wandb", got="no module wandb", wanted="the package", fix=fix) from None
     try:
+        run_id = None
+        if trainers := os.environ.get("WANDB_RUN_ID"):
+            run_id = re.sub(r"[^\w-]", "-", f"{trainers}-{name}")
+        elif config.metrics_path is not None:
+            path = config.metrics_path.with_suffix(".wandb_id")
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(uuid4().hex[:12])
+            run_id = path.read_text().strip()
         settings = redacted(config.model_dump(mode="json"))
-        run_id = _run_id(config, name)
         return wandb.init(id=run_id, resume="allow", project=info.project, group=info.group, name=name, config=settings)
     except (RuntimeError, OSError) as error:
         raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

@@ -21,19 +21,13 @@ RECENT_GROUPS = 32
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The API's answer to a registration.
+    """The API's answer to a registration. A limit that is None, or a `last_step` or length of -1, does not exist.
 
     Attributes:
-        env_id: This environment's number.
-        name: This environment's name.
         batch_size: Sequences in the trainer's batch.
-        max_token_len: The trainer's longest sequence, or -1.
-        last_step: The step at which training ends, or -1 if the trainer does not name it.
-        first_step: The trainer's step at registration.
-        checkpoint_dir: The trainer's checkpoint folder, if known.
         checkpoint_interval: Steps between checkpoints; 0: only one at the end.
         eval_every: Steps between evaluations that the trainer asks for; 0: none.
-        max_staleness: Limit of a group's staleness in versions when it is trained on; None: no limit.
+        max_staleness: Limit of a group's staleness in versions when it is trained on.
     """
 
     env_id: int
@@ -49,7 +43,7 @@ class Registration:
 
     @classmethod
     def of(cls, config: BaseEnvConfig, name: str, answer: wire.RegisterEnvResponse, info: wire.Info) -> Registration:
-        """Return what the API has answered to the environment `name`."""
+        """Return the API's answer to the environment `name`."""
         assert answer.env_id is not None, "registered"
         limits = [limit for limit in (config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
         return cls(
@@ -89,7 +83,6 @@ class RunningShare:
     """
 
     def __init__(self) -> None:
-        """Begin with the share of completions of one length."""
         self._shares: deque[float] = deque(maxlen=RECENT_GROUPS)
 
     def add(self, lengths: Sequence[int]) -> None:
@@ -120,50 +113,28 @@ def groups_to_start(
     """
     batch = registration.batch_size / config.group_size
     left = registration.last_step - status.current_step if registration.last_step >= 0 else math.inf
-    batches = min(config.max_batches_offpolicy or 1, left)
-    by_need = config.max_batches_offpolicy is None and status.leased is not None and status.env_weight >= 1.0
-    if by_need:
-        room = _to_keep_a_batch_running(status, batch, in_flight)
-    else:
-        room = _within_batches(status, batch, batches, in_flight)
-    lag = OVERTAKEN if by_need and registration.max_staleness is None else registration.max_staleness
+    limit = batch * min(config.max_batches_offpolicy or 1, left)
+    ahead = (
+        (status.leased or 0) + status.queue_size + in_flight.groups
+    )  # groups that may be trained on before a new one
+    lag = registration.max_staleness
+    if config.max_batches_offpolicy is None and status.leased is not None and status.env_weight >= 1.0:
+        complete = max(0.0, status.leased - batch) + status.queue_size  # groups beyond the batch in training
+        running = math.ceil(batch * min(MOST_BATCHES, 1 / in_flight.running_share))
+        room = running - in_flight.groups if complete < batch else 0
+        lag = OVERTAKEN if lag is None else lag
+    else:  # batches of several environments are mixed by their weights, so each has a share of the limit
+        share = math.ceil(limit * min(1.0, status.env_weight)) - status.self_queue_size
+        room = min(math.ceil(limit) - status.queue_size, share) - in_flight.groups
     if lag is not None and status.leased is not None:
-        room = min(room, _within_lag(status, batch, lag, in_flight))
+        # All groups ahead may be trained on before the oldest in flight. The steps since its start, plus the steps that
+        # these groups suffice for, must be at most `lag` plus the step that trains on it.
+        age = 0 if in_flight.oldest_step is None else max(0, status.current_step - in_flight.oldest_step)
+        room = min(room, math.ceil((lag + 1 - age) * batch) - ahead)
     if left < math.inf:
-        room = min(room, math.ceil(left * batch) - _ahead(status, in_flight))
+        room = min(room, math.ceil(left * batch) - ahead)
     if config.min_batch_allocation is not None:
-        reserved = math.ceil(batches * batch * config.min_batch_allocation)
-        room = max(room, reserved - status.self_queue_size - in_flight.groups)
+        room = max(room, math.ceil(limit * config.min_batch_allocation) - status.self_queue_size - in_flight.groups)
     if config.max_concurrent_groups is not None:
         room = min(room, config.max_concurrent_groups - in_flight.groups)
     return max(0, room)
-
-
-def _to_keep_a_batch_running(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:
-    complete = max(0.0, (status.leased or 0) - batch) + status.queue_size  # groups beyond the batch in training
-    wanted = math.ceil(batch * min(MOST_BATCHES, 1 / in_flight.running_share))
-    return wanted - in_flight.groups if complete < batch else 0
-
-
-def _within_batches(status: wire.StatusEnv, batch: float, batches: float, in_flight: InFlight) -> int:
-    """Return the room within a limit of batches; an environment's part of it is its weight's share.
-
-    With shares, batches of several environments are mixed by their weights.
-    """
-    share = math.ceil(batches * batch * min(1.0, status.env_weight)) - status.self_queue_size
-    return min(math.ceil(batches * batch) - status.queue_size, share) - in_flight.groups
-
-
-def _within_lag(status: wire.StatusEnv, batch: float, lag: int, in_flight: InFlight) -> int:
-    """Return the room that keeps the oldest group in flight, and so every younger one, within `lag` versions.
-
-    All available groups may be trained on before it. The steps since its start, plus the steps that these groups
-    suffice for, must be at most `lag` plus the step that trains on it.
-    """
-    age = 0 if in_flight.oldest_step is None else max(0, status.current_step - in_flight.oldest_step)
-    return math.ceil((lag + 1 - age) * batch) - _ahead(status, in_flight)
-
-
-def _ahead(status: wire.StatusEnv, in_flight: InFlight) -> int:
-    """Return the number of groups that may be trained on before one that is started now."""
-    return (status.leased or 0) + status.queue_size + in_flight.groups

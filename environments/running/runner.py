@@ -5,7 +5,7 @@
     _work      starts a group as soon as the latest status leaves room for one
     _group     takes an item, generates, scores and posts: a task for each group
 
-Each of them says what it has changed through one condition variable, `_changed`.
+Each of them reports what it has changed through one condition variable, `_changed`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -29,7 +29,6 @@ from environments.running.groups import GroupMaker, set_up
 from environments.running.metrics import JsonlFile, JsonlSink, Reporter, Sink, open_wandb
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.state import FOLDER, StateFiles
-from environments.scoring import ScoreTimeout
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -51,16 +50,6 @@ GOODBYE_S = 0.8
 """Shutdown limits in seconds: for posting groups that are already scored, and then for disconnecting."""
 
 
-async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) -> None:
-    """Serve until the trainer has done its steps, there are no more items, or `stop` is set.
-
-    Raises:
-        ConfigError: The settings do not fit the trainer's.
-        PeerError: The API or the server is gone or refuses, or the environment fails for every item.
-    """
-    await until(stop, Runner(env, api).run())
-
-
 async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Do the work, unless `stop` is set before it is done; return whether it was done."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
@@ -70,8 +59,7 @@ async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
         stopped.cancel()
         if not task.done():
             log.info("stop requested")
-            if not task.cancelling():
-                task.cancel()
+            task.cancel()
             await asyncio.wait({task})
     if not task.cancelled():
         task.result()
@@ -82,7 +70,6 @@ class Runner:
     """Runs one environment for one trainer."""
 
     def __init__(self, env: BaseEnv[Any, Any], api: RolloutApi) -> None:
-        """Prepare the state; `run` starts the work."""
         self.env = env
         self.config: BaseEnvConfig = env.config
         self.api = api
@@ -96,9 +83,7 @@ class Runner:
         self._moved_at = time.monotonic()
         self._is_known = False  # the API knows this environment, and the status is of it
         self._is_stale = True  # there is news since the status
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._making: set[asyncio.Task[None]] = set()
-        self._posting: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Literal["making", "posting", ""]] = {}  # and what those of groups do
         self._evaluation: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._items_left = True
@@ -109,15 +94,27 @@ class Runner:
         self._posted: dict[int, int] = {}
 
     async def run(self) -> None:
-        """Set up, register and work; disconnect at the end, also after an error."""
+        """Set up, register, and work until the trainer has done its steps or there are no more items; disconnect at
+        the end, also after an error.
+
+        Raises:
+            ConfigError: The settings do not fit the trainer's.
+            PeerError: The API or the server is gone or refuses, or the environment fails for every item.
+        """
         try:
             await set_up(self.env)
             if self.config.data_record is not None and (data := self.env.data_sets()):
                 keep(self.config.data_record, data)
-            self._registration = await self._register()
-            if (files := self._state_files()) and self._registration.first_step:  # a resumed run
-                files.newest(self._registration.first_step, self.env.restore)
-            self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))
+            registration = await self._register()
+            if (files := self._state_files()) and registration.first_step:  # a resumed run
+                files.newest(registration.first_step, self.env.restore)
+            path, sinks = self.config.metrics_path, list[Sink]()
+            if path:
+                sinks.append(JsonlSink("--env.metrics_path", path))
+            if self.config.use_wandb:
+                info = await self.api.wandb_info()
+                sinks.append(await asyncio.to_thread(open_wandb, self.config, registration.name, info))
+            self.reporter = Reporter(registration.name, sinks)
             await self._work()
         finally:
             await self._leave()
@@ -137,12 +134,8 @@ class Runner:
             await asyncio.sleep(REGISTER_AGAIN_S)
         info = await self.api.info()
         if answer.env_id is None or info.batch_size < 1:
-            raise PeerError(
-                field="the rollout API",
-                got=f"{answer}, {info}",
-                wanted="an env_id and a batch size",
-                fix="check --env.rollout_server_url",
-            )
+            got, fix = f"{answer}, {info}", "check --env.rollout_server_url"
+            raise PeerError(field="the rollout API", got=got, wanted="an env_id and a batch size", fix=fix)
         if self.config.group_size > info.batch_size:
             raise ConfigError(
                 field="--env.group_size",
@@ -150,7 +143,7 @@ class Runner:
                 wanted=f"at most the trainer's batch of {info.batch_size} sequences",
                 fix="lower it, or raise the trainer's batch",
             )
-        registration = Registration.of(self.config, self.env.name, answer, info)
+        self._registration = registration = Registration.of(self.config, self.env.name, answer, info)
         self.env.num_steps = max(0, answer.num_steps or 0)
         self.groups.max_token_len = info.max_token_len
         log.info(
@@ -162,13 +155,6 @@ class Runner:
             registration.last_step if registration.last_step >= 0 else "any number",
         )
         return registration
-
-    async def _sinks(self, name: str) -> list[Sink]:
-        path = self.config.metrics_path
-        sinks: list[Sink] = [JsonlSink("--env.metrics_path", path)] if path else []
-        if self.config.use_wandb:
-            sinks.append(await asyncio.to_thread(open_wandb, self.config, name, await self.api.wandb_info()))
-        return sinks
 
     def _state_files(self) -> StateFiles | None:
         """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
@@ -182,51 +168,6 @@ class Runner:
         if files and (state := self.env.state()):
             files.save(step, state)
 
-    # ------------------------------------------------------------ groups
-
-    async def _work(self) -> None:
-        """Start groups until the trainer has done its steps, or the items are used up."""
-        following, _ = self._start(self._follow()), self._start(self._listen())
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._failure or self._is_over() or self._room() > 0)
-            if self._failure is not None:
-                raise self._failure
-            if self._is_over():
-                break
-            assert self._status is not None, "there is room by a status"
-            step, item = self._status.current_step, await self.groups.next_item()
-            if item is None:
-                self._items_left = False
-                continue
-            self._started += 1
-            self._in_flight[self._started] = step
-            self._making.add(self._start(self._group(self._started, item)))
-        log.info(self._is_over())
-        if self._evaluation is not None:
-            for task in self._making:
-                task.cancel()
-            await asyncio.wait([self._evaluation, following], return_when=asyncio.FIRST_COMPLETED)
-            if self._failure is not None:
-                raise self._failure
-
-    def _is_over(self) -> str:
-        """Return why there is nothing left to do; empty: there is."""
-        if self._status is not None and self._is_last(self._status):
-            return f"the trainer has done its {self.registration.last_step} steps"
-        return "" if self._items_left or self._in_flight else "no more items"
-
-    def _is_last(self, status: wire.StatusEnv) -> bool:
-        return 0 <= self.registration.last_step <= status.current_step
-
-    def _room(self) -> int:
-        """Return how many groups may be started now."""
-        if self._status is None or not self._is_known or not self._items_left:
-            return 0
-        steps = [*self._in_flight.values(), *self._posted.values()]
-        in_flight = InFlight(len(steps), min(steps, default=None), self.groups.share.value)
-        return groups_to_start(self._status, self.registration, self.config, in_flight)
-
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run some work in a task, whose error ends the environment."""
 
@@ -236,14 +177,62 @@ class Runner:
             except Exception as error:
                 self._failure = self._failure or error
             finally:
-                for tasks in (self._tasks, self._making, self._posting):
-                    tasks.discard(task)
+                del self._tasks[task]
                 async with self._changed:
                     self._changed.notify_all()
 
         task = asyncio.create_task(run())
-        self._tasks.add(task)
+        self._tasks[task] = ""
         return task
+
+    async def _change(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    # ------------------------------------------------------------ groups
+
+    async def _work(self) -> None:
+        """Start groups until the trainer has done its steps, or the items are used up."""
+        following, _ = self._start(self._follow()), self._start(self._listen())
+        while True:
+            await self._change(lambda: self._failure or self._why_over() or self._room() > 0)
+            if self._failure is not None:
+                raise self._failure
+            if why := self._why_over():
+                break
+            assert self._status is not None, "there is room by a status"
+            step, item = self._status.current_step, await self.groups.next_item()
+            if item is None:
+                self._items_left = False
+                continue
+            self._started += 1
+            self._in_flight[self._started] = step
+            self._tasks[self._start(self._group(self._started, item))] = "making"
+        log.info(why)
+        if self._evaluation is not None:
+            for task in self._doing("making"):
+                task.cancel()
+            await asyncio.wait([self._evaluation, following], return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+
+    def _doing(self, *what: str) -> list[asyncio.Task[None]]:
+        return [task for task, doing in self._tasks.items() if doing in what]
+
+    def _why_over(self) -> str:
+        """Return why there is nothing left to do; empty: there is."""
+        if self._status is not None and 0 <= self.registration.last_step <= self._status.current_step:
+            return f"the trainer has done its {self.registration.last_step} steps"
+        return "" if self._items_left or self._in_flight else "no more items"
+
+    def _room(self) -> int:
+        """Return how many groups may be started now."""
+        if self._status is None or not self._is_known or not self._items_left:
+            return 0
+        steps = [*self._in_flight.values(), *self._posted.values()]
+        in_flight = InFlight(len(steps), min(steps, default=None), self.groups.share.value)
+        return groups_to_start(self._status, self.registration, self.config, in_flight)
 
     async def _group(self, number: int, item: object) -> None:
         """Make a group and post it."""
@@ -256,8 +245,7 @@ class Runner:
                     self._file.write(msgspec.json.encode(group))
                 task = asyncio.current_task()
                 assert task is not None, "runs in a task"
-                self._making.discard(task)
-                self._posting.add(task)
+                self._tasks[task] = "posting"
                 if await self._post(group):
                     self.groups.used()
                     self.reporter.tally.add(group)
@@ -268,26 +256,24 @@ class Runner:
     async def _post(self, group: wire.ScoredData) -> bool:
         """Post a group; return whether the API has it."""
         while True:
-            registration = self.registration
+            known = self.registration
             try:
                 with stage("post", versions=group.policy_versions):
-                    await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
+                    await self.api.post(msgspec.structs.replace(group, env_id=known.env_id))
+                return True
             except PeerRefused as refusal:
-                if refusal.key == "env_id":  # the API was restarted: wait for the new registration
-                    async with self._changed:
-                        await self._changed.wait_for(lambda known=registration: self._registration is not known)
-                    continue
-                self.groups.lose("refused by the rollout API", refusal)
-                return False
-            return True
+                if refusal.key != "env_id":
+                    self.groups.lose("refused by the rollout API", refusal)
+                    return False
+            # The API was restarted: wait for the new registration.
+            await self._change(lambda known=known: self._registration is not known)
 
     # ------------------------------------------------------------ the trainer's progress
 
     async def _follow(self) -> None:
         """Ask the API for its status whenever a group was posted, or `_listen` has heard of news."""
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._is_stale or self._posted)
+            await self._change(lambda: self._is_stale or self._posted)
             await asyncio.sleep(TOGETHER_S)
             self._is_stale, posted = False, [*self._posted]
             try:
@@ -295,38 +281,37 @@ class Runner:
             except NotRegistered:
                 log.warning("the rollout API was restarted: registering again")
                 self._is_known = False
-                self._registration = await self._register()
+                await self._register()
                 self._is_stale = True
                 self._posted.clear()
             else:
                 for number in posted:
                     del self._posted[number]
                 self._is_known = True
-                self._notice(status)
+                self._take(status)
             async with self._changed:
                 self._changed.notify_all()
 
     async def _listen(self) -> None:
         """Wait at the API for news, such as a step of the trainer, so that `_follow` asks for the status."""
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._is_stale)
+            await self._change(lambda: not self._is_stale)
             if self._status is None or self._status.seen is None:  # an API that answers at once
                 await asyncio.sleep(POLL_S)
             else:
-                wait, seen = HEARD_EVERY_S if self._is_over() else WAIT_S, self._status.seen
+                wait, seen = HEARD_EVERY_S if self._why_over() else WAIT_S, self._status.seen
                 with suppress(NotRegistered):  # the next status request registers again
                     await self.api.status(self.registration.env_id, wait=wait, seen=seen)
             async with self._changed:
                 self._is_stale = True
                 self._changed.notify_all()
 
-    def _notice(self, status: wire.StatusEnv) -> None:
-        """Report a new step, start an evaluation that is due, and warn if nothing changes.
+    def _take(self, status: wire.StatusEnv) -> None:
+        """Take a new status: report a new step, start an evaluation that is due, and warn if nothing changes.
 
         While one runs, others that fall due are left out; only that of the last step waits for it.
         """
-        now, before = time.monotonic(), self._status
+        now, before, self._status = time.monotonic(), self._status, status
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
             self._moved_at = now
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
@@ -340,30 +325,31 @@ class Runner:
                 len(self._in_flight),
                 self.reporter.tally.line(),
             )
-        self._status = status
         if before is None or status.current_step == before.current_step:
             return
-        self.env.curr_step = status.current_step
-        self.reporter.end_step(status.current_step, self.env.measures.take())
-        interval = self.registration.checkpoint_interval
-        if interval and status.current_step // interval > before.current_step // interval:
-            self._save_state(status.current_step)
-        every = self.config.steps_per_eval or self.registration.eval_every
-        due = every and status.current_step // every > before.current_step // every
-        if due and (self._evaluation is None or self._evaluation.done() or self._is_last(status)):
-            self._evaluation = self._start(self._evaluate(status.current_step, self._evaluation))
+
+        def passed(every: int) -> bool:
+            return every > 0 and status.current_step // every > before.current_step // every
+
+        step = self.env.curr_step = status.current_step
+        self.reporter.end_step(step, self.env.measures.take())
+        if passed(self.registration.checkpoint_interval):
+            self._save_state(step)
+        running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
+        if passed(self.config.steps_per_eval or self.registration.eval_every) and (
+            running is None or 0 <= self.registration.last_step <= step
+        ):
+            self._evaluation = self._start(self._evaluate(step, running))
 
     async def _evaluate(self, step: int, before: asyncio.Task[None] | None) -> None:
         """Evaluate and report. A failed evaluation only leaves a gap in a plot, so it does not stop training."""
         if before is not None:
             await asyncio.wait([before])
         try:
-            metrics = await self.env.scoring.call("evaluate()", self.env.evaluate())
+            metrics = await self.env.evaluate()
             log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
             await self.api.post_evaluation(self.registration.env_id, step, metrics)
-        except ScoreTimeout as error:  # its stack is in the log already
-            log.warning("the evaluation at step %d failed, training and later evaluations continue: %s", step, error)
         except Exception:
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
 
@@ -371,12 +357,12 @@ class Runner:
 
     async def _leave(self) -> None:
         """Stop generation, post scored groups and disconnect, within about two seconds."""
-        await _cancel(self._tasks - self._posting)
-        if self._posting:
-            await asyncio.wait(self._posting, timeout=GOODBYE_S)
-        if unsent := len(self._posting):
-            await _cancel(self._posting)
-            log.warning("%d scored groups could not be posted", unsent)
+        await _cancel(self._doing("", "making"))
+        if posting := self._doing("posting"):
+            await asyncio.wait(posting, timeout=GOODBYE_S)
+        if unsent := self._doing("posting"):
+            await _cancel(unsent)
+            log.warning("%d scored groups could not be posted", len(unsent))
         if self._registration is not None:
             await self._disconnect()
         if self.reporter.tally.groups or self.reporter.tally.dropped:
@@ -388,23 +374,22 @@ class Runner:
 
     async def _disconnect(self) -> None:
         """Save the state at the trainer's current step, which may be newer than the last status, and disconnect."""
-        status = self._status
+        env_id, status = self.registration.env_id, self._status
         try:
             async with asyncio.timeout(GOODBYE_S / 2):
-                status = await self.api.status(self.registration.env_id)
+                status = await self.api.status(env_id)
         except (PeerError, TimeoutError):
             log.info("disconnecting; the trainer's last known step is %s", status.current_step if status else "none")
         if status is not None:
             self._save_state(status.current_step)
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await self.api.disconnect(self.registration.env_id, patience=GOODBYE_S / 2)
+                await self.api.disconnect(env_id, patience=GOODBYE_S / 2)
         except (PeerError, TimeoutError) as error:
             log.info("could not disconnect from the rollout API: %s", error or "no answer")
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    tasks = set(tasks)
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     if tasks:

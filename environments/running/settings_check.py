@@ -36,23 +36,27 @@ class BuiltIn:
     settings_module: str = ""
     is_tried: bool = True
 
+    def config(self) -> type[BaseEnvConfig]:
+        """Import and return its settings class."""
+        return cast("type[BaseEnvConfig]", getattr(import_module(self.settings_module or self.module), self.settings))
+
 
 DATASET: Final = "dataset"
 """The environment that reads `[data]` and `[[rewards]]`."""
-DATASET_MODULE: Final = "environments.dataset"
-
 BUILT_IN: Final = MappingProxyType(
     {
         "arithmetic": BuiltIn("environments.arithmetic", "ArithmeticConfig", is_tried=False),
-        "dataset": BuiltIn(DATASET_MODULE, "DatasetConfig", settings_module=f"{DATASET_MODULE}.env"),
+        "dataset": BuiltIn("environments.dataset", "DatasetConfig", "environments.dataset.env"),
         "gsm8k": BuiltIn("environments.gsm8k", "Gsm8kConfig"),
-        "verifiers": BuiltIn(
-            "environments.from_verifiers", "VerifiersConfig", settings_module="environments.from_verifiers.config"
-        ),
+        "verifiers": BuiltIn("environments.from_verifiers", "VerifiersConfig", "environments.from_verifiers.config"),
         "word_problems": BuiltIn("environments.word_problems", "WordProblemsConfig", is_tried=False),
     }
 )
 """By short name."""
+
+
+class _RewardTables(BaseModel):
+    rewards: Rewards
 
 
 def check(name: str, values: Mapping[str, object]) -> None:
@@ -65,15 +69,11 @@ def check(name: str, values: Mapping[str, object]) -> None:
         ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
     """
     if name in BUILT_IN:
-        check_table("env", _class(name), values)
+        check_table("env", BUILT_IN[name].config(), values)
 
 
 def check_server(values: Mapping[str, object]) -> None:
-    """Check the table `[openai]`, which is the same for every environment.
-
-    Raises:
-        ConfigError: As for `check`.
-    """
+    """Check the table `[openai]`, which is the same for every environment; raise as `check`."""
     check_table("openai", ServerConfig, values)
 
 
@@ -85,10 +85,10 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
     """
     check_table("data", DataConfig, data)
     check_table("rewards", _RewardTables, {"rewards": rewards})
-    if name in BUILT_IN and name != DATASET:
-        refuse_data(name, bool(data), bool(rewards))
     if name == DATASET:
         require_data(data.get("path") is not None, bool(rewards))
+    elif name in BUILT_IN:
+        refuse_data(name, bool(data), bool(rewards))
 
 
 def reward_sources(rewards: Sequence[object]) -> list[str]:
@@ -97,24 +97,15 @@ def reward_sources(rewards: Sequence[object]) -> list[str]:
     return [each.function.rpartition(":")[0] for each in found if ":" in each.function and not each.is_regex]
 
 
-class _RewardTables(BaseModel):
-    rewards: Rewards
-
-
 def group_size(name: str, values: Mapping[str, object]) -> int | None:
     """Return the completions per item of an environment with this table; None if that is not known before it runs."""
     if "group_size" in values:
         given = str(values["group_size"])
         return int(given) if given.isdecimal() and int(given) else None  # a user's own environment judges the rest
-    return cast("int", _class(name).model_fields["group_size"].default) if name in BUILT_IN else None
+    return cast("int", BUILT_IN[name].config().model_fields["group_size"].default) if name in BUILT_IN else None
 
 
 def common_option(key: str) -> tuple[str, object] | None:
     """Return the description and the default of an option that every environment has; None: there is no such option."""
     field = BaseEnvConfig.model_fields.get(key)
     return None if field is None else (str(field.description), field.default)
-
-
-def _class(name: str) -> type[BaseEnvConfig]:
-    found = BUILT_IN[name]
-    return cast("type[BaseEnvConfig]", getattr(import_module(found.settings_module or found.module), found.settings))

@@ -7,28 +7,28 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
-FOLDER = "environments"
+FOLDER: Final = "environments"
 """Subfolder of the trainer's checkpoint folder."""
-CHECKPOINT = re.compile(r"(?:^|_)step_(\d+)$")
+CHECKPOINT: Final = re.compile(r"(?:^|_)step_(\d+)$")
 """Name of a checkpoint's folder; a complete one has a state.json."""
-
-KEPT_BLINDLY = 100
+KEPT_BLINDLY: Final = 100
 """States that are kept where the trainer's checkpoints are on another machine."""
 
 
 class StateFiles:
-    """`FOLDER/NAME/step-N.json`, one for each step at which state was saved."""
+    """`FOLDER/NAME/step-N.json`, one for each step at which state was saved.
+
+    Args:
+        folder: is created with the first save.
+        name: the environment's.
+        checkpoints: the trainer's checkpoint folder, which says which states are needed; None: not visible here.
+    """
 
     def __init__(self, folder: Path, name: str, checkpoints: Path | None = None) -> None:
-        """`folder` is created with the first save; `name` is the environment's.
-
-        Args:
-            checkpoints: the trainer's checkpoint folder, which says which states are needed; None: not visible here.
-        """
         self._folder = folder / re.sub(r"^\.|[^\w.-]", "_", name)
         self._checkpoints = checkpoints
 
@@ -55,8 +55,7 @@ class StateFiles:
                 state = json.loads(saved[at].read_bytes())
                 if not isinstance(state, dict):
                     raise ValueError("no JSON object")
-                if restore is not None:
-                    restore(state)
+                restore(state)
             except Exception as error:  # an environment's code may fail in any way on a damaged state
                 log.warning("the state in %s can't be read, an older one is looked for: %r", saved[at], error)
                 continue
@@ -65,20 +64,20 @@ class StateFiles:
         return None
 
     def _saved(self) -> dict[int, Path]:
-        found = ((re.fullmatch(r"step-([0-9]{1,15})", path.stem), path) for path in self._folder.glob("step-*.json"))
-        return {int(name[1]): path for name, path in found if name}
+        names = ((re.fullmatch(r"step-([0-9]{1,15})", path.stem), path) for path in self._folder.glob("step-*.json"))
+        return {int(name[1]): path for name, path in names if name}
 
     def _prune(self) -> None:
         """Delete the states that no checkpoint needs: each needs the newest that is not later than itself. Where
         checkpoints are not visible, the newest states are kept."""
         saved = self._saved()
         if self._checkpoints is None:
-            for at in sorted(saved)[:-KEPT_BLINDLY]:
-                saved[at].unlink(missing_ok=True)
-            return
-        names = (path.parent.name for path in self._checkpoints.glob("*/state.json"))
-        checkpoints = [int(found[1]) for name in names if (found := CHECKPOINT.search(name))]
-        needed = {max((at for at in saved if at <= one), default=None) for one in checkpoints}
-        for at in saved.keys() - needed:
-            if at < max(checkpoints, default=0):  # a checkpoint to come may need any later one
-                saved[at].unlink(missing_ok=True)
+            dropped = sorted(saved)[:-KEPT_BLINDLY]
+        else:
+            names = (path.parent.name for path in self._checkpoints.glob("*/state.json"))
+            checkpoints = [int(match[1]) for name in names if (match := CHECKPOINT.search(name))]
+            needed = {max((at for at in saved if at <= step), default=None) for step in checkpoints}
+            # A checkpoint to come may need any state that is later than the last one.
+            dropped = [at for at in saved.keys() - needed if at < max(checkpoints, default=0)]
+        for at in dropped:
+            saved[at].unlink(missing_ok=True)

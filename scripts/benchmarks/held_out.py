@@ -20,7 +20,7 @@ from environments.base import BaseEnv
 from environments.config import parse_settings, settings_class
 from environments.gsm8k import Gsm8kEnv
 from environments.peers.inference import Completion, Inference, Sampling
-from environments.threads import settled
+from environments.scoring import settled
 from environments.tokenizers import load_tokenizer
 from environments.word_problems import WordProblemsEnv
 from grpo_trainer.config.adapter_file import CONFIG_FILE

@@ -10,7 +10,7 @@ import msgspec
 
 from environments.api import wire
 from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem
-from environments.threads import settled
+from environments.scoring import settled
 
 
 class OddConfig(ArithmeticConfig):

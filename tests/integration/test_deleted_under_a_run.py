@@ -106,7 +106,7 @@ def test_without_its_adapters_or_a_checkpoint_a_run_goes_on(demo_model: Path, tm
     [
         ("nan", "a score that is not finite"),
         ("empty", r"\b16 groups\b.*\bempty\b"),
-        ("blocks", r"--env\.score_timeout 1\b"),
+        ("blocks", r"event loop"),
         ("crashes", r"exit code 3"),
     ],
 )

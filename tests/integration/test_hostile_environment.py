@@ -18,7 +18,7 @@ from tests.runs import finished, rows, started
 pytestmark = pytest.mark.timeout(600)
 
 SECONDS = float(os.environ.get("GRPO_HOSTILE_SECONDS", "4"))
-"""`--env.score_timeout` of the hostile environment; above 30 its stack is shown before it ends."""
+"""`--env.score_timeout` of the hostile environment."""
 BYTES = 100_000
 """Limit of the terminal's output in 60 steps."""
 
@@ -47,7 +47,7 @@ def test_a_hostile_environment_is_started_again_and_the_good_one_goes_on(demo_mo
     assert len(said) < BYTES * max(1.0, steps / 60)
     assert "\x1b" not in said and max(map(len, said.splitlines())) < 1000
     hostile = [line for line in said.splitlines() if line.startswith(f"{HOSTILE}: ")]
-    assert any(f"--env.score_timeout {SECONDS:g}" in line and " ERROR " in line for line in hostile), "why it ended"
+    assert any("event loop" in line and " ERROR " in line for line in hostile), "why it ended"
     assert any(re.search(r'hostile_environment\.py", line \d+, in evaluate$', line) for line in hostile), "its stack"
     assert len([line for line in hostile if "WARNING" in line]) < 2 * BURST + steps
     good = reported(run_dir, "arithmetic")

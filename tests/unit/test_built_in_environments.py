@@ -24,7 +24,7 @@ from environments.items import Shuffled, Stream
 from environments.running import cli, settings_check
 from environments.running.groups import set_up
 from environments.running.settings_check import BUILT_IN, BuiltIn
-from environments.threads import settled
+from environments.scoring import settled
 from tests.stand_ins import Scripted, registration, serving, trained
 
 TOKENIZER = build_tokenizer()

@@ -27,7 +27,7 @@ from environments.running.cli import process
 from environments.running.data_record import keep
 from environments.running.evaluation import mean_with_interval
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
-from environments.threads import settled
+from environments.scoring import settled
 from tests.stand_ins import Scripted
 
 END = "<|endoftext|>"

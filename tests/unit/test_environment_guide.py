@@ -20,7 +20,7 @@ from environments.multi_turn import MultiTurnConfig
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
 from environments.running import cli
-from environments.threads import settled
+from environments.scoring import settled
 from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]

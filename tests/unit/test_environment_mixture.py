@@ -27,7 +27,7 @@ from environments.running.groups import EnvironmentFailed
 from environments.running.groups_page import groups_page
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.state import KEPT_BLINDLY, StateFiles
-from environments.threads import settled
+from environments.scoring import settled
 from tests.stand_ins import local_api, registration, serving, trained
 
 STEPS = 8

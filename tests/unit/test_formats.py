@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from environments.api import wire
 from environments.api.store import Store
 from environments.config import BaseEnvConfig
-from environments.peers.dialects import find_dialect
 from environments.peers.http import Peer, PeerError
+from environments.peers.inference import detect
 from environments.peers.rollout_api import RolloutApi
 from grpo_common.errors import UserError
 from grpo_common.formats import FormatError, check_format, check_sqlite
@@ -221,7 +221,7 @@ def test_clients_refuse_a_newer_server(tmp_path: Path) -> None:
         with refused(tmp_path, url, ServerError):
             client.wait_until_ready()
         with refused(tmp_path, url, PeerError):
-            asyncio.run(closed_after(Peer("the inference server", url, patience=5.0), find_dialect))
+            asyncio.run(closed_after(Peer("the inference server", url, patience=5.0), detect))
 
 
 def test_clients_refuse_a_newer_rollout_api(tmp_path: Path) -> None:

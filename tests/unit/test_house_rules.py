@@ -106,7 +106,7 @@ ROOMS = {
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
-        *("data_config", "config", "user_modules", "threads", "scoring", "items"),
+        *("data_config", "config", "user_modules", "scoring", "items"),
         *("api", "peers", "trajectory", "tokenizers", "tool_calls", "conversation", "running"),
         *("base", "multi_turn", "maths", "dataset", "from_verifiers"),
         *(name for name in BUILT_IN_ROOMS if name not in ("dataset", "from_verifiers")),

@@ -295,9 +295,9 @@ class Scene:
         self.folder = folder
         self.made: dict[str, list[Server]] = {}
         config = ServerConfig(roster=folder, server_type="vllm", model_name="m")
-        self.servers = ListedServers(config, patience=patience, connect=self._connect)
+        self.servers = ListedServers(config, patience=patience)
 
-    def _connect(self, config: ServerConfig) -> Server:
+    def connect(self, config: ServerConfig, *, patience: float) -> Server:
         url = config.base_url.removesuffix("/v1")
         self.made.setdefault(url, []).append(server := Server(url))
         return server
@@ -311,9 +311,25 @@ class Scene:
         (self.folder / SERVED_FILE).write_bytes(msgspec.json.encode(served))
 
 
-def play(folder: Path, scene: Callable[[Scene], Awaitable[None]], patience: float = 10.0) -> None:
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scene of servers that join and leave."""
+
+    def run(scene: Callable[[Scene], Awaitable[None]], patience: float = 10.0) -> None:
+        _play(tmp_path, monkeypatch, scene, patience)
+
+    return run
+
+
+def _play(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Callable[[Scene], Awaitable[None]], patience: float
+) -> None:
     async def played() -> None:
         made = Scene(folder, patience)
+        monkeypatch.setattr(roster, "InferenceClient", made.connect)
         try:
             await asyncio.wait_for(scene(made), 20)
         finally:
@@ -332,7 +348,7 @@ async def until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_request_under_way_is_asked_again_where_a_server_is_left(tmp_path: Path) -> None:
+def test_a_request_under_way_is_asked_again_where_a_server_is_left(play: Play) -> None:
     async def scene(run: Scene) -> None:
         run.list(A=1, B=1)
         asked = [asyncio.create_task(run.servers.generate([3], 2, ONE)) for _ in range(2)]
@@ -345,10 +361,10 @@ def test_a_request_under_way_is_asked_again_where_a_server_is_left(tmp_path: Pat
         assert [[each.text for each in answer] for answer in answers] == [[B, B], [B, B]]
         assert run.made[A][0].given_up == 1 and run.made[A][0].closed
 
-    play(tmp_path, scene)
+    play(scene)
 
 
-def test_a_server_that_starts_again_is_another_one(tmp_path: Path) -> None:
+def test_a_server_that_starts_again_is_another_one(play: Play) -> None:
     async def scene(run: Scene) -> None:
         run.list(A=1)
         asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
@@ -358,10 +374,10 @@ def test_a_server_that_starts_again_is_another_one(tmp_path: Path) -> None:
         run.made[A][1].let.set()
         assert len(await asked) == 1 and run.made[A][0].given_up == 1
 
-    play(tmp_path, scene)
+    play(scene)
 
 
-def test_requests_wait_while_no_server_is_left(tmp_path: Path) -> None:
+def test_requests_wait_while_no_server_is_left(play: Play) -> None:
     async def scene(run: Scene) -> None:
         asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
         await asyncio.sleep(0.1)
@@ -371,19 +387,19 @@ def test_requests_wait_while_no_server_is_left(tmp_path: Path) -> None:
         run.made[B][0].let.set()
         assert (await asked)[0].text == B
 
-    play(tmp_path, scene)
+    play(scene)
 
 
-def test_a_list_that_stays_empty_is_an_error(tmp_path: Path) -> None:
+def test_a_list_that_stays_empty_is_an_error(play: Play) -> None:
     async def scene(run: Scene) -> None:
         with pytest.raises(PeerGone) as gone:
             await run.servers.generate([3], 1, ONE)
-        assert str(tmp_path) in gone.value.field
+        assert str(run.folder) in gone.value.field
 
-    play(tmp_path, scene, patience=0.05)
+    play(scene, patience=0.05)
 
 
-def test_a_request_that_the_environment_gives_up_is_given_up_at_the_server(tmp_path: Path) -> None:
+def test_a_request_that_the_environment_gives_up_is_given_up_at_the_server(play: Play) -> None:
     async def scene(run: Scene) -> None:
         run.list(A=1)
         asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
@@ -393,20 +409,21 @@ def test_a_request_that_the_environment_gives_up_is_given_up_at_the_server(tmp_p
             await asked
         assert run.made[A][0].given_up == 1
 
-    play(tmp_path, scene)
+    play(scene)
 
 
-def named(servers: Sequence[Server]) -> ListedServers:
+def named(servers: Sequence[Server], monkeypatch: pytest.MonkeyPatch) -> ListedServers:
     """The client of servers that are named with commas."""
     by_url = {server.url: server for server in servers}
     config = ServerConfig(base_url=",".join(by_url))
-    return ListedServers(config, patience=1.0, connect=lambda config: by_url[config.base_url])
+    monkeypatch.setattr(roster, "InferenceClient", lambda config, *, patience: by_url[config.base_url])
+    return ListedServers(config, patience=1.0)
 
 
-def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> None:
+def test_requests_go_to_the_server_with_the_fewest_completions_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         first, second, third = every = [Server(url) for url in (A, B, "http://127.0.0.1:9003")]
-        several = named(every)
+        several = named(every, monkeypatch)
         waiting = []
 
         async def ask(n: int) -> None:
@@ -432,7 +449,7 @@ def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> No
     asyncio.run(scenario())
 
 
-def test_one_that_fails_is_not_counted_as_busy() -> None:
+def test_one_that_fails_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Server):
         async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
             raise PeerRefused("no", 400)
@@ -440,7 +457,7 @@ def test_one_that_fails_is_not_counted_as_busy() -> None:
     async def scenario() -> None:
         refusing, good = Refusing(A), Server(B)
         good.let.set()
-        several = named([refusing, good])
+        several = named([refusing, good], monkeypatch)
         for _ in range(2):
             with pytest.raises(PeerRefused):
                 await several.generate([1], 8, ONE)

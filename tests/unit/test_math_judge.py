@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number, read_number
 from environments.maths.judge import UNJUDGED, MathJudge, Verdict
-from environments.scoring import Scoring
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
@@ -191,27 +190,6 @@ def test_a_judge_that_hangs_is_ended_and_the_next_answer_is_judged_rightly(monke
     verdicts, pids, left = asyncio.run(scene())
     assert verdicts == [BOTH, UNJUDGED, BOTH]
     assert len(pids) == 2 and len(set(pids)) == 2 and not left
-
-
-def test_answers_that_wait_for_the_judge_cost_their_group_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 16 groups has the only judge for a tenth of its time: the last ones wait longer than their time."""
-
-    async def slowly(*_: object) -> bytes:
-        await asyncio.sleep(0.1)
-        return b'{"strict": true, "lenient": true}'
-
-    async def start(_: MathJudge) -> object:
-        return object()
-
-    monkeypatch.setattr(MathJudge, "_start", start)
-    monkeypatch.setattr(MathJudge, "_ask", slowly)
-
-    async def scene() -> list[Verdict]:
-        watched, judge = Scoring(1.0), MathJudge(workers=1)
-        groups = (watched.within(item, judge.judge("18", "18", "boxed")) for item in range(16))
-        return await asyncio.gather(*groups)
-
-    assert asyncio.run(scene()) == [BOTH] * 16
 
 
 def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
