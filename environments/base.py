@@ -272,12 +272,10 @@ class BaseEnv(Generic[Item, Config]):
         missing = self._missing_stop()
         if missing is None:
             return ""
-        if missing in self.sampling(room).stop_token_ids:
-            does = "answers stop there (--env.stop_at_turn_end)"
-        elif self.config.stop_at_turn_end:
-            does = "answers do not stop there, as sampling() leaves out stop_token_ids=self.more_stops"
-        else:
-            does = "answers do not stop there (--env.stop_at_turn_end)"
+        stops = missing in self.sampling(room).stop_token_ids
+        is_forgotten = not stops and self.config.stop_at_turn_end
+        why = "sampling() leaves out stop_token_ids=self.more_stops" if is_forgotten else "--env.stop_at_turn_end"
+        does = f"answers {'stop' if stops else 'do not stop'} there ({why})"
         return f"; {self.tokenizer.decode([missing])}: {WHY_STOP}; {does}"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:

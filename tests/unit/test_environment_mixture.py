@@ -95,22 +95,6 @@ def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: 
     assert later[1] / later.total() == pytest.approx(0.75, abs=0.1), mixtures
 
 
-@pytest.mark.parametrize(("weight", "own", "queued", "wanted"), [(1.0, 3, 3, 5), (0.25, 0, 0, 2), (0.25, 2, 2, 0)])
-def test_a_weight_bounds_what_an_environment_has_in_the_queue(
-    weight: float, own: int, queued: int, wanted: int
-) -> None:
-    registration = Registration(env_id=0, name="n_0", batch_size=16, max_token_len=-1, last_step=-1)  # 8 groups
-    seen = wire.StatusEnv(
-        current_step=0,
-        queue_size=queued,
-        unallocated_fraction=1.0,
-        self_queue_size=own,
-        max_group_size=2,
-        env_weight=weight,
-    )
-    assert groups_to_start(seen, registration, Numbers().config, InFlight()) == wanted
-
-
 @pytest.mark.parametrize(("batch", "sizes"), [(24, (8, 12)), (64, (16, 24)), (60, (12, 20)), (64, (8, 8))])
 def test_environments_with_groups_of_several_sizes_fill_batches(batch: int, sizes: tuple[int, int]) -> None:
     """Two groups of 8 and one of 12 are each environment's part of 24 by its weight, and make no batch of 24."""
@@ -256,19 +240,6 @@ def test_the_page_of_groups_stands_alone_and_shows_them_as_they_are() -> None:
     )
     Requests(groups_page("none", []))
     Requests(groups_page("no text", [msgspec.structs.replace(group, messages=None)]))
-
-
-def test_process_ends_when_nothing_comes_of_group_after_group(tmp_path: Path) -> None:
-    trouble = ValueError("no such tool")
-
-    class Broken(Numbers):
-        async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
-            raise trouble
-
-    env = Broken(data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=4)
-    with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(cli.process(env, 5))
-    assert error.value.field == env.name and repr(trouble) in error.value.got and "16 " in error.value.summary
 
 
 def test_process_drops_groups_without_a_reward_as_serve_does(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
 from environments.running.cli import process
-from environments.running.groups import EnvironmentFailed, unfit
-from environments.running.metrics import Reporter, Tally, open_wandb
+from environments.running.groups import EnvironmentFailed
+from environments.running.metrics import Reporter, open_wandb
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import local_api, registration, serving, trained
 
@@ -55,25 +55,6 @@ def together(*groups: wire.ScoredData) -> wire.ScoredData:
         masks=[mask for each in groups for mask in each.masks],
         scores=[score for each in groups for score in each.scores],
     )
-
-
-@pytest.mark.parametrize(
-    ("one", "changes", "reason"),
-    [
-        (group(), {"ensure_scores_are_not_same": True}, None),
-        (group((1.0, 1.0)), {}, None),
-        (group((1.0, 1.0)), {"ensure_scores_are_not_same": True}, "all scores equal"),
-        (group((1.0, 0.0, 1.0)), {}, "3 sequences for 2"),
-        (group(length=16), {}, None),
-        (group(length=17), {}, "longer than the trainer's 16 tokens"),
-        (together(group((1.0,), 3), group((0.0,), 17)), {}, "longer than the trainer's 16 tokens"),
-        (together(group((1.0,)), group((0.0,), trained=False)), {}, None),
-        (group((float("nan"), 0.0)), {}, "a score that is not finite"),
-        (group(trained=False), {}, "no token to train on: all completions are empty"),
-    ],
-)
-def test_unfit_groups_are_named(one: wire.ScoredData, changes: dict[str, Any], reason: str | None) -> None:
-    assert unfit(one, config(**changes), max_token_len=16) == reason
 
 
 TOKENIZER = build_tokenizer()
@@ -365,8 +346,9 @@ LOSSES = {
     "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
     "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
-    "too long": Loss(made(group(length=200)), "the trainer's 16 tokens", "the trainer's 16 tokens"),
-    "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences", "3 sequences"),
+    "too long": Loss(made(together(group((1.0,)), group((0.0,), 17))), "trainer's 16 tokens", "trainer's 16 tokens"),
+    "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences for 2", "3 sequences for 2"),
+    "not finite": Loss(made(group((float("nan"), 0.0))), "not finite", "not finite"),
     "equal scores": Loss(made(group((1.0, 1.0))), "2 dropped (all scores equal)", None),
     "no group": Loss(made(None), f"2 dropped ({groups.NOTHING})", None),
 }
@@ -529,34 +511,24 @@ def test_groups_without_a_reward_are_dropped_and_nothing_else_ends_the_environme
     assert "None" in caught.value.got
 
 
-def tallied(scores: list[float], trained: int, version: int) -> wire.ScoredData:
-    return wire.ScoredData(
-        tokens=[[5] * 4 for _ in scores],
-        masks=[[-100] * (4 - trained) + [5] * trained for _ in scores],
-        scores=scores,
-        policy_versions=[version] * len(scores),
-    )
-
-
 class Kept:
-    """A sink that keeps what it is given."""
+    """A sink that keeps its rows."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.finished = False
 
     def log(self, data: dict[str, Any], step: int) -> None:
         self.rows.append((step, data))
 
     def finish(self) -> None:
-        self.finished = True
+        self.rows.append((-1, {}))
 
 
 def test_metrics_are_of_one_step() -> None:
     sink = Kept()
     reporter = Reporter("sums_0", [sink])
-    reporter.tally.add(tallied([1.0, 0.0], trained=1, version=3))
-    reporter.tally.add(tallied([1.0, 1.0], trained=3, version=4))
+    reporter.tally.add(group((1.0, 0.0), length=2, version=3))
+    reporter.tally.add(group((1.0, 1.0), length=4, version=4))
     reporter.tally.dropped["all scores equal"] += 2
     # groups, mean score, mean length, oldest and newest version, groups dropped
     assert re.findall(r"[\d.]+", reporter.tally.line()) == ["2", "0.750", "2.0", "3", "4", "2"]
@@ -571,52 +543,39 @@ def test_metrics_are_of_one_step() -> None:
         "sums_0/completion_length_mean": 2.0,  # (1 + 1 + 3 + 3) / 4
         "sums_0/policy_version_oldest": 3,
     }
-    assert sink.rows == [(7, first), (8, {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0, "sums_0/strict": 0.5})]
-    assert sink.finished
+    second = {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0, "sums_0/strict": 0.5}
+    assert sink.rows == [(7, first), (8, second), (-1, {})]
 
 
-def test_an_empty_tally_says_so() -> None:
-    assert re.findall(r"[\d.]+", Tally().line()) == ["0"]
-
-
-def test_wandb_gets_the_trainers_project_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb.teardown()  # or what an earlier test has begun keeps its folder
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
 
+
+def opened(config: BaseEnvConfig, name: str) -> Any:
+    run: Any = open_wandb(config, name, wire.WandbInfo(group="group", project="project"))
+    run.finish()
+    return run
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_wandb_has_the_trainers_project_and_no_key(tmp_path: Path) -> None:
     class Judged(BaseEnvConfig):
         judge_password: str = "secret"
 
-    config = Judged(tokenizer_name="model", rollout_api_key="secret", teacher_api_key="secret")
-    run: Any = open_wandb(config, "sums_0", wire.WandbInfo(group="group", project="project"))
-    try:
-        assert (run.project, run.group, run.name) == ("project", "group", "sums_0")
-        assert run.config["tokenizer_name"] == "model"
-        assert "secret" not in json.dumps(dict(run.config))
-    finally:
-        run.finish()
+    run = opened(Judged(tokenizer_name="model", rollout_api_key="secret", teacher_api_key="secret"), "sums_0")
+    assert (run.project, run.group, run.name) == ("project", "group", "sums_0")
+    assert run.config["tokenizer_name"] == "model" and "secret" not in json.dumps(dict(run.config))
     assert list(tmp_path.rglob("*.wandb"))
 
 
-def wandb_ids(config: BaseEnvConfig, names: Sequence[str]) -> list[str]:
-    """The ids of the W&B runs that environments of these names open one after another."""
-    ids = []
-    for name in names:
-        run: Any = open_wandb(config, name, wire.WandbInfo(group="group", project="project"))
-        ids.append(run.id)
-        run.finish()
-    return ids
-
-
+@pytest.mark.usefixtures("offline_wandb")
 def test_wandb_id_is_not_the_trainers_and_stays_at_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb.teardown()
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
-        monkeypatch.setenv(name, value)
-    configs = [
-        BaseEnvConfig(tokenizer_name="demo", metrics_path=tmp_path / name / "env.metrics.jsonl") for name in "ab"
-    ]
-    first, again = wandb_ids(configs[0], ["sums", "sums"])
-    assert first == again and [first] != wandb_ids(configs[1], ["sums"])
+    one, other = (
+        BaseEnvConfig(tokenizer_name="m", metrics_path=tmp_path / name / "env.metrics.jsonl") for name in "ab"
+    )
+    assert opened(one, "sums").id == opened(one, "sums").id != opened(other, "sums").id
     monkeypatch.setenv("WANDB_RUN_ID", "x")
-    assert wandb_ids(configs[0], ["sums", "sums", "a/b"]) == ["x-sums", "x-sums", "x-a-b"]
+    assert [opened(one, name).id for name in ("sums", "sums", "a/b")] == ["x-sums", "x-sums", "x-a-b"]
