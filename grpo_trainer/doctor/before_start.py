@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -40,39 +41,22 @@ MOVE = "free space, or put the run elsewhere (--run-dir; --save-path of `grpo tr
 
 log = logging.getLogger(__name__)
 
-Status = Literal["ok", "warn", "fail", "skip"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer.
+    """One check's answer."""
 
-    Attributes:
-        status: ok; warn: it may work, but look; fail: it would not; skip: there is nothing to look at, `got` says why.
-        fix: what to do; empty where there is nothing to do.
-    """
-
-    name: str
-    status: Status
+    status: Literal["ok", "warn", "fail", "skip"]
+    """ok; warn: it may work, but look; fail: it would not; skip: there is nothing to look at, `got` says why."""
     got: str
     wanted: str = ""
     fix: str = ""
+    """What to do; empty where there is nothing to do."""
+    name: str = ""
+    """Of the check."""
 
 
-def ok(name: str, got: str) -> Finding:
-    return Finding(name, "ok", got)
-
-
-def warn(name: str, got: str, wanted: str, fix: str) -> Finding:
-    return Finding(name, "warn", got, wanted, fix)
-
-
-def fail(name: str, got: str, wanted: str, fix: str) -> Finding:
-    return Finding(name, "fail", got, wanted, fix)
-
-
-def skip(name: str, why: str) -> Finding:
-    return Finding(name, "skip", why)
+ok, warn, fail, skip = (partial(Finding, status) for status in ("ok", "warn", "fail", "skip"))
 
 
 # the model -------------------------------------------------------------------------------------------------
@@ -86,9 +70,7 @@ def refuse_missing(name: str) -> None:
     """
     if (problem := missing_path(name)) is not None:
         raise ModelError.of([replace(problem, field="--model-name")])
-    if find_folder(name) is not None:
-        return
-    found = ask_hub(name)
+    found = check_name(name)
     if found.status == "fail":
         raise ModelError(field="--model-name", got=found.got, wanted=found.wanted, fix=found.fix)
     if found.status == "warn":
@@ -96,16 +78,11 @@ def refuse_missing(name: str) -> None:
 
 
 def check_name(name: str) -> Finding:
-    """Return whether the model is on this machine, or else what the hub says."""
+    """Return whether the model is on this machine, or else what the hub says; no answer of it is a warning."""
     if (problem := missing_path(name)) is not None:
-        return fail("model", f"{problem.got}: {problem.summary}", problem.wanted, problem.fix)
+        return fail(f"{problem.got}: {problem.summary}", problem.wanted, problem.fix)
     if (folder := find_folder(name)) is not None:
-        return ok("model", str(folder))
-    return ask_hub(name)
-
-
-def ask_hub(name: str) -> Finding:
-    """Return what the hub says of a name; that it can't be reached is a warning."""
+        return ok(str(folder))
     from huggingface_hub import model_info
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -115,20 +92,18 @@ def ask_hub(name: str) -> Finding:
         model_info(name, timeout=HUB_SECONDS)
     except GatedRepoError:
         fix = f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"
-        return fail("model", f"{name}: the hub gives it only to who accepted its terms", "a model you may have", fix)
+        return fail(f"{name}: the hub gives it only to who accepted its terms", "a model you may have", fix)
     except (RepositoryNotFoundError, HFValidationError):
         fix = "correct --model-name; for a private model, `hf auth login`" + here
-        return fail("model", f"{name}: no folder here, and no model on the hub", WANTED, fix)
+        return fail(f"{name}: no folder here, and no model on the hub", WANTED, fix)
     except OfflineModeIsEnabled:
         fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)" + here
-        return fail("model", f"{name}: no folder here, and none in the hub's cache", WANTED, fix)
+        return fail(f"{name}: no folder here, and none in the hub's cache", WANTED, fix)
     except Exception as error:  # its HTTP client, and so its errors' type, differs between releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         got = f"{name} is not on this machine, and the hub can't be asked for it: {reason}"
-        return warn(
-            "model", got, "the model here, or a hub that answers", f"download it first: hf download {name}{here}"
-        )
-    return ok("model", f"{name} is on the hub; the run downloads it when it starts")
+        return warn(got, "the model here, or a hub that answers", f"download it first: hf download {name}{here}")
+    return ok(f"{name} is on the hub; the run downloads it when it starts")
 
 
 # the disk --------------------------------------------------------------------------------------------------
@@ -141,9 +116,11 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
         folder: of the run; what it holds already is not needed again.
         shape: None: the model is not here to be asked, only the logs are counted.
     """
-    there = existing(folder)
-    free, held = shutil.disk_usage(there).free, _bytes_in(folder)
-    saves = config.saves
+    there, held = existing(folder), 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it vanished meanwhile
+            held += 0 if path.is_dir() else path.lstat().st_size
+    free, saves = shutil.disk_usage(there).free, config.saves
     each = checkpoint_bytes(config, shape, on_gpu=on_gpu) if shape and saves else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
     most = most_checkpoints(config)
@@ -156,13 +133,12 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
         return f"{size / GB:.1f} GB for {checkpoints}{models}"
 
     if free + held < least or free < each:
-        return fail("disk", got, wanted(least, min(most, 2)), MOVE)
+        return fail(got, wanted(least, min(most, 2)), MOVE)
     if free + held < whole:
         fix = f"a larger --checkpoint-interval, in steps; or {MOVE}" if saves else MOVE
-        if saves and config.keep_checkpoints != 2:
-            fix = f"--keep-checkpoints 2; or {fix}"
-        return warn("disk", got, f"{wanted(whole, most)} and logs", fix)
-    return ok("disk", got)
+        fix = f"--keep-checkpoints 2; or {fix}" if saves and config.keep_checkpoints != 2 else fix
+        return warn(got, f"{wanted(whole, most)} and logs", fix)
+    return ok(got)
 
 
 def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu: bool) -> Finding:
@@ -174,10 +150,10 @@ def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu:
     Raises:
         ConfigError: they would not.
     """
-    finding = check_disk(config, folder, shape_of(config.model_name), on_gpu=on_gpu)
-    if finding.status == "fail":
-        raise ConfigError(f"no room in {folder}", field=flag, got=finding.got, wanted=finding.wanted, fix=finding.fix)
-    return finding
+    found = check_disk(config, folder, shape_of(config.model_name), on_gpu=on_gpu)
+    if found.status == "fail":
+        raise ConfigError(f"no room in {folder}", field=flag, got=found.got, wanted=found.wanted, fix=found.fix)
+    return found
 
 
 def checkpoint_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
@@ -221,18 +197,6 @@ def existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def _bytes_in(folder: Path) -> int:
-    """Of its files, at any depth; those that vanish meanwhile count nothing."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(place) / name).lstat().st_size
-            except OSError:
-                continue
-    return total
-
-
 # the learning rate and memory -------------------------------------------------------------------------------
 
 
@@ -246,18 +210,15 @@ def warn_of_lr(config: TrainConfig) -> None:
 def check_lr(config: TrainConfig, shape: ModelShape | None) -> Finding:
     """Is it in the usual range for what is trained, and for the model's size?"""
     problem = unusual_lr(config, shape.parameters if shape else None)
-    if problem is None:
-        return ok("learning rate", f"{config.lr:g}")
-    return warn("learning rate", problem.got, problem.wanted, problem.fix)
+    return ok(f"{config.lr:g}") if problem is None else warn(problem.got, problem.wanted, problem.fix)
 
 
 def warn_of_memory(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
     """Warn before the start of a run that needs more of a GPU's memory than there is."""
-    if shape is None or not is_planned(config, machine):
-        return
-    found, _ = check_memory(config, shape, machine)
-    if found.status == "fail":
-        log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
+    if shape is not None and is_planned(config, machine):
+        found, _ = check_memory(config, shape, machine)
+        if found.status == "fail":
+            log.warning("the run may not fit: %s, wanted %s; %s", found.got, found.wanted, found.fix)
 
 
 def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
@@ -269,8 +230,8 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tupl
     most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in plan.largest_rows(device))
     if plan.problems:
         found = f"{'; '.join(map(str, plan.problems))}; most of it: {most}"
-        return fail("memory", found, "a plan that fits", advice(setup)), plan
+        return fail(found, "a plan that fits", advice(setup)), plan
     if plan.is_tight:
         wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
-        return warn("memory", f"{got}; most of it: {most}", wanted, advice(setup)), plan
-    return ok("memory", got), plan
+        return warn(f"{got}; most of it: {most}", wanted, advice(setup)), plan
+    return ok(got), plan

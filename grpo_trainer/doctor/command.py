@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,18 +32,17 @@ def print_findings(findings: Sequence[Finding], plan: MemoryPlan | None, console
         for word, text in (("wanted", finding.wanted), ("fix", finding.fix)):
             if text and text not in finding.got:
                 console.print(f"  {word}: {text}", markup=False, highlight=False, soft_wrap=True)
+    verdict = "[green]nothing stands in the way[/]"
     if fails(wrong):
         verdict = f"[bold red]{sum(finding.status == 'fail' for finding in wrong)} would fail[/]"
     elif wrong:
         verdict = f"[yellow]nothing fails for certain; warnings: {escape(', '.join(each.name for each in wrong))}[/]"
-    else:
-        verdict = "[green]nothing stands in the way[/]"
     console.print(f"\n{verdict}")
 
 
 def memory_table(plan: MemoryPlan) -> Table:
     """What lies where, in GB."""
-    table = Table(title="planned memory, GB", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="planned memory, GB", title_justify="left", box=None, pad_edge=False, caption_justify="left")
     devices = sorted({row.device for row in plan.rows})
     table.add_column("")
     for device in devices:
@@ -59,22 +57,19 @@ def memory_table(plan: MemoryPlan) -> Table:
         f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate, "
         f"{count} of {layers} layers recomputed at the most"
     )
-    table.caption_justify = "left"
     return table
 
 
 def as_json(findings: Sequence[Finding], plan: MemoryPlan | None) -> str:
     """One object: `{"ok": bool, "findings": [...], "memory": {...} or null}`; sizes in bytes."""
-    memory: dict[str, Any] | None = None
-    if plan is not None:
-        memory = {
-            "rows": [asdict(row) for row in plan.rows],
-            "total": plan.devices.total,
-            "devices": plan.devices.count,
-            "kind": plan.devices.kind,
-            "kv_tokens": plan.kv_tokens,
-            "recomputed_layers": plan.recomputed[0],
-        }
+    memory = plan and {
+        "rows": [asdict(row) for row in plan.rows],
+        "total": plan.devices.total,
+        "devices": plan.devices.count,
+        "kind": plan.devices.kind,
+        "kv_tokens": plan.kv_tokens,
+        "recomputed_layers": plan.recomputed[0],
+    }
     return json.dumps({"ok": not fails(findings), "findings": [asdict(each) for each in findings], "memory": memory})
 
 

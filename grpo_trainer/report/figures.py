@@ -93,10 +93,7 @@ FIGURES = (
     ),
     Figure("GPU utilisation", {"gpu/utilisation": "busy"}, "share of the time", percent=True, section=MACHINE),
     Figure(
-        "Main memory",
-        {"host/memory_used_gib": "in use", "host/memory_trainer_gib": "trainer"},
-        "GiB",
-        section=MACHINE,
+        "Main memory", {"host/memory_used_gib": "in use", "host/memory_trainer_gib": "trainer"}, "GiB", section=MACHINE
     ),
     Figure("CPU utilisation", {"host/cpu": "busy"}, "of all cores", percent=True, section=MACHINE),
 )
@@ -152,9 +149,9 @@ def all_plots(runs: Sequence[Run]) -> list[Plot]:
         Figure(key.removeprefix("env/"), {key: "measured"}, section=ENVIRONMENTS) for key in keys if key[:4] == "env/"
     ]
     plots = [plot for figure in figures if (plot := _plot(runs, figure)).lines]
-    if histograms := [_histogram(run, number, len(runs)) for number, run in enumerate(runs) if _shares(run)]:
+    if histograms := [_stacked(run, at, len(runs), HISTOGRAM) for at, run in enumerate(runs) if _shares(run)]:
         plots = [plots[0], *histograms, *(plot for plot in plots[1:] if plot.title != QUANTILES)]
-    plots += [_time_split(run, number, len(runs)) for number, run in enumerate(runs) if run.rows]
+    plots += [_stacked(run, at, len(runs), TIME_SPLIT) for at, run in enumerate(runs) if run.rows]
     shown = {key for figure in figures for run in runs for key in _keys_of(run, figure)} | {*PHASES.values(), *HIDDEN}
     others = [key for key in keys if key not in shown and not key.startswith(("reward/env", SHARE))]
     plots += [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in others]
@@ -216,41 +213,33 @@ def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
     return found
 
 
-def _time_split(run: Run, number: int, runs: int) -> Plot:
-    """Seconds of each step by phase."""
-    parts = {name: _numbers(run, key) for name, key in PHASES.items() if key in run.series}
-    known = [sum(values) for values in zip(*parts.values(), strict=True)] if parts else [0.0] * len(run.rows)
-    whole = _numbers(run, "train/seconds")
-    parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
-    return _stacked(run, number, runs, TIME_SPLIT, "seconds of each step", parts)
-
-
 def _shares(run: Run) -> list[str]:
     """The keys that say how often each reward was given, the lowest reward first."""
     found = (key for key in run.series if re.fullmatch(rf"{SHARE}-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?", key))
     return sorted(found, key=lambda key: float(key.removeprefix(SHARE)))
 
 
-def _histogram(run: Run, number: int, runs: int) -> Plot:
-    """Share of each reward in the step's samples."""
-    parts = {key.removeprefix(SHARE): _numbers(run, key) for key in _shares(run)}
-    return _stacked(run, number, runs, HISTOGRAM, "share of the step's samples", parts, percent=True)
+def _stacked(run: Run, number: int, runs: int, title: str) -> Plot:
+    """Parts of a whole at each step: seconds by phase, or shares of each reward in the step's samples."""
 
+    def numbers(key: str) -> list[float]:
+        return [float(row.get(key) or 0.0) for row in run.rows]
 
-def _stacked(
-    run: Run, number: int, runs: int, title: str, note: str, parts: Mapping[str, list[float]], *, percent: bool = False
-) -> Plot:
+    if title == TIME_SPLIT:
+        parts = {name: numbers(key) for name, key in PHASES.items() if key in run.series}
+        known = map(sum, zip(*parts.values(), strict=True)) if parts else [0.0] * len(run.rows)
+        whole = numbers("train/seconds")
+        parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
+    else:
+        parts = {key.removeprefix(SHARE): numbers(key) for key in _shares(run)}
     steps = [float(row["step"]) for row in run.rows]
     lines = [
         Line(name, steps, values, run=number, colour=at if runs == 1 else runs + at)  # not the runs' own colours
         for at, (name, values) in enumerate(parts.items())
     ]
-    own = title if runs == 1 else f"{title}: {run.name}"
-    return Plot(own, lines, note, TRAINING, stacked=True, percent=percent)
-
-
-def _numbers(run: Run, key: str) -> list[float]:
-    return [float(row.get(key) or 0.0) for row in run.rows]
+    own, note = title if runs == 1 else f"{title}: {run.name}", "share of the step's samples"
+    note = "seconds of each step" if title == TIME_SPLIT else note
+    return Plot(own, lines, note, TRAINING, stacked=True, percent=title == HISTOGRAM)
 
 
 # Data for the scripts ----------------------------------------------------------------------------------------

@@ -196,8 +196,6 @@ REGISTERED = re.compile(r"environment (\d{1,15}) registered: (\S+),")
 """A line of the rollout API's log: which number has which name, such as `sums_0`; both again after a resume."""
 NOT_MEASURED = re.compile(r"step|time|format|train/resumed|health/.*")
 """Keys of rows that have no plot; the report marks resumes and health in the other plots."""
-Column = tuple[str, str, Series]
-"""Name of an environment or nothing, key with `{name}` in its place, values."""
 
 
 def read_series(rows: Rows, api_log: Path, own: Sequence[Rows]) -> tuple[dict[str, Series], dict[int, str]]:
@@ -212,14 +210,27 @@ def read_series(rows: Rows, api_log: Path, own: Sequence[Rows]) -> tuple[dict[st
     """
     registered = REGISTERED.findall(api_log.read_text(errors="replace")) if api_log.exists() else []
     names = {int(number): name for number, name in registered}
-    found = [*_of_rows(_columns(rows), names)]
+    columns, found = _columns(rows), list[tuple[str, str, str, Series]]()  # environment, begin and end of a key, values
+    for key, series in columns.items():
+        if NOT_MEASURED.fullmatch(key):
+            continue
+        if reward := OF_ENVIRONMENT.fullmatch(key):
+            name = names.get(int(reward[1]), f"environment_{reward[1]}")
+            found.append((name, f"reward/env{reward[2] or ''}/", "", series))
+        elif not (evaluation := EVALUATION.fullmatch(key)):
+            found.append(("", key, "", series))
+        elif evaluation[2] != "step":
+            evaluated = columns.get(f"eval/{evaluation[1]}/step", Series())
+            at = dict(zip(evaluated.steps, evaluated.values, strict=True))
+            steps = [step if (value := at.get(step)) is None else value for step in series.steps]
+            found.append((evaluation[1], "eval/", f"/{evaluation[2]}", Series(steps, series.values)))
     for each in own:
         for key, series in _columns(_newest_of_each_step(each)).items():
             name, _, figure = key.partition("/")
             if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
-                found.append((name, f"env/{{name}}/{_escaped(figure)}", series))
-    labels = labels_of({name for name, _, _ in found if name})
-    series = {key.format(name=labels[name]) if name else key: each for name, key, each in found}
+                found.append((name, "env/", f"/{figure}", series))
+    labels = labels_of({name for name, *_ in found if name})
+    series = {f"{begin}{labels.get(name, '')}{end}": each for name, begin, end, each in found}
     return series, {number: labels[name] for number, name in names.items() if name in labels}
 
 
@@ -242,27 +253,6 @@ def _newest_of_each_step(rows: Rows) -> Rows:
     return kept
 
 
-def _of_rows(columns: Mapping[str, Series], names: Mapping[int, str]) -> Iterator[Column]:
-    for key, series in columns.items():
-        if NOT_MEASURED.fullmatch(key):
-            continue
-        if own := OF_ENVIRONMENT.fullmatch(key):
-            name = names.get(int(own[1]), f"environment_{own[1]}")
-            yield name, f"reward/env{own[2] or ''}/{{name}}", series
-        elif own := EVALUATION.fullmatch(key):
-            if own[2] != "step":
-                evaluated = columns.get(f"eval/{own[1]}/step", Series())
-                at = dict(zip(evaluated.steps, evaluated.values, strict=True))
-                steps = [step if (value := at.get(step)) is None else value for step in series.steps]
-                yield own[1], f"eval/{{name}}/{_escaped(own[2])}", Series(steps, series.values)
-        else:
-            yield "", key, series
-
-
-def _escaped(key: str) -> str:
-    return key.replace("{", "{{").replace("}", "}}")
-
-
 def labels_of(names: Iterable[str]) -> dict[str, str]:
     """Return what to call each numbered name: `sums` for the first `sums_N`, and `sums (2)` for the second."""
 
@@ -270,14 +260,13 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
         before, _, number = name.rpartition("_")
         return (before, int(number)) if before and number.isdecimal() else (name, 0)
 
-    by_stem: dict[str, list[str]] = {}
+    labels: dict[str, str] = {}
+    count: defaultdict[str, int] = defaultdict(int)
     for name in sorted(names, key=stem):
-        by_stem.setdefault(stem(name)[0], []).append(name)
-    return {
-        name: f"{each} ({place})" if place > 1 else each
-        for each, own in by_stem.items()
-        for place, name in enumerate(own, start=1)
-    }
+        before = stem(name)[0]
+        count[before] += 1
+        labels[name] = f"{before} ({count[before]})" if count[before] > 1 else before
+    return labels
 
 
 # Events ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from grpo_trainer.doctor import checks, trials
 from grpo_trainer.doctor.before_start import (
     LOGS,
     Finding,
-    ask_hub,
+    check_name,
     checkpoint_bytes,
     most_checkpoints,
     ok,
@@ -360,7 +360,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, model: Path, monkeypatch: pyt
     found = only_fault(look_at(run_of(tmp_path / "modle")))
     assert found.name == "model" and "modle" in found.got and str(model) in found.fix
     assert only_fault(look_at(run_of("some/model-of-the-hub"))).name == "model", "the tests' hub is offline"
-    monkeypatch.setattr(checks, "check_name", lambda name: ok("model", f"{name} is on the hub"))
+    monkeypatch.setattr(checks, "check_name", lambda name: ok(f"{name} is on the hub"))
     assert not look_at(run_of("some/model-of-the-hub")).fails, "the run downloads it"
 
 
@@ -369,7 +369,7 @@ def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch
         raise ConnectionError("unreachable")
 
     monkeypatch.setattr("huggingface_hub.model_info", refuse)
-    found = ask_hub("some/model-of-the-hub")
+    found = check_name("some/model-of-the-hub")
     assert found.status == "warn" and "unreachable" in found.got and "some/model-of-the-hub" in found.fix
 
 

@@ -81,9 +81,9 @@ def test_several_problems_are_a_line_each() -> None:
 @pytest.mark.parametrize(
     ("findings", "verdict"),
     [
-        ([ok("a", "b")], "nothing stands in the way"),
-        ([ok("a", "b"), warn("c", "d", "e", "f")], "nothing fails for certain; warnings: c"),
-        ([warn("c", "d", "e", "f"), fail("g", "h", "i", "j")], "1 would fail"),
+        ([ok("b", name="a")], "nothing stands in the way"),
+        ([ok("b", name="a"), warn("d", "e", "f", "c")], "nothing fails for certain; warnings: c"),
+        ([warn("d", "e", "f", "c"), fail("h", "i", "j", "g")], "1 would fail"),
     ],
 )
 def test_a_doctors_verdict(findings: list[Finding], verdict: str) -> None:
