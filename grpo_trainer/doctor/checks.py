@@ -11,8 +11,9 @@ import netrc
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -123,21 +124,26 @@ class Case:
             return None, f"can't be planned: {error}"
 
 
-Answer = Finding | Iterable[Finding] | None
-"""None, or nothing: another check says what is missing."""
-Check = Callable[[Case], Answer]
+Check = Callable[[Case], Finding | Iterable[Finding] | None]
+"""Returns what it found: nothing where another check says what is missing."""
+F = TypeVar("F", bound=Check)
 MACHINE_CHECKS: list[tuple[str, Check]] = []
 RUN_CHECKS: list[tuple[str, Check]] = []
+"""In the order in which their findings are printed."""
 
 
-def of_machine(name: str) -> Callable[[Check], Check]:
+def of_machine(name: str, checks: list[tuple[str, Check]] = MACHINE_CHECKS) -> Callable[[F], F]:
     """Add a check of the machine, whose findings have this name."""
-    return lambda judge: MACHINE_CHECKS.append((name, judge)) or judge
+
+    def add(judge: F) -> F:
+        checks.append((name, judge))
+        return judge
+
+    return add
 
 
-def of_run(name: str) -> Callable[[Check], Check]:
-    """Add a check of a run, whose findings have this name."""
-    return lambda judge: RUN_CHECKS.append((name, judge)) or judge
+of_run = partial(of_machine, checks=RUN_CHECKS)
+"""Add a check of a run, likewise."""
 
 
 def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[list[Finding], MemoryPlan | None]:
