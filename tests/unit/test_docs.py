@@ -221,6 +221,14 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
     assert [each for each in unknown if not each.startswith((*of_others, *values_only))] == []
 
 
+AVOIDED = r"\b(anew|of its own|so many|goes without|whoever|gives? back|in vain|looked at|(is|are|was|were) told)\b"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_in_plain_english(page: Path) -> None:
+    assert re.findall(AVOIDED, prose(page)) == []
+
+
 # docs/migration.md names every flag of the original, and what it says is here is here; so do its rows on trl ---
 
 
