@@ -21,9 +21,9 @@ from environments.peers.inference import Sampling
 
 Operation = Literal["+", "-", "*"]
 
-_COMPUTE: dict[Operation, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
-# The split is a constant of the task and not of a run: a problem that any run trains on is never held out in another.
-_SPLIT_SEED = 20240203
+COMPUTE: dict[Operation, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
+SPLIT_SEED = 20240203
+"""A constant of the task and not of a run: a problem that any run trains on is never held out in another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Problem:
     @property
     def answer(self) -> str:
         """Return the text that the model should write before it ends its turn: ``46``."""
-        return str(_COMPUTE[self.operation](self.left, self.right))
+        return str(COMPUTE[self.operation](self.left, self.right))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,17 @@ class ProblemSet:
         """Return every pair of operands in ``[low, high]``, with a fixed pseudo-random share held out.
 
         Raises:
-            ValueError: The range is empty, or too small to leave a problem in each part.
+            ConfigError: The range is empty, or too small to leave a problem in each part.
         """
-        if low > high:
-            raise ValueError(f"low {low} is above high {high}")
         operands = range(low, high + 1)
         problems = [Problem(left, right, operation) for left in operands for right in operands]
-        random.Random(_SPLIT_SEED).shuffle(problems)
+        random.Random(SPLIT_SEED).shuffle(problems)
         cut = round(len(problems) * held_out_share)
         if not 0 < cut < len(problems):
-            raise ValueError(
-                f"{low} to {high} gives {len(problems)} problems, too few for a training part and a held-out share of "
-                f"{held_out_share}"
+            raise ConfigError(
+                field="low, high",
+                got=f"{low} to {high}, which has {len(problems)} problems",
+                wanted=f"enough problems for a training part and a held-out share of {held_out_share}",
             )
         return cls(train=tuple(problems[cut:]), held_out=tuple(problems[:cut]))
 
@@ -100,13 +99,8 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
     async def setup(self) -> None:
         """List the problems."""
         config = self.config
-        try:
-            self.problems = ProblemSet.of(config.low, config.high, config.operation)
-        except ValueError as error:
-            raise ConfigError(
-                str(error), field="--env.low, --env.high", got=f"{config.low} and {config.high}"
-            ) from None
-        longest = max(len(problem.answer) for part in (self.problems.train, self.problems.held_out) for problem in part)
+        self.problems = ProblemSet.of(config.low, config.high, config.operation)
+        longest = max(len(problem.answer) for problem in self.problems.train + self.problems.held_out)
         # The number, its end token, and one more token that reveals a longer answer.
         self.max_tokens = config.max_tokens or longest + 2
         self.items = Shuffled(self.problems.train, config.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from environments.api import wire
@@ -16,18 +17,6 @@ from vllm_server.protocol.routed_experts import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def ignores_tools(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Tools,
-    variables: Mapping[str, Any] | None = None,
-) -> bool:
-    """Return whether the chat template writes the same prompt with tools as without: the policy never hears of them."""
-    if not tools or not tokenizer.chat_template:
-        return False
-    return render(tokenizer, messages, tools, variables) == render(tokenizer, messages, None, variables)
 
 
 class Conversation:
@@ -66,19 +55,17 @@ class Conversation:
         """
         self.messages = list(messages)
         self.truncated = False
-        self._tokenizer = tokenizer
-        self._variables = variables
-        self._tools = tools
-        self._ended = False  # whether the policy's latest turn has an end token
+        self._tokenizer, self._tools, self._variables = tokenizer, tools, variables
         self.tokens = prompt_ids(tokenizer, self.messages, tools, variables)
         self.trained = [False] * len(self.tokens)
         self.rollout_logprobs = [wire.MASKED_LOGPROB] * len(self.tokens)
-        self.turns = 0
+        self._ended = False  # whether the policy's latest turn has an end token
+        self._said: list[Completion] = []
         self._turn_rewards: list[TurnReward] = []
-        self._versions: list[int] = []
-        self._temperature = 1.0
-        self._cuts: dict[str, float] = {}
-        self._experts: list[bytes | None] = []
+
+    @property
+    def turns(self) -> int:
+        return len(self._said)
 
     def say(self, completion: Completion, text: str) -> None:
         """Add the policy's turn: a completion of `tokens`, and its text for readers.
@@ -92,19 +79,13 @@ class Conversation:
         sampled = ids_of(completion)
         if opens_thinking(self._tokenizer, self.tokens):
             text = THINK + text
-        self._ended = (
-            completion.finish_reason != "length" and bool(sampled) and is_special(self._tokenizer, sampled[-1])
-        )
+        self.truncated = completion.finish_reason == "length"
+        self._ended = not self.truncated and bool(sampled) and is_special(self._tokenizer, sampled[-1])
         self.tokens = self.tokens + sampled
         self.trained += [True] * len(sampled)
         self.rollout_logprobs += completion.rollout_logprobs
         self.messages.append({"role": "assistant", "content": text})
-        self.turns += 1
-        self.truncated = completion.finish_reason == "length"
-        self._temperature = completion.temperature
-        self._cuts |= completion.cuts
-        self._experts.append(completion.routed_experts)
-        self._versions += [] if completion.policy_version is None else [completion.policy_version]
+        self._said.append(replace(completion, prompt_token_ids=[]))  # else each turn keeps all turns before it
 
     def hear(self, messages: Sequence[Message], longest: float = math.inf) -> bool:
         """Add the messages of a user or a tool after the policy's turn; the policy answers next.
@@ -127,19 +108,20 @@ class Conversation:
         """Reward the policy's latest turn, in addition to the score at the end."""
         self._turn_rewards.append(TurnReward(len(self.tokens), float(value)))
 
-    def trajectory(self, score: float, *, with_messages: bool = True) -> Trajectory:
+    def trajectory(self, score: float | None, *, with_messages: bool = True) -> Trajectory:
         """Return the whole conversation with a score for its end, to which the turns' rewards are added."""
+        versions = [each.policy_version for each in self._said if each.policy_version is not None]
         return Trajectory(
             tokens=self.tokens,
             trained=self.trained,
             rollout_logprobs=self.rollout_logprobs,
-            score=score + sum(reward.value for reward in self._turn_rewards),
-            policy_version=min(self._versions) if len(self._versions) == self.turns else None,
+            score=None if score is None else score + sum(reward.value for reward in self._turn_rewards),
+            policy_version=min(versions) if versions and len(versions) == self.turns else None,
             messages=self.messages if with_messages else [],
-            temperature=self._temperature,
+            temperature=self._said[-1].temperature if self._said else 1.0,
             turn_rewards=tuple(self._turn_rewards),
-            cuts=self._cuts,
-            routed_experts=joined(self._experts),
+            cuts={name: value for each in self._said for name, value in each.cuts.items()},
+            routed_experts=joined([each.routed_experts for each in self._said]),
             truncated=self.truncated,
         )
 
@@ -152,10 +134,10 @@ class Conversation:
         """
         marker = uuid.uuid4().hex
         turn = [*self.messages[:-1], {**self.messages[-1], "content": marker}]
-        ids = self._ids(self._after(marker, [*turn, *messages], answered=True))
+        ids = self._ids_after(marker, [*turn, *messages], answered=True)
         last = self.tokens[-1] if self.trained[-1] else None
         try:
-            closing = self._ids(self._after(marker, turn, answered=False))
+            closing = self._ids_after(marker, turn, answered=False)
         except PromptRefused:  # a template that wants a user's message at the end
             closing = []
         for place, (token, other) in enumerate(zip(ids, closing, strict=False)):
@@ -166,8 +148,11 @@ class Conversation:
         # GLM-4 ends a turn with the token that begins the next one.
         return ids[1:] if self._ended and ids[:1] == [last] else ids
 
-    def _after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> str:
-        """Return what the template writes after a marker.
+    def _ids_after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> list[int]:
+        """Return the tokens of what the template writes after a marker.
+
+        The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
+        word of a text.
 
         Raises:
             ConfigError: It does not write the marker.
@@ -181,15 +166,7 @@ class Conversation:
                 got="a chat template without the assistant's turns",
                 wanted="a template that writes them",
             )
-        return after
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the tokens of text that follows the policy's turn.
-
-        The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
-        word of a text.
-        """
         last = self.tokens[-1]
         before = str(self._tokenizer.decode([last])) if self._ended else ""
-        ids = cast("list[int]", self._tokenizer.encode(before + text, add_special_tokens=False))
+        ids = cast("list[int]", self._tokenizer.encode(before + after, add_special_tokens=False))
         return ids[1:] if before and ids[:1] == [last] else ids

@@ -17,17 +17,16 @@ if not __package__:  # run by its path: sys.path needs the repository's root ins
 import asyncio
 import logging
 import re
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final, Literal
 
-import msgspec
 from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
+from environments.dataset.data import read_source
 from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge, Verdict
@@ -48,9 +47,25 @@ ASKED: Final[dict[AnswerForm, str]] = {
 PERCENT_ASKED: Final = re.compile(r"\b(what|which|how many) ((is|was|are|were|will be) )?(the )?percent", re.IGNORECASE)
 
 
-class _Row(msgspec.Struct, frozen=True):
-    question: str
-    answer: str
+class Gsm8kConfig(BaseEnvConfig):
+    """Settings of GSM8K."""
+
+    dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
+    dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
+    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
+    reward: Literal["strict", "lenient"] = Field(
+        default="strict",
+        description="which right answers have reward 1: strict, in the asked form; lenient, in any form",
+    )
+    format_reward: float = Field(default=0.0, ge=0.0, description="reward of the asked form, right or wrong")
+    length_penalty: float = Field(default=0.0, ge=0.0, description="penalty of the longest answer, right or wrong")
+    length_free: float = Field(
+        default=0.5, ge=0.0, lt=1.0, description="share of the longest answer that costs no penalty"
+    )
+    eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
+    eval_samples: int = Field(default=1, ge=1, description="samples per test question")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
+    judge_workers: int = Field(default=2, ge=1, description="processes that judge answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,66 +92,31 @@ class Question:
         return cls(question, number.text + ("%" if asks_percent else ""))
 
 
-def read_questions(path: Path, split: Split) -> list[Question]:
-    """Return the questions in `path/SPLIT.jsonl`. For the training split `path` may also be the file itself.
+def read_questions(config: Gsm8kConfig, split: Split) -> list[Question]:
+    """Return the questions of a split, from the hub or from `dataset_path`. For the training split that may also be
+    the file itself.
 
     Raises:
-        ConfigError: There is no such file, or a line is not a row of GSM8K.
+        ConfigError: There is no such data set, or a row is not one of GSM8K.
     """
-    file = path / f"{split}.jsonl" if path.is_dir() else path
-    if not file.is_file() or (split == "test" and file == path):
-        raise ConfigError(
-            field="--env.dataset_path",
-            got=path,
-            wanted=f'a folder with {split}.jsonl, one {{"question": …, "answer": "… #### 18"}} a line',
-        )
+    if (path := config.dataset_path) is None:
+        field = f"--env.dataset_name {config.dataset_name}"
+        rows = read_source(field, config.dataset_name, split, "main").rows
+    else:
+        file = path / f"{split}.jsonl" if path.is_dir() else path
+        field = f"--env.dataset_path {file}"
+        if not file.is_file() or (split == "test" and file == path):
+            wanted = f'a folder with {split}.jsonl, one {{"question": …, "answer": "… #### 18"}} a line'
+            raise ConfigError(field="--env.dataset_path", got=path, wanted=wanted)
+        rows = read_source(field, str(file)).rows
     questions = []
-    for number, line in enumerate(file.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=_Row)
-            questions.append(Question.of(row.question, row.answer))
-        except ValueError as error:  # includes msgspec's errors
-            raise ConfigError(
-                field=f"--env.dataset_path {file}, line {number}", got=error, wanted="a row of GSM8K"
-            ) from None
-    return questions
-
-
-def download_questions(name: str, split: Split) -> list[Question]:
-    """Return the questions of a data set on the hub.
-
-    Raises:
-        ConfigError: `datasets` is not installed, or the hub does not return them.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ConfigError(
-            "is not set, and `datasets`, which downloads from the hub, is not installed",
-            field="--env.dataset_path",
-            fix="pip install datasets, or name a folder with train.jsonl and test.jsonl",
-        ) from None
-    field = f"--env.dataset_name {name}"
-    try:
-        rows = load_dataset(name, "main", split=split).to_list()
-    except (OSError, ValueError) as error:  # no network, no such data set
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            "cannot be loaded",
-            field=field,
-            got=reason,
-            fix="set --env.dataset_path to a folder with train.jsonl and test.jsonl",
-        ) from None
-    questions = []
-    for number, row in enumerate(rows, start=1):
+    for number in range(len(rows)):
+        row = rows[number]
         try:
             questions.append(Question.of(str(row["question"]), str(row["answer"])))
         except (KeyError, ValueError) as error:
-            raise ConfigError(
-                field=f"{field}, row {number} of {split}", got=str(error), wanted="a row of GSM8K"
-            ) from None
+            where = f"{field}, {rows.place(number)}"
+            raise ConfigError(field=where, got=error, wanted="a row of GSM8K: question and answer") from None
     return questions
 
 
@@ -149,27 +129,6 @@ def too_long(tokens: int, room: int, free: float) -> float:
     if tokens <= start:
         return 0.0
     return 1.0 if tokens >= room else (tokens - start) / (room - start)
-
-
-class Gsm8kConfig(BaseEnvConfig):
-    """Settings of GSM8K."""
-
-    dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
-    dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
-    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
-    reward: Literal["strict", "lenient"] = Field(
-        default="strict",
-        description="which right answers have reward 1: strict, in the asked form; lenient, in any form",
-    )
-    format_reward: float = Field(default=0.0, ge=0.0, description="reward of the asked form, right or wrong")
-    length_penalty: float = Field(default=0.0, ge=0.0, description="penalty of the longest answer, right or wrong")
-    length_free: float = Field(
-        default=0.5, ge=0.0, lt=1.0, description="share of the longest answer that costs no penalty"
-    )
-    eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
-    eval_samples: int = Field(default=1, ge=1, description="samples per test question")
-    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
-    judge_workers: int = Field(default=2, ge=1, description="processes that judge answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +152,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     name = "gsm8k"
     env_config_cls = Gsm8kConfig
+    judge: MathJudge | None = None
 
     async def setup(self) -> None:
         """Read the training questions; the test questions are read with the first evaluation."""
@@ -202,14 +162,13 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     async def close(self) -> None:
         """Stop the judges."""
-        if hasattr(self, "judge"):
+        if self.judge is not None:
             await self.judge.close()
 
     def _questions(self, split: Split) -> list[Question]:
-        path = self.config.dataset_path
-        every = download_questions(self.config.dataset_name, split) if path is None else read_questions(path, split)
-        fitting = [question for question in every if self._fits(question)]
-        longest, skipped = self.config.max_token_length, len(every) - len(fitting)
+        every, longest = read_questions(self.config, split), self.config.max_token_length
+        fitting = [each for each in every if len(self.tokenize(self.prompt(each))) + LEAST_ROOM <= longest]
+        skipped = len(every) - len(fitting)
         note = f", {skipped} skipped: longer than --env.max_token_length {longest}" if skipped else ""
         log.info("%d questions of the %s split%s", len(fitting), split, note)
         if not fitting:
@@ -220,9 +179,6 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
                 fix="raise it",
             )
         return fitting
-
-    def _fits(self, question: Question) -> bool:
-        return len(self.tokenize(self.prompt(question))) + LEAST_ROOM <= self.config.max_token_length
 
     def prompt(self, item: Question) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""
@@ -244,13 +200,12 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         return scores
 
     async def _judge(self, item: Question, completion: Completion) -> Judged:
-        answer = self.answer_of(completion)
-        found = await self.judge.judge(item.gold, answer, self.config.answer_form)
-        ended = completion.finish_reason != "length"
-        verdict = Verdict(found.strict and ended, found.lenient, found.judged)
-        final = in_the_asked_form(answer, self.config.answer_form)
+        assert self.judge is not None, "set up"
+        answer, form = self.answer_of(completion), self.config.answer_form
+        found = await self.judge.judge(item.gold, answer, form)
+        ended, final = completion.finish_reason != "length", in_the_asked_form(answer, form)
         formed = ended and final is not None and read_number(final) is not None
-        return Judged(completion, verdict, formed, ended)
+        return Judged(completion, replace(found, strict=found.strict and ended), formed, ended)
 
     def _score(self, judged: Judged) -> float:
         config, completion = self.config, judged.completion
@@ -266,8 +221,7 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         """
         if not self._test:
             self._test = await asyncio.to_thread(self._questions, "test")
-        questions = self._test[: self.config.eval_questions]
-        asked, failed = await self.examine_each(questions, self._examine)
+        asked, failed = await self.examine_each(self._test[: self.config.eval_questions], self._examine)
         judged = [one for answers in asked for one in answers]
         return {
             **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(asked)),
@@ -281,8 +235,8 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     async def _examine(self, question: Question) -> list[Judged]:
         prompt = self.encode(self.prompt(question))
-        room = self.config.max_token_length - len(prompt)
-        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
+        sampling = self.sampling(self.config.max_token_length - len(prompt))
+        sampling = replace(sampling, temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         return list(await asyncio.gather(*(self._judge(question, completion) for completion in completions)))
 

@@ -29,8 +29,9 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Generic, Literal, cast
+from typing import Any, Generic, Literal
 
 from pydantic import AliasChoices, Field
 from typing_extensions import TypeVar
@@ -38,9 +39,10 @@ from typing_extensions import TypeVar
 from environments.api import wire
 from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow
-from environments.conversation import Conversation, ignores_tools
+from environments.conversation import Conversation
 from environments.peers.http import PeerError
 from environments.scoring import ScoreTimeout, as_exception
+from environments.tokenizers import render
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage
@@ -103,22 +105,22 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         each call.
         """
         known = {tool.__name__: tool for tool in self.tools()}
-        messages: list[Message] = []
         form = self.config.tool_format
         if form == "auto":
             form = tool_format(self.tokenizer.chat_template)
         schemas = [_schema(tool) for tool in known.values()] if form == "qwen3_coder" else ()
+        messages: list[Message] = []
         for call in tool_calls(text, form, schemas) if known else ():
             if isinstance(call, str):
                 messages.append({"role": "tool", "content": call})
-            elif call.name not in known:
-                messages.append({"role": "tool", "name": call.name, "content": f"no such tool; known: {[*known]}"})
             else:
-                content = await self._call(known[call.name], call)
+                content = await self._call(known.get(call.name), call, list(known))
                 messages.append({"role": "tool", "name": call.name, "content": content})
         return messages
 
-    async def _call(self, tool: Tool, call: ToolCall) -> str:
+    async def _call(self, tool: Tool | None, call: ToolCall, known: list[str]) -> str:
+        if tool is None:
+            return f"no such tool; known: {known}"
         try:
             result = await self.threads.call(partial(tool, **call.arguments), timeout=self.config.tool_timeout)
             return result if isinstance(result, str) else json.dumps(result, default=str)
@@ -134,21 +136,20 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         Raises:
             Exception: the last error, if all conversations failed.
         """
-        errors: list[Exception] = []
-        talks = [asyncio.create_task(self._try(item, number, errors)) for number in range(self.config.group_size)]
+        talks = [asyncio.create_task(self._try(item, number)) for number in range(self.config.group_size)]
         try:
             found = await asyncio.gather(*talks)
         finally:
             for talk in talks:  # the settings or the server are at fault, and the others may still run
                 talk.cancel()
-        good = [trajectory for trajectory in found if trajectory is not None]
+        good = [each for each in found if isinstance(each, Trajectory)]
         if not good:
-            raise errors[-1]
-        lost = None if len(good) == len(found) else self._lost(item, good)
-        return scored_group([trajectory or cast("Trajectory", lost) for trajectory in found])
+            raise next(each for each in reversed(found) if isinstance(each, Exception))
+        lost = self._lost(item, good) if len(good) < len(found) else good[0]
+        return scored_group([each if isinstance(each, Trajectory) else lost for each in found])
 
-    async def _try(self, item: Item, number: int, errors: list[Exception]) -> Trajectory | None:
-        """Return a conversation; None if it fails twice.
+    async def _try(self, item: Item, number: int) -> Trajectory | Exception:
+        """Return a conversation, or its error if it fails twice.
 
         Raises:
             ConfigError, PeerError, UnusableRow: What fails is not this conversation alone.
@@ -164,38 +165,19 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code
                 error = raised if isinstance(raised, Exception) else as_exception(raised)
                 self.failures.log(self.name, item, error)
-                errors.append(error)
                 if is_last or isinstance(error, ScoreTimeout):  # which has taken long enough
                     break
         self.measures.add("failed", 1.0)
-        return None
+        return error
 
     def _lost(self, item: Item, good: Sequence[Trajectory]) -> Trajectory:
         """Return what stands for a failed conversation, so that the group has its size: its beginning, unscored."""
-        talk = self.begin(item)
-        versions = [each.policy_version for each in good]
-        known = [version for version in versions if version is not None]
-        return Trajectory(
-            tokens=talk.tokens,
-            trained=talk.trained,
-            rollout_logprobs=talk.rollout_logprobs,
-            score=None,
-            policy_version=min(known) if len(known) == len(versions) else None,
-            messages=talk.messages if self.config.include_messages else [],
+        known = [each.policy_version for each in good if each.policy_version is not None]
+        return replace(
+            self.begin(item).trajectory(None, with_messages=self.config.include_messages),
+            policy_version=min(known) if len(known) == len(good) else None,
             temperature=good[0].temperature,
         )
-
-    def _check_template(self, opening: list[Message], schemas: list[dict[str, Any]]) -> None:
-        """Warn once when the policy does not hear of its tools."""
-        variables = self.config.chat_template_kwargs
-        if not self._template_checked and ignores_tools(self.tokenizer, opening, schemas, variables):
-            log.warning(
-                "the chat template of %s ignores tools(): the policy does not know of %s; take a model whose template "
-                "writes them, or name them in opening()",
-                self.config.tokenizer_name,
-                ", ".join(tool.__name__ for tool in self.tools()),
-            )
-        self._template_checked = True
 
     def begin(self, item: Item) -> Conversation:
         """Return the conversation about an item before the policy's first turn.
@@ -206,8 +188,18 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         """
         opening, schemas = self.asked(self.opening(item)), [_schema(tool) for tool in self.tools()]
         assert not isinstance(opening, str), "an opening consists of messages"
-        self._check_template(opening, schemas)
-        talk = Conversation(self.tokenizer, opening, schemas, self.config.chat_template_kwargs)
+        variables = self.config.chat_template_kwargs
+        if schemas and not self._template_checked and self.tokenizer.chat_template:
+            with_tools, without = (render(self.tokenizer, opening, tools, variables) for tools in (schemas, None))
+            if with_tools == without:
+                log.warning(
+                    "the chat template of %s ignores tools(): the policy does not know of %s; take a model whose "
+                    "template writes them, or name them in opening()",
+                    self.config.tokenizer_name,
+                    ", ".join(tool.__name__ for tool in self.tools()),
+                )
+        self._template_checked = True
+        talk = Conversation(self.tokenizer, opening, schemas, variables)
         self.check_room(talk.tokens)
         return talk
 
@@ -222,8 +214,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
 
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""
-        talk = self.begin(item)
-        longest = self.config.max_token_length
+        talk, longest = self.begin(item), self.config.max_token_length
         while True:
             room = longest - len(talk.tokens)
             (completion,) = await self.server.generate(talk.tokens, 1, self.sampling(room))

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -32,6 +32,10 @@ SHOWN: Final = 200
 """Characters of a broken call in its error text."""
 CALL_KEYS: Final = ("name", "arguments", "parameters", "type", "id")
 """Keys of a call in JSON. Some models add `"type": "function"` and an id."""
+CODER_HEAD: Final = re.compile(rf"(?:{OPENS}\s*)?{FUNCTION}([^<>\n]+)>\s*")
+CODER_PARAMETER: Final = re.compile(r"<parameter=([^<>\n]+)>\n?")
+# A value may have </parameter> inside: it ends where the next parameter or the end of the call follows.
+CODER_VALUE_ENDS: Final = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
 
 Schemas = Sequence[Mapping[str, Any]]
 """JSON schemas of the tools."""
@@ -54,9 +58,9 @@ def tool_calls(text: str, form: ToolFormat = "hermes", schemas: Schemas = ()) ->
     Args:
         schemas: The types of arguments, which `qwen3_coder` writes without quotes.
     """
-    parser = PARSERS[form](text, schemas)
-    mark_or_call = re.compile(f"{THINK}|{THOUGHT}|{parser.begins}")
-    found, place = parser.found, 0
+    how, cursor, found = FORMS[form], Cursor(text), list[ToolCall | str]()
+    mark_or_call = re.compile(f"{THINK}|{THOUGHT}|{how.begins}")
+    place = 0
     while mark := mark_or_call.search(text, place):
         place = mark.end()
         if mark[0] == THINK:
@@ -67,12 +71,13 @@ def tool_calls(text: str, form: ToolFormat = "hermes", schemas: Schemas = ()) ->
         elif mark[0] == THOUGHT:  # the prompt, or nothing, opened this thinking
             found.clear()
         else:
+            cursor.place = mark.start()
             try:
-                parser.read(mark.start())
+                found.extend(how.read(cursor, schemas))
             except BrokenCall as error:
                 shown = text[mark.start() : mark.start() + SHOWN]
-                found.append(f"not a tool call: {shown!r}: {error}; write {parser.example}")
-            place = max(place, parser.place)
+                found.append(f"not a tool call: {shown!r}: {error}; write {how.example}")
+            place = max(place, cursor.place)
     return found
 
 
@@ -85,33 +90,18 @@ def tool_format(chat_template: object) -> ToolFormat:
     return "llama3_json" if llama and OPENS not in template else "hermes"
 
 
-class Parser(ABC):
-    """Reads the calls of one turn.
+@dataclass
+class Cursor:
+    """A turn, and the place from which it is read next."""
 
-    Attributes:
-        begins: Regular expression of the beginning of a call.
-        example: What a right call looks like.
-        place: Where the text is read next.
-        found: The calls, and error texts.
-    """
+    text: str
+    place: int = 0
+    has_ends: bool = True
+    """Whether values of `qwen3_coder` may still have an end. If not, the text is not searched for each of them."""
 
-    begins: ClassVar[str]
-    example: ClassVar[str]
-
-    def __init__(self, text: str, schemas: Schemas) -> None:
-        self.text, self.schemas, self.place = text, schemas, 0
-        self.found: list[ToolCall | str] = []
-
-    @abstractmethod
-    def read(self, start: int) -> None:
-        """Append the calls that begin at `start`, and move `place` behind them.
-
-        Raises:
-            BrokenCall: There is no call.
-        """
-
-    def value(self, start: int) -> Any:
-        """Return the JSON value at `start`, and move `place` behind it. Marks inside its strings do not end it."""
+    def value(self) -> Any:
+        """Return the JSON value that begins here, and move behind it. Marks inside its strings do not end it."""
+        start = self.place
         try:
             _, self.place = json.JSONDecoder().raw_decode(self.text, start)
             # json reads more than JSON: NaN, and halves of characters, which no tokenizer can encode.
@@ -120,21 +110,12 @@ class Parser(ABC):
             raise BrokenCall(f"not JSON ({str(error).partition(':')[0]})") from None
 
     def skip(self, *marks: str) -> bool:
-        """Move `place` behind white space, and behind the first of the marks that stands there."""
-        at = self._after_space()
-        mark = next((mark for mark in marks if self.text.startswith(mark, at)), None)
-        self.place = at + len(mark or "")
+        """Move behind white space, and behind the first of the marks that stands there."""
+        while self.text[self.place : self.place + 1].isspace():
+            self.place += 1
+        mark = next((mark for mark in marks if self.text.startswith(mark, self.place)), None)
+        self.place += len(mark or "")
         return mark is not None
-
-    def at_end(self) -> bool:
-        """Return whether only white space is left."""
-        return self._after_space() == len(self.text)
-
-    def _after_space(self) -> int:
-        at = self.place
-        while self.text[at : at + 1].isspace():
-            at += 1
-        return at
 
 
 def _call(value: Any) -> ToolCall:
@@ -163,58 +144,40 @@ def _call(value: Any) -> ToolCall:
     return ToolCall(name, arguments or {})
 
 
-class Hermes(Parser):
-    """JSON between marks."""
-
-    begins = OPENS
-    example = f'{OPENS}{{"name": …, "arguments": {{…}}}}{CLOSES}'
-
-    def read(self, start: int) -> None:
-        self.place = start + len(OPENS)
-        self.skip()
-        call = _call(self.value(self.place))
-        if not self.skip(CLOSES) and not self.at_end():
-            raise BrokenCall(f"no {CLOSES} after the object")
-        self.found.append(call)
+def _hermes(cursor: Cursor, _: Schemas) -> Iterator[ToolCall]:
+    """Read JSON between marks."""
+    cursor.skip(OPENS)
+    cursor.skip()
+    call = _call(cursor.value())
+    if not cursor.skip(CLOSES) and cursor.place < len(cursor.text):
+        raise BrokenCall(f"no {CLOSES} after the object")
+    yield call
 
 
-class Qwen3Coder(Parser):
-    """Tags; values are text, and JSON where the tool's schema does not say that they are text."""
-
-    begins = rf"(?:{OPENS}\s*)?{FUNCTION}|{OPENS}"
-    example = f"{OPENS}{FUNCTION}NAME><parameter=NAME>VALUE</parameter></function>{CLOSES}"
-    HEAD = re.compile(rf"(?:{OPENS}\s*)?{FUNCTION}([^<>\n]+)>\s*")
-    PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
-    # A value may have </parameter> inside: it ends where the next parameter or the end of the call follows.
-    VALUE_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
-    has_ends = True
-
-    def read(self, start: int) -> None:
-        head = self.HEAD.match(self.text, start)
-        if head is None:
-            raise BrokenCall(f"no {FUNCTION}NAME>")
-        name, arguments, self.place = head[1].strip(), {}, head.end()
-        types = self._types(name)
-        while parameter := self.PARAMETER.match(self.text, self.place):
-            # Once there is no end, later values have none: the text is not searched for each of them.
-            end = self.VALUE_ENDS.search(self.text, parameter.end()) if self.has_ends else None
-            self.has_ends = end is not None
-            key = parameter[1].strip()
-            if end is None:
-                raise BrokenCall(f"no </parameter> after the value of {key}")
-            if key in arguments:
-                raise BrokenCall(f"{key} twice")
-            arguments[key] = _typed(self.text[parameter.end() : end.start()], types.get(key, {}))
-            self.place = end.end()
-        if not self.skip("</function>"):
-            raise BrokenCall("no </function> at its end")
-        self.skip(CLOSES)
-        self.found.append(ToolCall(name, arguments))
-
-    def _types(self, name: str) -> Mapping[str, Any]:
-        functions = (schema.get("function", schema) for schema in self.schemas)
-        own = next((function for function in functions if function.get("name") == name), {})
-        return own.get("parameters", {}).get("properties", {})
+def _qwen3_coder(cursor: Cursor, schemas: Schemas) -> Iterator[ToolCall]:
+    """Read tags; values are text, and JSON where the tool's schema does not say that they are text."""
+    text, arguments = cursor.text, dict[str, Any]()
+    head = CODER_HEAD.match(text, cursor.place)
+    if head is None:
+        raise BrokenCall(f"no {FUNCTION}NAME>")
+    name, cursor.place = head[1].strip(), head.end()
+    functions = (schema.get("function", schema) for schema in schemas)
+    own = next((function for function in functions if function.get("name") == name), {})
+    types = own.get("parameters", {}).get("properties", {})
+    while parameter := CODER_PARAMETER.match(text, cursor.place):
+        end = CODER_VALUE_ENDS.search(text, parameter.end()) if cursor.has_ends else None
+        cursor.has_ends = end is not None
+        key = parameter[1].strip()
+        if end is None:
+            raise BrokenCall(f"no </parameter> after the value of {key}")
+        if key in arguments:
+            raise BrokenCall(f"{key} twice")
+        arguments[key] = _typed(text[parameter.end() : end.start()], types.get(key, {}))
+        cursor.place = end.end()
+    if not cursor.skip("</function>"):
+        raise BrokenCall("no </function> at its end")
+    cursor.skip(CLOSES)
+    yield ToolCall(name, arguments)
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
@@ -222,42 +185,51 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
 
     A value that is not of its type stays text: the tool's error says what is wrong.
     """
-    python = {"True": True, "False": False, "None": None}
+    word, python = value.strip(), {"True": True, "False": False, "None": None}
     if schema.get("type", "string") == "string":
-        return None if schema.get("nullable") and value.strip() in ("None", "null") else value
-    if value.strip() in python:
-        return python[value.strip()]
+        return None if schema.get("nullable") and word in ("None", "null") else value
+    if word in python:
+        return python[word]
     try:
         return msgspec.json.decode(value)
     except (ValueError, RecursionError):
         return value
 
 
-class Llama3Json(Parser):
-    """JSON at the beginning of the turn, or after a token; several calls have semicolons between them."""
-
-    begins = rf"{re.escape(PYTHON_TAG)}|\A\s*\{{|(?<={THOUGHT})\s*\{{"
-    example = '{"name": …, "parameters": {…}}'
-
-    def read(self, start: int) -> None:
-        self.place = start
-        tagged = self.skip(PYTHON_TAG)
-        self.skip()
-        first, before = self.place, len(self.found)
-        try:
-            while len(self.found) == before or self.text.startswith("{", self.place):
-                self.found.append(_call(self.value(self.place)))
-                self.skip(";", PYTHON_TAG)
-                self.skip()
-        except BrokenCall:
-            # An answer may be JSON, or a set in braces, without being a call.
-            if tagged or len(self.found) > before or '"name"' in self.text[first:]:
-                raise
+def _llama3_json(cursor: Cursor, _: Schemas) -> Iterator[ToolCall]:
+    """Read JSON at the beginning of the turn, or after a token; several calls have semicolons between them."""
+    tagged = cursor.skip(PYTHON_TAG)
+    cursor.skip()
+    first, count = cursor.place, 0
+    try:
+        while not count or cursor.text.startswith("{", cursor.place):
+            yield _call(cursor.value())
+            count += 1
+            cursor.skip(";", PYTHON_TAG)
+            cursor.skip()
+    except BrokenCall:
+        # An answer may be JSON, or a set in braces, without being a call.
+        if tagged or count or '"name"' in cursor.text[first:]:
+            raise
 
 
-PARSERS: Final[Mapping[ToolFormat, type[Parser]]] = {
-    "hermes": Hermes,
-    "qwen3_coder": Qwen3Coder,
-    "llama3_json": Llama3Json,
+@dataclass(frozen=True)
+class Form:
+    """A form of calls: the regular expression of its beginning, a right call, and what reads one at the cursor."""
+
+    begins: str
+    example: str
+    read: Callable[[Cursor, Schemas], Iterator[ToolCall]]
+
+
+FORMS: Final[Mapping[ToolFormat, Form]] = {
+    "hermes": Form(OPENS, f'{OPENS}{{"name": …, "arguments": {{…}}}}{CLOSES}', _hermes),
+    "qwen3_coder": Form(
+        rf"(?:{OPENS}\s*)?{FUNCTION}|{OPENS}",
+        f"{OPENS}{FUNCTION}NAME><parameter=NAME>VALUE</parameter></function>{CLOSES}",
+        _qwen3_coder,
+    ),
+    "llama3_json": Form(
+        rf"{re.escape(PYTHON_TAG)}|\A\s*\{{|(?<={THOUGHT})\s*\{{", '{"name": …, "parameters": {…}}', _llama3_json
+    ),
 }
-assert set(PARSERS) == set(get_args(ToolFormat))

@@ -11,9 +11,9 @@ the policy is right between 20 and 80 % of the time.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
@@ -188,17 +188,16 @@ def levels_of(said: str) -> list[int]:
     """Return the levels for `auto`, `3` or `1-2`.
 
     Raises:
-        ValueError: There are no such levels.
+        ConfigError: There are no such levels.
     """
     if said == "auto":
         return list(LEVELS)
-    first, dash, last = said.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal()) or (dash and not last):
-        raise ValueError(said)
-    found = list(range(int(first), int(last or first) + 1))
-    if not found or not set(found) <= set(LEVELS):
-        raise ValueError(said)
-    return found
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", said)
+    levels = list(range(int(found[1]), int(found[2] or found[1]) + 1)) if found else []
+    if not levels or not set(levels) <= set(LEVELS):
+        wanted = f"auto, 1 to {len(LEVELS)}, or a range such as 1-2"
+        raise ConfigError(field="--env.level", got=said, wanted=wanted, fix="choose one of these")
+    return levels
 
 
 class Ladder:
@@ -226,18 +225,14 @@ class Ladder:
     def candidates(self) -> list[int]:
         """Return the levels that are drawn uniformly."""
         mixed = [level for level in self.levels if self.LOW <= self.means.get(level, -1.0) <= self.HIGH]
-        if mixed:
-            return mixed
         unsolved = [level for level in self.levels if self.means.get(level, 0.0) <= self.HIGH]
-        return unsolved[:1] or self.levels[-1:]
+        return mixed or unsolved[:1] or self.levels[-1:]
 
     def draw(self, rng: random.Random) -> int:
         """Return a level for the next group."""
         found = self.candidates()
-        above = next((high for low, high in pairwise(self.levels) if low == found[-1]), None)
-        if above is not None and rng.randrange(self.PROBE) == 0:
-            return above
-        return rng.choice(found)
+        above = [level for level in self.levels if level > found[-1]]
+        return above[0] if above and rng.randrange(self.PROBE) == 0 else rng.choice(found)
 
 
 ASKED = "End with the number."
@@ -264,17 +259,8 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
 
     async def setup(self) -> None:
         """Read the levels from the settings."""
-        try:
-            levels = levels_of(self.config.level)
-        except ValueError:
-            raise ConfigError(
-                field="--env.level",
-                got=self.config.level,
-                wanted=f"auto, 1 to {len(LEVELS)}, or a range such as 1-2",
-                fix="choose one of these",
-            ) from None
-        self.levels = levels
-        self.ladder = Ladder(levels)
+        self.levels = levels_of(self.config.level)
+        self.ladder = Ladder(self.levels)
         self.position = 0
 
     async def get_next_item(self) -> WordProblem:
@@ -314,22 +300,16 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
         scored, failed = await self.examine_each(problems, self._examine)
-        by_level = {
-            f"accuracy_level_{level}": fmean(found)
-            for level in self.levels
-            if (found := [score for problem, score in scored if problem.level == level])
-        }
-        return {
-            **with_interval("accuracy", fmean(score for _, score in scored), len(scored)),
-            **by_level,
-            "questions": len(scored),
-            **failed,
-        }
+        metrics = with_interval("accuracy", fmean(score for _, score in scored), len(scored))
+        for level in self.levels:
+            if found := [score for problem, score in scored if problem.level == level]:
+                metrics[f"accuracy_level_{level}"] = fmean(found)
+        return {**metrics, "questions": len(scored), **failed}
 
     async def _examine(self, problem: WordProblem) -> tuple[WordProblem, float]:
         prompt = self.encode(self.prompt(problem))
-        room = self.config.max_token_length - len(prompt)
-        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
+        sampling = self.sampling(self.config.max_token_length - len(prompt))
+        sampling = replace(sampling, temperature=self.config.eval_temperature)
         (completion,) = await self.server.generate(prompt, 1, sampling)
         return problem, self._score(problem, completion)
 

@@ -10,14 +10,13 @@ from typing import Any, Final
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
 from environments.dataset.data import Data, Row, listed
-from environments.maths.answer_form import in_the_asked_form, read_number
+from environments.maths.answer_form import read_number
 from environments.trajectory import Message
 from grpo_common.suggest import nearest
 
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS: Final = ("answer", "solution", "label")
-HASHES: Final = "####"
-"""Before the answer in the last line of GSM8K's solutions."""
+KINDS: Final = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 Prompt = str | list[Message]
 
@@ -48,9 +47,8 @@ class Columns:
         there = data.rows.columns
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
         if (template := config.prompt_template) is not None:
-            for _, name, _, _ in string.Formatter().parse(template):
-                if name is not None:
-                    _chosen("--data.prompt_template", name, (), there)
+            for name in _names_in(template):
+                _chosen("--data.prompt_template", name, (), there)
             return cls(None, template, answer, as_messages=False)
         prompt = _chosen("--data.prompt_column", config.prompt_column, PROMPT_COLUMNS, there)
         if prompt is None:
@@ -70,17 +68,16 @@ class Columns:
             UnusableRow: The row has none, or one of another kind than the others; the field is the column.
         """
         if self.template is not None:
-            names = [name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None]
-            for name in names:
+            for name in _names_in(self.template):
                 if not isinstance(row[name], str | int | float):
-                    raise UnusableRow(field=name, got=_kind(row[name]), wanted="text or a number")
+                    raise UnusableRow(field=name, got=_shown(row[name]), wanted="text or a number")
             return self.template.format_map(row)
         assert self.prompt is not None, "a column or a template"
         value = row[self.prompt]
         if self.as_messages:
             return _messages(self.prompt, value)
         if not isinstance(value, str) or not value.strip():
-            raise UnusableRow(field=self.prompt, got=_kind(value), wanted="text, as in the first row")
+            raise UnusableRow(field=self.prompt, got=_shown(value), wanted="text, as in the first row")
         return value
 
     def answer_of(self, row: Row) -> str | None:
@@ -94,10 +91,9 @@ class Columns:
         if self.answer is None or (value := row[self.answer]) is None:
             return None
         if not isinstance(value, str | int | float):
-            raise UnusableRow(field=self.answer, got=_kind(value), wanted="text or a number")
-        text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        text = text.strip()
-        before, marker, after = text.rpartition("\n")[2].rpartition(HASHES)
+            raise UnusableRow(field=self.answer, got=_shown(value), wanted="text or a number")
+        text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+        before, marker, after = text.rpartition("\n")[2].rpartition("####")
         if marker and (after := after.strip()):
             if (number := read_number(after)) is not None:
                 return number.text
@@ -111,9 +107,8 @@ class Columns:
         return f"right answer: {f'column {self.answer}' if self.answer else 'no column'}; prompt: {source}"
 
 
-def boxed_or_all(answer: str) -> str:
-    r"""Return what a right answer has in its last `\boxed{…}`, or all of it, without dollar signs around it."""
-    return (in_the_asked_form(answer, "boxed") or answer).strip().strip("$").strip()
+def _names_in(template: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 def _chosen(flag: str, named: str | None, usual: Sequence[str], there: Iterable[str]) -> str | None:
@@ -131,10 +126,10 @@ def _messages(column: str, value: Any) -> list[Message]:
     """Return messages without keys that are None: a table has each key in all messages."""
     wanted = 'a list of messages, {"role": …, "content": …}'
     if not isinstance(value, list) or not value:
-        raise UnusableRow(field=column, got=_kind(value), wanted=f"{wanted}, as in the first row")
+        raise UnusableRow(field=column, got=_shown(value), wanted=f"{wanted}, as in the first row")
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UnusableRow(field=f"{column}, message {number}", got=_kind(message), wanted=wanted)
+            raise UnusableRow(field=f"{column}, message {number}", got=_shown(message), wanted=wanted)
         if message.get("content") is None and message["role"] != "assistant":
             raise UnusableRow(field=f"{column}, message {number}", got="no content", wanted="content")
     messages = [{key: each for key, each in message.items() if each is not None} for message in value]
@@ -145,13 +140,11 @@ def _messages(column: str, value: Any) -> list[Message]:
     return messages
 
 
-def _kind(value: object) -> str:
-    """Return a value's kind, and its beginning, as JSON names it."""
+def _shown(value: object) -> str:
+    """Return a value's kind, as JSON names it, and its beginning."""
     if value is None:
         return "nothing"
-    if isinstance(value, str):
-        return "empty text" if not value.strip() else f"text, {value[:40]!r}"
-    names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    name = next((name for kind, name in names.items() if isinstance(value, kind)), f"a {type(value).__name__}")
-    shown = repr(value)
-    return f"{name}, {shown if len(shown) <= 40 else shown[:40] + '…'}"
+    if isinstance(value, str) and not value.strip():
+        return "empty text"
+    kind, shown = KINDS.get(type(value), "text" if isinstance(value, str) else f"a {type(value).__name__}"), repr(value)
+    return f"{kind}, {shown if len(shown) <= 40 else shown[:40] + '…'}"

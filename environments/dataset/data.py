@@ -1,8 +1,7 @@
 """Read a data set: a file, a folder, or a name on the hub.
 
-JSON is read here, compressed or not, and everything else by the library `datasets`, which caches it in Arrow files
-outside the user's folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, and its errors name no
-line. It still says which files of a folder are which split.
+JSON is read here, into memory; everything else by the library `datasets`, which caches it, memory-mapped, outside the
+user's folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, and its errors name no line.
 """
 
 from __future__ import annotations
@@ -10,24 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
-import shutil
-import tempfile
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
-from grpo_common.http import raise_open_files
 from grpo_common.suggest import OF_FILES, nearest
 
 log = logging.getLogger(__name__)
@@ -40,30 +32,71 @@ JSON_ENDS: Final = (".jsonl", ".ndjson", ".json")
 TABLE_ENDS: Final = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz")
 KINDS: Final = "a .jsonl, .json, .csv, .tsv or .parquet file"
-BOM: Final = b"\xef\xbb\xbf"
-UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
-TOO_DEEP: Final = "nested too deeply"
-CHUNK: Final = 1 << 20
-"""Bytes that are read at once to count lines."""
-MARKS: Final = re.compile(r"[*?\[\]]|::")
-"""What `datasets` and fsspec read in a path as a pattern, or as a URL in a URL."""
-HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SAVED: Final = ("dataset_dict.json", "state.json")
+"""Files of folders that `datasets` saved: a data set with splits, and one without."""
+MARKS: Final = ("*", "?", "[", "::")
+"""What `datasets` reads in a path as a pattern, or as a URL in a URL."""
 
 Row = dict[str, Any]
 
 
-class Rows(Protocol):
-    """The rows of a data set, by number from 0."""
+@dataclass(frozen=True)
+class Part:
+    """The rows of one file or table.
 
-    columns: tuple[str, ...]
+    Attributes:
+        name: The file's name in its folder; empty: there is only one.
+        unit: What `numbers` count from 0, for messages: `line` or `row`.
+        values: Rows, or lines of JSON.
+        numbers: The places in `values` that have a row: lines that are not blank.
+    """
 
-    def __len__(self) -> int: ...
+    name: str
+    unit: str
+    values: Any
+    numbers: Sequence[int]
 
-    def __getitem__(self, number: int, /) -> Row: ...
+
+class Rows:
+    """The rows of a data set, by number from 0. A key that a JSON object lacks is None."""
+
+    def __init__(self, field: str, parts: Sequence[Part], columns: Sequence[str] = ()) -> None:
+        self.columns = tuple(columns)
+        self._field, self._parts = field, parts
+        self._ends = list(accumulate(len(part.numbers) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
 
     def place(self, number: int) -> str:
         """Return where a row is, for messages: a line of a file, or a row counted from 1."""
-        ...
+        part, own = self._find(number)
+        return f"{f'{part.name}, ' if part.name else ''}{part.unit} {own + 1}"
+
+    def _find(self, number: int) -> tuple[Part, int]:
+        place = bisect_right(self._ends, number)
+        part = self._parts[place]
+        return part, part.numbers[number - (self._ends[place - 1] if place else 0)]
+
+    def __getitem__(self, number: int) -> Row:
+        """Return a row.
+
+        Raises:
+            UnusableRow: It is not a JSON object.
+        """
+        part, own = self._find(number)
+        value, why = part.values[own], ""
+        shown, fix = repr(value) if part.unit == "row" else value.decode(errors="replace"), f"correct the {part.unit}"
+        if part.unit == "line":
+            try:
+                value = _decode(value)
+            except (ValueError, RecursionError) as error:
+                value, why = None, f" ({_first_line(error)})"
+            fix = "put each row on a line, as {…}" if isinstance(value, list) else "correct or remove the line"
+        if isinstance(value, dict):
+            return dict.fromkeys(self.columns) | value
+        field = f"{self._field}, {self.place(number)}"
+        raise UnusableRow(field=field, got=f"{_short(shown)}{why}", wanted="one JSON object", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -95,35 +128,46 @@ def read_data(config: DataConfig) -> tuple[Data, Data | None]:
         ConfigError: It does not exist, can't be read, or has no rows.
     """
     assert config.path is not None, "the environment asks for --data first"
-    data = _read(config.path, config.split, config.subset, "--data.split")
+    field, flag = f"--data {config.path}", "--data.held_out_split"
+    data = read_source(field, config.path, config.split, config.subset)
     if (other := config.held_out_split) is None:
         return data, None
-    flag = "--data.held_out_split"
     if Path(other).expanduser().is_file():
-        held_out = _read(other, None, None, flag)
+        held_out = read_source(f"--data {other}", other)
     else:
-        held_out = _read(config.path, other, config.subset, flag)
+        held_out = read_source(field, config.path, other, config.subset, flag)
     if held_out.fingerprint == data.fingerprint or (data.split is not None and held_out.split == data.split):
         raise ConfigError(
             "these rows are trained on",
             field=f"{flag} {other}",
-            got=f"the rows of --data {config.path}{_named(None, data.split)}",
+            got=f"the rows of {field}{_named(None, data.split)}",
             wanted="rows that are only evaluated",
             fix="name another split or file, or use --data.held_out N",
         )
     return data, held_out
 
 
-def _read(name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
+def read_source(
+    field: str, name: str, split: str | None = None, subset: str | None = None, split_flag: str = "--data.split"
+) -> Data:
+    """Return one data set: a file, a folder, or a name on the hub. `field` and `split_flag` are for messages.
+
+    Raises:
+        ConfigError: As of `read_data`.
+    """
     path = Path(name).expanduser()
-    field = f"--data {name}"
     try:
-        if path.is_dir():
+        if path.is_file():
+            for flag, value in ((split_flag, None if split == "train" else split), ("--data.subset", subset)):
+                if value is not None:
+                    fix = f"omit {flag}, or name a file"
+                    raise ConfigError(
+                        "a file has no splits and no subsets", field=f"{flag} {value}", got=str(path), fix=fix
+                    )
+            data = _file(field, path)
+        elif path.is_dir():
             data = _folder(field, path, split, subset, split_flag)
-        elif path.exists():
-            data = _file(field, path, split, subset, split_flag)
         else:
-            _refuse_missing(field, name, path)
             data = _hub(field, name, split, subset, split_flag)
     except OSError as error:
         raise ConfigError("cannot be read", field=field, got=error.strerror or _first_line(error)) from None
@@ -132,47 +176,64 @@ def _read(name: str, split: str | None, subset: str | None, split_flag: str) -> 
     return data
 
 
-def _refuse_missing(field: str, name: str, path: Path) -> None:
-    """Refuse a name that can only be a path: nothing is there."""
-    if HUB_NAME.fullmatch(name) and not name.startswith((".", "~")) and path.suffix not in (*JSON_ENDS, *TABLE_ENDS):
-        return
-    folder = path.parent if path.parent.is_dir() else Path()
-    near = nearest(path.name, (each.name for each in folder.iterdir()), OF_FILES)
-    fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
-    raise ConfigError("no such file or folder", field=field, wanted=f"{KINDS}, a folder, or a name on the hub", fix=fix)
-
-
-# ---------------------------------------------------------------- files
-
-
-def _file(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
-    for flag, value in ((split_flag, None if split == "train" else split), ("--data.subset", subset)):
-        if value is not None:
-            raise ConfigError(
-                "a file has no splits and no subsets",
-                field=f"{flag} {value}",
-                got=str(path),
-                fix=f"omit {flag}" + (", or name a file" if flag == "--data.held_out_split" else ""),
-            )
-    size = path.stat().st_size
+def _file(field: str, path: Path) -> Data:
+    kind, size, options = _kind(path), path.stat().st_size, dict[str, Any]()
     if not size:
         raise ConfigError(field=field, got="an empty file", wanted="one row or more")
-    kind = _kind(path)
-    rows: Rows
     if kind in JSON_ENDS:
-        rows = _json_rows(field, path, whole=size <= CHECKED_WHOLE)
+        rows = _json_rows(field, {"": path}, whole=size <= CHECKED_WHOLE)
+    elif kind in TABLE_ENDS:
+        if TABLE_ENDS[kind] == "csv":  # an empty cell is None; NA and null are text, as in any other file
+            options = {"keep_default_na": False, "na_values": [""], "sep": "\t" if kind == ".tsv" else ","}
+        options |= {"path": TABLE_ENDS[kind], "data_files": str(path.absolute()), "split": "train"}
+        rows = _table_rows(field, _load(field, lambda library: library.load_dataset(**options), path))
     else:
-        builder, end = TABLE_ENDS.get(kind), path.suffix
-        if builder is None:
-            raise ConfigError(
-                "not a kind of file that can be read",
-                field=field,
-                got=f"the ending {end}" if end else "a name without an ending",
-                wanted=KINDS,
-                fix="rename or convert it",
-            )
-        rows = _Table(_load(field, lambda library: library.load_dataset(builder, **_csv(kind), **_only(path)), path))
+        got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
+        raise ConfigError(
+            "not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="rename or convert it"
+        )
     return Data(str(path), rows, size <= CHECKED_WHOLE, _hash_files([path]))
+
+
+def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
+    saved = any((path / name).is_file() for name in SAVED)
+    files = [each for each in sorted(path.rglob("*")) if each.is_file() and not _is_hidden(each, path, saved=saved)]
+    if not saved:
+        files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
+    if not files:
+        raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
+    whole = sum(each.stat().st_size for each in files) <= CHECKED_WHOLE
+    card = path / "README.md"  # it may say which files are which split
+    cards = card.is_file() and "\nconfigs:" in card.read_text(errors="replace").partition("\n---")[0]
+    source = str(path.absolute())
+    if not (saved or subset or cards) and all(_kind(each) in JSON_ENDS for each in files):
+        found = _load(field, lambda library: _splits_of(library, source, files), path)
+        chosen, part = _split_of(field, found, split, split_flag)
+        rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
+    else:
+        if saved:
+            found = _load(field, lambda library: library.load_from_disk(source), path)
+        else:
+            found = _load(field, lambda library: library.load_dataset(source, subset), path)
+        table, part = _split_of(field, found, split, split_flag)
+        rows = _table_rows(field, table)
+    return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
+
+
+def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
+    path = Path(name).expanduser()
+    if path.suffix in (*JSON_ENDS, *TABLE_ENDS) or name.startswith((".", "~")) or name.count("/") > 1:
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = nearest(path.name, (each.name for each in folder.iterdir()), OF_FILES)
+        fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
+        wanted = f"{KINDS}, a folder, or a name on the hub"
+        raise ConfigError("no such file or folder", field=field, wanted=wanted, fix=fix)
+    found = _load(field, lambda library: library.load_dataset(name, subset), None)
+    table, part = _split_of(field, found, split, split_flag)
+    sources = sorted(getattr(table.info, "download_checksums", None) or {})  # addresses with the commit that was read
+    digest = hashlib.sha256("\n".join(sources).encode()).hexdigest() if sources else str(table._fingerprint)
+    whole = (table.info.dataset_size or table.data.nbytes) <= CHECKED_WHOLE
+    return Data(f"{name}{_named(subset, split)}", _table_rows(field, table), whole, f"{digest}-{split or ''}", part)
 
 
 def _kind(path: Path) -> str:
@@ -181,268 +242,10 @@ def _kind(path: Path) -> str:
     return ends[0] if len(ends) == 2 and ends[1] in COMPRESSED else path.suffix
 
 
-def _csv(kind: str) -> dict[str, Any]:
-    """Return options of pandas: an empty cell is None, and NA or null are text as they are in any other file."""
-    options = {"keep_default_na": False, "na_values": [""]}
-    return options | ({"sep": "\t"} if kind == ".tsv" else {}) if kind in (".csv", ".tsv") else {}
-
-
-def _only(path: Path) -> dict[str, Any]:
-    return {"data_files": str(_plain(path)), "split": "train"}
-
-
-def _plain(path: Path) -> Path:
-    """Return an absolute path as fsspec and `datasets` take it: a link, if they would read it as a pattern or a URL."""
-    path = path.absolute()
-    if not MARKS.search(str(path)):
-        return path
-    ends = "".join(end for end in path.suffixes[-2:] if not MARKS.search(end))
-    link = _links(path).with_suffix(ends)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        link.symlink_to(path)
-    return link
-
-
-def _plain_folder(folder: Path, files: Sequence[Path]) -> tuple[Path, dict[str, Path]]:
-    """Return a folder as `datasets` takes it, and its files by their paths there.
-
-    If a name in it could be read as a pattern or a URL, it is another folder, with links to the files. A link to the
-    folder is not enough: `datasets` follows it.
-    """
-    names = [str(each.relative_to(folder)) for each in files]
-    root = folder.absolute()
-    if not MARKS.search(str(root) + "".join(names)):
-        return root, {str(root / name): file for name, file in zip(names, files, strict=True)}
-    root, found = _links(root), dict[str, Path]()
-    shutil.rmtree(root, ignore_errors=True)
-    for number, (name, file) in enumerate(zip(names, files, strict=True)):
-        link = root / MARKS.sub("_", name)
-        link = root / str(number) / link.name if str(link) in found else link
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file.absolute())
-        found[str(link)] = file
-    return root, found
-
-
-def _links(path: Path) -> Path:
-    from datasets import config
-
-    return Path(config.HF_DATASETS_CACHE) / "links" / hashlib.sha256(str(path).encode()).hexdigest()
-
-
-def _json_rows(field: str, path: Path, *, whole: bool) -> Rows:
-    """Return the rows of JSON Lines, or of one JSON array of objects."""
-    file = path.open("rb") if path.suffix in JSON_ENDS else _decompressed(field, path)
-    start = os.pread(file.fileno(), 4096, 0)
-    if start.startswith(UTF_16):
-        raise ConfigError(field=field, got="UTF-16", wanted="UTF-8", fix="save it as UTF-8")
-    begin = start.removeprefix(BOM).lstrip()[:1]
-    if _kind(path) == ".json" and begin in (b"[", b"{"):
-        with file:
-            content = file.read().removeprefix(BOM)
-        if begin == b"[":
-            return _Array(field, content)
-        if (rows := _one_object(field, content)) is not None:
-            return rows
-        file = path.open("rb") if path.suffix in JSON_ENDS else _decompressed(field, path)
-    return _Lines(field, file, whole=whole)
-
-
-def _decompressed(field: str, path: Path) -> IO[bytes]:
-    """Return a copy without a name, which ends with this process.
-
-    Raises:
-        ConfigError: It is not compressed as its ending says, or that compression is not installed.
-    """
-    import fsspec
-
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open
-    try:
-        with fsspec.open(str(_plain(path)), "rb", compression="infer") as file:
-            shutil.copyfileobj(cast("IO[bytes]", file), copy)
-    except Exception as error:  # each compression has its own errors; a missing one is a ValueError
-        copy.close()
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk
-            raise
-        fix = "compress it again, or decompress it"
-        raise ConfigError("cannot be decompressed", field=field, got=_first_line(error), fix=fix) from None
-    copy.flush()
-    copy.seek(0)
-    return copy
-
-
-class _Lines:
-    """JSON Lines in a file that stays open; blank lines don't count."""
-
-    def __init__(self, field: str, file: IO[bytes], *, whole: bool) -> None:
-        """Find the lines, and read those that are checked before the start.
-
-        Raises:
-            ConfigError: A line is not a JSON object.
-        """
-        self._field = field
-        self._file = file
-        self._opened = self._state()
-        self._starts = array("Q")
-        at = 0
-        for line in self._file:
-            skipped = len(BOM) if at == 0 and line.startswith(BOM) else 0
-            if line[skipped:].strip():
-                self._starts.append(at + skipped)
-            at += len(line)
-        seen: dict[str, None] = {}
-        for number in range(len(self) if whole else min(len(self), SAMPLED_ROWS)):
-            try:
-                seen |= dict.fromkeys(self._row(number))
-            except UnusableRow as error:
-                raise ConfigError.of(error.problems) from None
-        self.columns = tuple(seen)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, number: int) -> Row:
-        return dict.fromkeys(self.columns) | self._row(number)
-
-    def place(self, number: int) -> str:
-        start, lines = self._starts[number], 1
-        for at in range(0, start, CHUNK):
-            lines += self._read(at, min(at + CHUNK, start)).count(b"\n")
-        return f"line {lines}"
-
-    def _state(self) -> tuple[int, int]:
-        """Return the file's size in bytes, and when it was written last, in nanoseconds."""
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
-
-    def _read(self, start: int, stop: int) -> bytes:
-        """Return bytes of the file; several threads may read.
-
-        Raises:
-            ConfigError: It has changed since it was opened, so that lines may begin elsewhere.
-        """
-        found = os.pread(self._file.fileno(), stop - start, start)
-        if self._state() != self._opened:
-            raise ConfigError(
-                "the file has changed since the start",
-                field=self._field,
-                got=f"{self._state()[0]:,} bytes",
-                wanted=f"the {self._opened[0]:,} bytes of the start, unchanged",
-                fix="restore it and resume the run; prepare new data under another name",
-            )
-        return found
-
-    def _row(self, number: int) -> Row:
-        start, after = self._starts[number], number + 1
-        line = self._read(start, self._starts[after] if after < len(self._starts) else self._opened[0])
-        try:
-            row = _decode(line.rstrip(b"\r\n"))
-        except ValueError as error:
-            raise self._wrong(number, f"{_short(line)} ({_first_line(error)})", "one JSON object") from None
-        if not isinstance(row, dict):
-            fix = "put each row on a line, as {…}" if line.strip()[:1] == b"[" else ""
-            raise self._wrong(number, _short(line), "one JSON object", fix)
-        return row
-
-    def _wrong(self, number: int, got: str, wanted: str, fix: str = "") -> UnusableRow:
-        fix = fix or "correct or remove the line"
-        return UnusableRow(field=f"{self._field}, {self.place(number)}", got=got, wanted=wanted, fix=fix)
-
-
-class _Array:
-    """The objects of a JSON array, in memory."""
-
-    def __init__(self, field: str, content: bytes, rows: list[Any] | None = None) -> None:
-        """Read the whole file's content.
-
-        Raises:
-            ConfigError: It is not an array of objects.
-        """
-        try:
-            self._rows: list[Any] = _decode(content) if rows is None else rows
-        except ValueError as error:
-            found = re.search(r"\(byte (\d+)\)", str(error))
-            line = content[: int(found[1])].count(b"\n") + 1 if found else content.count(b"\n") + 1
-            raise ConfigError(
-                f"not JSON: {_first_line(error)}", field=f"{field}, line {line}", wanted="a JSON array of objects"
-            ) from None
-        for number, row in enumerate(self._rows):
-            if not isinstance(row, dict):
-                got = _short(repr(row).encode())
-                raise ConfigError(field=f"{field}, {self.place(number)}", got=got, wanted="one JSON object")
-        self.columns = tuple(dict.fromkeys(key for row in self._rows for key in row))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Row:
-        return dict.fromkeys(self.columns) | self._rows[number]
-
-    def place(self, number: int) -> str:
-        return f"row {number + 1}"
-
-
-def _one_object(field: str, content: bytes) -> _Array | None:
-    """Return the rows of a file such as `{"data": [{…}, …]}`; None if it is something else, such as JSON Lines."""
-    try:
-        found = _decode(content)
-    except ValueError:
-        return None
-    lists = [value for value in found.values() if isinstance(value, list) and all(isinstance(r, dict) for r in value)]
-    return _Array(field, content, lists[0]) if len(lists) == 1 and lists[0] else None
-
-
-def _decode(text: bytes) -> Any:
-    """Return what JSON says.
-
-    Raises:
-        ValueError: It is not JSON.
-    """
-    try:
-        return msgspec.json.decode(text)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8; save the file as UTF-8") from None
-    except msgspec.DecodeError:
-        pass
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    try:
-        found = json.loads(text, strict=False)  # NaN, and raw tabs in strings, as other tools write them
-        json.dumps(found, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg}, (byte {error.pos})") from None
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"half a character, {half!a}: the other half of the surrogate pair is missing") from None
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    return found
-
-
-class _Joined:
-    """The rows of several files, one after another."""
-
-    def __init__(self, names: Sequence[str], parts: Sequence[Rows]) -> None:
-        """`names`: of the files, for messages."""
-        self._names, self._parts = names, parts
-        self._ends = list(accumulate(map(len, parts)))
-        self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, number: int) -> Row:
-        part, own = self._find(number)
-        return dict.fromkeys(self.columns) | self._parts[part][own]
-
-    def place(self, number: int) -> str:
-        part, own = self._find(number)
-        return f"{self._names[part]}, {self._parts[part].place(own)}"
-
-    def _find(self, number: int) -> tuple[int, int]:
-        part = bisect_right(self._ends, number)
-        return part, number - (self._ends[part - 1] if part else 0)
+def _is_hidden(file: Path, folder: Path, *, saved: bool) -> bool:
+    """Return whether a file is hidden, or is a cache that `datasets` keeps beside what it saved."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return hidden or (saved and file.name.startswith("cache-"))
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -456,126 +259,91 @@ def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------- the library `datasets`
+def _table_rows(field: str, table: Any) -> Rows:
+    return Rows(field, [Part("", "row", table, range(len(table)))], table.column_names)
 
 
-class _Table:
-    """Rows of a `datasets.Dataset`, memory-mapped."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-        self.columns = tuple(cast("list[str]", table.column_names))
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, number: int) -> Row:
-        return cast("Row", self._table[number])
-
-    def place(self, number: int) -> str:
-        return f"row {number + 1}"
+# ---------------------------------------------------------------- JSON
 
 
-def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
-    saved = [name for name in ("dataset_dict.json", "state.json") if (path / name).is_file()]
-    files = sorted(each for each in path.rglob("*") if each.is_file() and not _beside_data(each, path, bool(saved)))
-    if not files:
-        raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
-    if not saved:
-        files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
-    size = sum(each.stat().st_size for each in files)
-    whole = size <= CHECKED_WHOLE
-    rows: Rows
-    raise_open_files()  # each file of JSON Lines stays open
-    if not (saved or subset or _names_subsets(path)) and all(_kind(each) in JSON_ENDS for each in files):
-        splits = _load(field, lambda library: _splits_of_files(library, path, files), path)
-        found, part = _split_of(field, splits, split, split_flag)
-        names = [str(each.relative_to(path)) for each in found]
-        parts = [_json_rows(f"{field}/{name}", each, whole=whole) for name, each in zip(names, found, strict=True)]
-        rows = _Joined(names, parts)
-    else:
+def _json_rows(field: str, files: Mapping[str, Path], *, whole: bool) -> Rows:
+    """Return the rows of JSON files, by their names in a folder. All of them, or the first ones, are checked.
 
-        def load(library: Any) -> Any:
-            plain = str(_plain_folder(path, files)[0])
-            return library.load_from_disk(plain) if saved else library.load_dataset(plain, subset)
-
-        table, part = _split_of(field, _load(field, load, path), split, split_flag)
-        rows = _Table(table)
-    fingerprint = f"{_hash_files(files, path)}-{split or ''}"
-    return Data(f"{path}{_named(subset, split)}", rows, whole, fingerprint, part)
-
-
-def _splits_of_files(library: Any, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return which files of a folder are which split by `datasets`' rules for their names."""
-    root, ours = _plain_folder(folder, files)
-    patterns = library.data_files.get_data_patterns(str(root))
-    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
-    splits = {str(split): [ours[name] for name in names if name in ours] for split, names in found.items()}
-    return {split: own for split, own in splits.items() if own}
-
-
-def _names_subsets(folder: Path) -> bool:
-    """Return whether a folder's card says which files are which split, which `datasets` reads."""
+    Raises:
+        ConfigError: One of them is not a JSON object.
+    """
+    parts = [_json_part(f"{field}/{name}" if name else field, name, path) for name, path in files.items()]
+    rows, columns = Rows(field, parts), dict[str, None]()
     try:
-        card = (folder / "README.md").read_text(errors="replace")
-    except OSError:
-        return False
-    return card.startswith("---") and re.search(r"^configs:", card.partition("\n---")[0], re.MULTILINE) is not None
+        for number in range(len(rows) if whole else min(len(rows), SAMPLED_ROWS)):
+            columns |= dict.fromkeys(rows[number])
+    except UnusableRow as error:
+        raise ConfigError.of(error.problems) from None
+    return Rows(field, parts, list(columns))
 
 
-def _beside_data(file: Path, folder: Path, saved: bool) -> bool:
-    """Return whether a file is hidden, or is a cache that `datasets` keeps beside what it saved."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return hidden or (saved and file.name.startswith("cache-"))
+def _json_part(field: str, name: str, path: Path) -> Part:
+    """Return the lines of JSON Lines, the objects of a JSON array, or those of the one list in `{"data": [{…}, …]}`."""
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
+    try:
+        with path.open("rb") as raw, cast("Any", compr)[infer_compression(str(path))](raw, mode="rb") as file:
+            content = file.read().removeprefix(b"\xef\xbb\xbf")
+    except Exception as error:  # each compression has its own errors
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        fix = "compress it again, or decompress it"
+        raise ConfigError("cannot be decompressed", field=field, got=_first_line(error), fix=fix) from None
+    begin, objects = content.lstrip()[:1], None
+    if _kind(path) == ".json" and begin in (b"[", b"{"):
+        try:
+            objects = _decode(content)
+        except (ValueError, RecursionError) as error:
+            if begin == b"[":
+                place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+                why = f"not JSON: {_first_line(error)}"
+                raise ConfigError(why, field=f"{field}{place}", wanted="a JSON array of objects") from None
+        if isinstance(objects, dict):
+            lists = [each for each in objects.values() if isinstance(each, list) and each and isinstance(each[0], dict)]
+            objects = lists[0] if len(lists) == 1 else None
+    if objects is not None:
+        return Part(name, "row", objects, range(len(objects)))
+    lines = content.split(b"\n")
+    return Part(name, "line", lines, [number for number, line in enumerate(lines) if line.strip()])
 
 
-def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
-    found = _load(field, lambda library: library.load_dataset(name, subset), None)
-    table, part = _split_of(field, found, split, split_flag)
-    sources = sorted(getattr(table.info, "download_checksums", None) or {})  # addresses with the commit that was read
-    fingerprint = hashlib.sha256("\n".join(sources).encode()).hexdigest() if sources else str(table._fingerprint)
-    size = table.info.dataset_size or table.data.nbytes
-    fingerprint = f"{fingerprint}-{split or ''}"
-    return Data(f"{name}{_named(subset, split)}", _Table(table), size <= CHECKED_WHOLE, fingerprint, part)
+def _decode(text: bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: It is not JSON, not UTF-8, or has half a surrogate pair, which can't be written again.
+        RecursionError: It is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = json.loads(text.decode(), strict=False)  # NaN, and raw tabs in strings, as other tools write them
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
 
 
-def _named(subset: str | None, split: str | None) -> str:
-    return "".join(f", {kind} {value}" for kind, value in (("subset", subset), ("split", split)) if value)
-
-
-def _split_of(field: str, found: Any, split: str | None, flag: str) -> tuple[Any, str | None]:
-    """Return one split of what `datasets` has loaded, and its name; None if there are no splits."""
-    if not isinstance(found, Mapping):  # saved by Dataset.save_to_disk
-        if split not in (None, "train"):
-            raise ConfigError(
-                field=f"{flag} {split}", got="a data set without splits", wanted="no split", fix=f"omit {flag}"
-            )
-        return found, None
-    names = list(found)
-    if split is None:
-        if "train" in names or len(names) == 1:
-            split = "train" if "train" in names else names[0]
-            return found[split], split
-        raise ConfigError(
-            field=flag, got="no split", wanted=f"one of {listed(names)}", fix=f"add {flag} {listed(names[:1])}"
-        )
-    if split not in names:
-        near = nearest(split, names) or names[0]
-        raise ConfigError(
-            "no such split",
-            field=f"{flag} {split}",
-            wanted=f"one of {listed(names)}",
-            fix=f"for example {listed([near])}",
-        )
-    return found[split], split
+# ---------------------------------------------------------------- the library `datasets`
 
 
 def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
     """Return what a function of `datasets` loads.
 
     Raises:
-        ConfigError: It can't be loaded; the message says why, in one line.
+        ConfigError: It can't be loaded; the message is the library's.
     """
+    if path is not None and any(mark in str(path.absolute()) for mark in MARKS):
+        raise ConfigError(
+            field=field,
+            got=f"a path with one of {' '.join(MARKS)}",
+            wanted="a path that the library datasets does not read as a pattern or a URL",
+            fix="rename it, or make a link with another name",
+        )
     log.info("reading %s", field.removeprefix("--data "))
     import datasets
 
@@ -583,82 +351,66 @@ def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         return load(datasets)
-    except Exception as error:
-        # The library passes on errors of pandas, Arrow, its hub client and its HTTP client, and its own, most of which
-        # share only `Exception`.
-        raise _explained(field, error, path) from error
-
-
-def _explained(field: str, error: BaseException, path: Path | None) -> ConfigError:
-    """Return why `datasets` could not load something."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
-        chain.append(cause)
-    text = " ".join(_first_line(each) for each in chain)
-    names = {base.__name__ for each in chain for base in type(each).__mro__}  # by name: httpx and httpx2 are in use
-    if path is not None:
-        if "UnicodeDecodeError" in names and path.is_file():
-            field = f"{field}, line {_first_bad_line(path)}"
-            return ConfigError(
-                field=field, got="bytes that are not UTF-8", wanted="UTF-8", fix="save the file as UTF-8"
-            )
-        if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", text):
-            return ConfigError(
-                field=f"{field}, line {found[2]}", got=f"{found[3]} cells", wanted=f"{found[1]}, as in the first line",
-                fix='put text that contains a comma in "quotes"',
-            )  # fmt: skip
-        if "corresponds to no data" in text:
-            return ConfigError(field=field, got="no rows", wanted="one row or more")
-        root = next((each for each in reversed(chain) if str(each)), error)
-        return ConfigError("cannot be read", field=field, got=_first_line(root), fix="check the file's format")
-    if "GatedRepoError" in names or "gated" in text:
-        fix = "accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
-        return ConfigError("the data set is gated", field=field, got="no access", wanted="a token with access", fix=fix)
-    if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
-        subsets = listed(found[1].replace("'", "").split(", "))
-        return ConfigError(field="--data.subset", got=_subset_of(text), wanted=f"one of {subsets}", fix="name one")
-    if "OfflineModeIsEnabled" in names or os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "on", "yes"):
-        fix = "unset HF_HUB_OFFLINE, or name a file or folder"
-        return ConfigError(
-            "not in the cache, and offline mode is on", field=field, wanted="a data set in the cache", fix=fix
+    except Exception as error:  # of pandas, Arrow, the hub client: most of them share only `Exception`
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
+            chain.append(cause)
+        fix = (
+            "correct the name or --data.subset; set HF_TOKEN if it is private or gated; without a network, or with "
+            "HF_HUB_OFFLINE, name a file or folder"
         )
-    if names & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
-        fix = "correct the name, such as openai/gsm8k, or name a file; for a private data set set HF_TOKEN"
-        return ConfigError("neither a file here nor a data set on the hub", field=field, got=field[7:], fix=fix)
-    if names & {"TransportError", "ConnectionError"}:
-        fix = "check the network, or name a file or folder"
-        return ConfigError("the hub does not answer", field=field, got=_first_line(error), fix=fix)
-    return ConfigError("cannot be loaded", field=field, got=_first_line(error), fix="name a file or folder instead")
+        if path is not None:  # the innermost error says what is wrong with the file
+            error, fix = next((each for each in reversed(chain) if str(each)), error), "check the file's format"
+            if path.is_file() and any(isinstance(each, UnicodeDecodeError) for each in chain):
+                lines = enumerate(path.open(errors="replace"), start=1)
+                field = f"{field}, line {next((number for number, line in lines if chr(0xFFFD) in line), 1)}"
+                fix = "save the file as UTF-8"
+        raise ConfigError("cannot be read", field=field, got=_first_line(error), fix=fix) from chain[0]
 
 
-def _subset_of(text: str) -> str:
-    found = re.search(r"BuilderConfig '(.*?)' not found", text)
-    return found[1] if found else "none"
+def _splits_of(library: Any, folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return which files of a folder are which split by `datasets`' rules for their names."""
+    ours = {str(each.absolute()): each for each in files}
+    patterns = library.data_files.get_data_patterns(folder)
+    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=folder)
+    splits = {str(split): [ours[name] for name in names if name in ours] for split, names in found.items()}
+    return {split: own for split, own in splits.items() if own}
 
 
-def _first_bad_line(path: Path) -> int:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+def _split_of(field: str, found: Any, split: str | None, flag: str) -> tuple[Any, str | None]:
+    """Return one split of what `datasets` has loaded, and its name; None if there are no splits."""
+    if not isinstance(found, Mapping):  # saved by Dataset.save_to_disk
+        if split in (None, "train"):
+            return found, None
+        raise ConfigError(
+            "a data set without splits", field=f"{flag} {split}", got=field.removeprefix("--data "), fix=f"omit {flag}"
+        )
+    names = list(found)
+    chosen = split or ("train" if "train" in names or len(names) > 1 else names[0])
+    if chosen in names:
+        return found[chosen], chosen
+    near = nearest(chosen, names) or names[0]
+    what, subject = ("no such split", f"{flag} {split}") if split else ("no split is named", flag)
+    raise ConfigError(what, field=subject, wanted=f"one of {listed(names)}", fix=f"for example {flag} {listed([near])}")
+
+
+def _named(subset: str | None, split: str | None) -> str:
+    return "".join(f", {kind} {value}" for kind, value in (("subset", subset), ("split", split)) if value)
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
     """Return names of a data set for a message: not too many, and with control characters escaped."""
     names = list(names)
     more = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(_short(name.encode()) for name in names[:most]) + more
+    return ", ".join(map(_short, names[:most])) + more
 
 
 def _first_line(error: BaseException) -> str:
     """Return an error's first line, short enough for a message."""
-    return _short((str(error).strip().splitlines() or [type(error).__name__])[0].encode(), 300)
+    return _short((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
 
 
-def _short(text: bytes, most: int = 80) -> str:
+def _short(text: str, most: int = 80) -> str:
     """Return the start of foreign text, with control characters escaped."""
-    shown = repr(text[:most].decode(errors="replace").strip())[1:-1]
+    shown = repr(text[:most].strip())[1:-1]
     return f"{shown}…" if len(text) > most else shown

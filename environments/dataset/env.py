@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -20,7 +21,7 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow, require_data
 from environments.dataset.columns import Columns, Prompt
 from environments.dataset.data import Data, Row, read_data
-from environments.dataset.rewards import Asked, RewardLoader, Score, TrainerState, weighted_sum
+from environments.dataset.rewards import Asked, Score, TrainerState, load_reward, weighted_sum
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
@@ -30,14 +31,14 @@ from environments.trajectory import Message, Trajectory
 
 log = logging.getLogger(__name__)
 
-LEAST_ROOM = 1
-"""Tokens that a prompt must leave for an answer."""
 SPARE_TOKENS = 16
 """Kept free when a prompt's bytes, more than its tokens, show that it fits."""
 SPLIT_SEED = 20261128
 """A constant, not the run's seed: a row that one run trains on is not held out in another."""
 MESSAGE_BYTES = 32
 """More than the tokens that a chat template adds to each message, such as its role and its ends."""
+LOOKED_AT = 100
+"""Prompts by which `--data.chat auto` decides."""
 OUR_METRICS = ("reward", "rows")
 """Beginnings of the names of the environment's own metrics."""
 LONGEST_EXTRA = 1000
@@ -59,76 +60,72 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     program = "python -m environments.dataset"
     env_config_cls = DatasetConfig
     takes_data = True
+    _judge: MathJudge | None = None
+    _said_no_rows = False
 
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
         require_data(self.data.path is not None, bool(self.rewards))
-        self._judge: MathJudge | None = None
         self._extras: dict[int, dict[str, str]] = {}
-        self._said_no_rows = False
         self._source, other = await asyncio.to_thread(read_data, self.data)
-        self._read = [self._source] if other is None else [self._source, other]
+        self._evaluated = other or self._source
         if self.config.data_record is not None:
             refuse_changed(self.config.data_record, self.data_sets(), allowed=self.data.allow_changed)
-        self.columns = Columns.of(self.data, self._source)
-        loader = RewardLoader(self._source.rows.columns, self.columns.answer, self.threads, self._math_judge)
-        self._rewards = [loader.load(each) for each in self.rewards]
+        self.columns, there = Columns.of(self.data, self._source), self._source.rows.columns
+        self._rewards = [
+            load_reward(each, there, self.columns.answer, self.threads, self._math_judge) for each in self.rewards
+        ]
         self._chat = self._asks_in_chat()
         usable = await asyncio.to_thread(self._usable, self._source)
-        self._evaluated = self._source
-        if other is not None:
-            self._evaluated, held_out = other, await asyncio.to_thread(self._usable, other)
+        if other is None:
+            usable, self._held_out = self._split(usable, len(self._source.rows))
         else:
-            usable, held_out = self._split(usable, len(self._source.rows))
-        self._held_out: Sequence[int] = held_out
+            self._held_out = await asyncio.to_thread(self._usable, other)
         await asyncio.to_thread(self._warn_of_shared, usable)
         self.items = Shuffled(usable, self.config.seed)
-        self._trained_on = len(usable)
-        log.info("%s", self._described())
-
-    def _described(self) -> str:
-        """Return what the rows, the columns and the rewards are."""
-        form = "as a user message (--data.chat off: as plain text)" if self._chat else "as plain text"
-        if self.columns.as_messages:
-            form = "messages"
-        rewards = ", ".join(f"{each.name} (weight {each.config.weight:g})" for each in self._rewards)
-        rows = f"{self._trained_on:,} rows of {self._source.name} to train on, {len(self._held_out):,} held out"
-        return f"{rows}; {self.columns}, {form}; rewards: {rewards}"
+        form = "as plain text" if not self._chat else "as a user message (--data.chat off: as plain text)"
+        rewards = ", ".join(f"{each.config.label} (weight {each.config.weight:g})" for each in self._rewards)
+        self._described = (
+            f"{len(usable):,} rows of {self._source.name} to train on, {len(self._held_out):,} held out; "
+            f"{self.columns}, {'messages' if self.columns.as_messages else form}; rewards: {rewards}"
+        )
+        log.info("%s", self._described)
 
     async def rehearse(self, item: int, doing: Callable[[str], None]) -> str:
         """Try an item without a server; return what the rows, the columns and the rewards are, and what was seen."""
-        return f"{self._described()}; {await super().rehearse(item, doing)}"
+        return f"{self._described}; {await super().rehearse(item, doing)}"
 
     def data_sets(self) -> Sequence[DataSet]:
         """Return the data set, and that of `held_out_split`."""
-        return [DataSet(each.name, len(each.rows), each.fingerprint) for each in self._read]
+        read = [self._source, self._evaluated] if self._evaluated is not self._source else [self._source]
+        return [DataSet(each.name, len(each.rows), each.fingerprint) for each in read]
 
     async def close(self) -> None:
         """Stop the judges."""
-        if getattr(self, "_judge", None) is not None:
-            await self._math_judge().close()
+        if self._judge is not None:
+            await self._judge.close()
 
     def _math_judge(self) -> MathJudge:
         self._judge = self._judge or MathJudge(self.config.judge_workers)
         return self._judge
 
+    # ------------------------------------------------------------ prompts
+
     def _asks_in_chat(self) -> bool:
         """Return whether a text prompt is sent as a user message."""
-        template = self.tokenizer.chat_template
-        if self.columns.as_messages or self.data.chat == "on":
-            if not template:
+        chat = self.data.chat
+        if not self.tokenizer.chat_template:
+            if self.columns.as_messages or chat == "on":
                 raise ConfigError(
                     field=f"--env.tokenizer_name {self.config.tokenizer_name}",
                     got="a tokenizer without a chat template",
                     wanted="a chat template, which messages need",
                     fix="use an instruction-tuned model, or prompts that are text",
                 )
-            return not self.columns.as_messages
-        if not template:
             return False
-        in_chat = self.data.chat == "auto" and not self._prompts_have_marks()
-        if not in_chat and self.config.system_prompt:
-            got = "--data.chat off" if self.data.chat == "off" else "prompts that have the template's special tokens"
+        in_chat = chat == "on" or (chat == "auto" and not self._prompts_have_marks())
+        if not in_chat and not self.columns.as_messages and self.config.system_prompt:
+            got = "--data.chat off" if chat == "off" else "prompts that have the template's special tokens"
             raise ConfigError(
                 "it is a message of the chat template",
                 field="--env.system_prompt",
@@ -136,32 +133,42 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 wanted="one of the two",
                 fix="put its text into the prompts, such as by --data.prompt_template, or use --data.chat on",
             )
-        return in_chat
+        return in_chat and not self.columns.as_messages
 
     def _prompts_have_marks(self) -> bool:
         """Return whether most of the first prompts contain special tokens of the model, as rendered prompts do."""
         marks = [str(token) for token in self.tokenizer.all_special_tokens if len(str(token)) > 1]
-        numbers = [number for number, _ in zip(self._source.checked(), range(100), strict=False)]
-        found = [
-            (number, next((mark for mark in marks if mark in self._prompt_text(number)), "")) for number in numbers
-        ]
-        marked = [(number, mark) for number, mark in found if mark]
-        if 2 * len(marked) > len(numbers):
-            return True
-        if marked:
-            number, mark = marked[0]
-            log.warning(
-                "--data %s, %s: the prompt contains %s, a special token of the model, as do %d of the first %d; "
-                "they are sent as user messages all the same (--data.chat off: as plain text)",
-                self._source.name, self._source.rows.place(number), mark, len(marked), len(numbers),
-            )  # fmt: skip
-        return False
+        numbers, found = self._source.checked()[:LOOKED_AT], 0
+        for number in numbers:
+            try:
+                prompt = self.columns.prompt_of(self._source.rows[number])
+            except UnusableRow:  # reported when all rows are checked
+                continue
+            found += any(mark in prompt for mark in marks if isinstance(prompt, str))
+        return 2 * found > len(numbers)
 
-    def _prompt_text(self, number: int) -> str:
+    def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
+        """Return a row, and its prompt as it is in the data set.
+
+        Raises:
+            UnusableRow: The row has no prompt, or no right answer of the kind that is wanted.
+        """
+        row, where = data.rows[number], f"--data {data.name}, {data.rows.place(number)}"
         try:
-            return str(self.columns.prompt_of(self._source.rows[number]))
-        except UnusableRow:
-            return ""  # reported when all rows are checked
+            return row, self.columns.prompt_of(row)
+        except UnusableRow as error:
+            problem = error.problems[0]
+            raise UnusableRow.of([replace(problem, field=f"{where}, column {problem.field}")]) from None
+        except KeyError as error:
+            raise UnusableRow(field=where, got=f"no column {error}", wanted="the same columns") from None
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        """Return a prompt as the model gets it."""
+        return [{"role": "user", "content": prompt}] if self._chat and isinstance(prompt, str) else prompt
+
+    def prompt(self, item: int) -> str | list[Message]:
+        """Return the prompt of a row."""
+        return self._asked(self._prompt(self._source, item)[1])
 
     # ------------------------------------------------------------ rows
 
@@ -177,30 +184,21 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         shortest: Prompt = [{"role": "user", "content": "1"}] if self.columns.as_messages else self._asked("1")
         free = room - len(self.tokenize(shortest)) - SPARE_TOKENS  # without template and system prompt
         for number in data.checked():
-            row = data.rows[number]
             try:
-                prompt = self.columns.prompt_of(row)
+                row, prompt = self._prompt(data, number)
                 self.columns.answer_of(row)
             except UnusableRow as error:
-                problem = error.problems[0]
-                field = f"--data {data.name}, {data.rows.place(number)}, column {problem.field}"
-                raise ConfigError.of([replace(problem, field=field, fix="correct or remove the row")]) from None
-            except KeyError as error:
-                raise ConfigError(
-                    "no such column", field=f"--data {data.name}", got=f"no {error}", wanted="the same columns"
-                ) from None
-            if _bytes_of(prompt) > free:
-                length = len(self.tokenize(self._asked(prompt)))
-                if length + LEAST_ROOM > room:
-                    longest, skipped = max(longest, length), skipped + 1
-                    continue
-            fitting.append(number)
+                raise ConfigError.of([replace(error.problems[0], fix="correct or remove the row")]) from None
+            if _bytes_of(prompt) > free and (length := len(self.tokenize(self._asked(prompt)))) >= room:
+                longest, skipped = max(longest, length), skipped + 1
+            else:
+                fitting.append(number)
         if skipped:
             log.warning(
                 "%s: %d prompts leave no room for an answer and are skipped; the longest has %d tokens, and "
                 "--env.max_token_length is %d; --seq-len of grpo run above %d keeps them all",
-                data.name, skipped, longest, room, longest,
-            )  # fmt: skip
+                *(data.name, skipped, longest, room, longest),
+            )
         if not fitting:
             raise ConfigError(
                 field="--env.max_token_length",
@@ -236,29 +234,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         if shared := sum(each in trained for each in held_out):
             log.warning(
                 "%d of %d held-out rows have a prompt that is trained on, too: their scores say little about others",
-                shared, len(self._held_out),
-            )  # fmt: skip
-
-    def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
-        """Return a row, and its prompt as it is in the data set.
-
-        Raises:
-            UnusableRow: The row has none.
-        """
-        row = data.rows[number]
-        try:
-            return row, self.columns.prompt_of(row)
-        except (UnusableRow, KeyError) as error:
-            field = f"--data {data.name}, {data.rows.place(number)}"
-            raise UnusableRow("no usable prompt", field=field, got=error) from None
-
-    def _asked(self, prompt: Prompt) -> Prompt:
-        """Return a prompt as the model gets it."""
-        return [{"role": "user", "content": prompt}] if self._chat and isinstance(prompt, str) else prompt
-
-    def prompt(self, item: int) -> str | list[Message]:
-        """Return the prompt of a row."""
-        return self._asked(self._prompt(self._source, item)[1])
+                *(shared, len(self._held_out)),
+            )
 
     # ------------------------------------------------------------ scores
 
@@ -266,9 +243,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         """Return the weighted sum of the rewards for each answer; None where none applies."""
         scores, metrics, extras = await self._scores_of(self._source, item, completions)
         for reward, of_reward in zip(self._rewards, scores, strict=True):
-            for score in of_reward:
-                if score is not None:
-                    self.measures.add(f"reward_{reward.name}", score)
+            metrics += [(f"reward_{reward.config.label}", score) for score in of_reward if score is not None]
         for name, value in metrics:
             self.measures.add(name, value)
         for place, completion in enumerate(completions if extras else ()):
@@ -299,11 +274,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             if len(values) == count:
                 extras[str(column)] = [str(value)[:LONGEST_EXTRA] for value in values]
 
+        said = [[{"role": "assistant", "content": text}] for text in texts] if self.columns.as_messages else texts
         keywords = {
             **{name: [value] * count for name, value in row.items()},
-            "completions": [[{"role": "assistant", "content": text}] for text in texts]
-            if self.columns.as_messages
-            else texts,
+            "completions": said,
             "prompts": [prompt] * count,
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "trainer_state": TrainerState(self.curr_step, self.num_steps),
@@ -330,31 +304,30 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
             return {}
         examined, failed = await self.examine_each(numbers, self._examine)
-        found: dict[str, list[float]] = {}
+        found: defaultdict[str, list[float]] = defaultdict(list)
         for figures in examined:
             for name, value in figures.items():
-                found.setdefault(name, []).append(value)
-        metrics = {
-            key: value for name, values in found.items() for key, value in mean_with_interval(name, values).items()
-        }
+                found[name].append(value)
+        metrics: dict[str, float] = {}
+        for name, values in found.items():
+            metrics |= mean_with_interval(name, values)
         return {**metrics, "rows": len(examined), **failed}
 
     async def _examine(self, number: int) -> dict[str, float]:
         """Return the means over the answers to one held-out row, by metric."""
         prompt = self.encode(self._asked(self._prompt(self._evaluated, number)[1]))
-        sampling = replace(
-            self.sampling(self.config.max_token_length - len(prompt)), temperature=self.config.eval_temperature
-        )
+        room = self.config.max_token_length - len(prompt)
+        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         work = self._scores_of(self._evaluated, number, completions)
         scores, metrics, _ = await self.scoring.within(number, work)
-        rows = {"reward": weighted_sum(self._rewards, scores)}
+        values: defaultdict[str, list[Score]] = defaultdict(list, {"reward": weighted_sum(self._rewards, scores)})
         if len(self._rewards) > 1:
-            rows |= {f"reward_{each.name}": of_reward for each, of_reward in zip(self._rewards, scores, strict=True)}
+            values |= {f"reward_{each.config.label}": own for each, own in zip(self._rewards, scores, strict=True)}
         for name, value in metrics:
-            rows.setdefault(name, []).append(value)
-        means = {name: [value for value in values if value is not None] for name, values in rows.items()}
-        return {name: fmean(values) for name, values in means.items() if values}
+            values[name].append(value)
+        means = {name: [value for value in each if value is not None] for name, each in values.items()}
+        return {name: fmean(each) for name, each in means.items() if each}
 
 
 def _bytes_of(prompt: Prompt) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,23 +28,19 @@ from typing import Any, Final
 
 from environments.config import ConfigError
 from environments.data_config import REGEX, RewardConfig
-from environments.dataset.columns import boxed_or_all
 from environments.dataset.data import listed
-from environments.maths.answer_form import final_number, read_number
+from environments.maths.answer_form import final_number, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge
 from environments.scoring import Threads, settled
 from environments.user_modules import function_of, module_named, module_of_file
 from grpo_common.errors import UserError
 from grpo_common.suggest import did_you_mean
 
-log = logging.getLogger(__name__)
-
 Score = float | None
 OURS: Final = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keywords that every function may have besides the columns."""
-NOT_PASSED: Final = ("prompt", "completion", "completion_ids")
-"""Columns that functions with `**kwargs` don't get, as in TRL."""
-NEED_ANSWERS: Final = ("exact_match", "math")
+NOT_PASSED: Final = ("prompt", "completion")
+"""Columns that functions get only by name, and not by `**kwargs`, as in TRL."""
 OF_THREADS: Final = ("signal only works in main thread", "doesn't support threaded environment")
 """Parts of the messages of functions that need the main thread: Python's and math-verify's."""
 
@@ -56,12 +51,7 @@ class RewardError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of transformers' `TrainerState` that is known here.
-
-    Attributes:
-        global_step: The trainer's last known step.
-        max_steps: The run's last step; 0 if it is not known.
-    """
+    """The part of transformers' `TrainerState` that is known here; `max_steps` is 0 if it is not known."""
 
     global_step: int
     max_steps: int = 0
@@ -91,10 +81,6 @@ class Reward:
     config: RewardConfig
     compute: Callable[[Asked], Awaitable[Any]]
 
-    @property
-    def name(self) -> str:
-        return self.config.label
-
     async def scores(self, asked: Asked) -> list[Score]:
         """Return a score, or None, for each answer.
 
@@ -108,125 +94,122 @@ class Reward:
         values = list(given)
         if len(values) != count:
             raise RewardError(field=field, got=f"{len(values)} scores", wanted=f"{count}, one for each answer")
-        return [self._score(field, number, value) for number, value in enumerate(values, start=1)]
+        return [_score(f"{field}, answer {number}", value) for number, value in enumerate(values, start=1)]
 
-    def _score(self, field: str, number: int, value: Any) -> Score:
-        if value is None:
-            return None
-        try:
-            score = math.inf if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            score = math.inf
-        if math.isnan(score):  # TRL turns None into NaN, so functions return both
-            return None
-        if math.isinf(score):
-            raise RewardError(
-                field=f"{field}, answer {number}",
-                got=_shown(value),
-                wanted="a finite number, or None or NaN where the reward does not apply",
-            )
-        return score
+
+def _score(field: str, value: Any) -> Score:
+    try:
+        score = math.inf if isinstance(value, str | bytes) else math.nan if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.inf
+    if math.isinf(score):
+        raise RewardError(
+            field=field, got=_shown(value), wanted="a finite number, or None or NaN where the reward does not apply"
+        )
+    return None if math.isnan(score) else score  # TRL turns None into NaN, so functions return both
 
 
 def weighted_sum(rewards: Sequence[Reward], scores: Sequence[Sequence[Score]]) -> list[Score]:
     """Return each answer's weighted sum over the rewards that apply to it; None if none does."""
     totals: list[Score] = []
     for of_answer in zip(*scores, strict=True):
-        parts = [
-            each.config.weight * score for each, score in zip(rewards, of_answer, strict=True) if score is not None
-        ]
+        pairs = zip(rewards, of_answer, strict=True)
+        parts = [reward.config.weight * score for reward, score in pairs if score is not None]
         totals.append(sum(parts) if parts else None)
     return totals
 
 
-class RewardLoader:
-    """Makes rewards of their settings.
+def load_reward(
+    config: RewardConfig,
+    columns: Sequence[str],
+    answer_column: str | None,
+    threads: Threads,
+    judge: Callable[[], MathJudge],
+) -> Reward:
+    """Return the reward of its settings.
 
     Args:
         columns: the data set's columns.
         answer_column: the one with the right answer, if there is one.
         threads: where plain functions run.
-        judge: returns the judge of mathematical answers, which is started when it is first asked for.
+        judge: returns the judge of mathematical answers.
+
+    Raises:
+        ConfigError: There is no such function, its file can't be imported, it needs an argument that is no column, or
+            a built-in has no right answers to compare with.
     """
-
-    def __init__(
-        self, columns: Sequence[str], answer_column: str | None, threads: Threads, judge: Callable[[], MathJudge]
-    ) -> None:
-        self._columns, self._answer_column, self._threads, self._judge = columns, answer_column, threads, judge
-
-    def load(self, config: RewardConfig) -> Reward:
-        """Return a reward.
-
-        Raises:
-            ConfigError: There is no such function, its file can't be imported, it needs an argument that is no
-                column, or a built-in has no right answers to compare with.
-        """
-        name = config.function
-        if name.startswith(REGEX):
-            pattern = re.compile(name.removeprefix(REGEX))
-            if re.search(r"=-?[\d.]+$", name):
-                log.warning(
-                    "--reward %s: all of %r is the pattern; a weight stands before it: regex=0.1:…",
-                    name,
-                    pattern.pattern,
-                )
-            return Reward(config, partial(_regex, self._judge(), f"--reward {name}", pattern.pattern))
-        if name in NEED_ANSWERS:
-            if self._answer_column is None:
-                raise ConfigError(
-                    "it compares with right answers",
-                    field=f"--reward {name}",
-                    got=f"the columns {listed(self._columns)}",
-                    wanted="answer, solution or label",
-                    fix="name the column by --data.answer_column",
-                )
-            if name == "exact_match":
-                return Reward(config, _exact_match)
-            return Reward(config, partial(_math, self._judge()))
-        where, _, function_name = name.rpartition(":")
-        field = f"--reward {name}"
-        module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
-        function = function_of(field, module, function_name)
-        self._check_signature(field, function)
-        return Reward(config, partial(self._call, config, function))
-
-    def _check_signature(self, field: str, function: Callable[..., Any]) -> None:
-        """Refuse a function that needs an argument which is no column."""
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # a function in C
-            return
-        known = [*OURS, *self._columns]
-        for each in parameters:
-            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
-                continue
-            if each.kind is each.POSITIONAL_ONLY:
-                raise ConfigError(field=field, got=f"{each.name}, positional only", wanted="arguments with names")
-            if each.name not in known and each.default is each.empty:
-                raise ConfigError(
-                    "an argument is neither a column nor one of TRL's",
-                    field=field,
-                    got=each.name,
-                    wanted=f"one of {listed(known)}",
-                    fix=did_you_mean(each.name, known, "give it a default, or rename the column"),
-                )
-
-    async def _call(self, config: RewardConfig, function: Callable[..., Any], asked: Asked) -> Any:
-        keywords = {name: _own(value) for name, value in _accepted(function, asked.keywords).items()}
-        try:
-            if config.main_thread:
-                return await settled(function(**keywords))
-            return await self._threads.call(partial(function, **keywords))
-        except Exception as error:
-            if any(part in str(error) for part in OF_THREADS):
-                error.add_note(
-                    f"--reward {config.function} runs in a thread, where signals don't work: pass math_verify "
-                    "parsing_timeout=None and timeout_seconds=None, or set main_thread = true in its [[rewards]]"
-                )
-            raise
+    name, field = config.function, f"--reward {config.function}"
+    if name.startswith(REGEX):
+        pattern = re.compile(name.removeprefix(REGEX)).pattern
+        return Reward(config, partial(_regex, judge(), field, pattern))
+    if name in ("exact_match", "math"):
+        if answer_column is None:
+            raise ConfigError(
+                "it compares with right answers",
+                field=field,
+                got=f"the columns {listed(columns)}",
+                wanted="answer, solution or label",
+                fix="name the column by --data.answer_column",
+            )
+        return Reward(config, _exact_match if name == "exact_match" else partial(_math, judge()))
+    where, _, function_name = name.rpartition(":")
+    module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
+    function = function_of(field, module, function_name)
+    names = _keywords_of(field, function, [*OURS, *columns])
+    return Reward(config, partial(_call, config, function, names, threads))
 
 
-async def _regex(judge: MathJudge, field: str, pattern: str, asked: Asked) -> list[Score]:
+def _keywords_of(field: str, function: Callable[..., Any], known: Sequence[str]) -> list[str]:
+    """Return which of the known keywords a function gets.
+
+    Raises:
+        ConfigError: It needs an argument that is none of them.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C
+        return list(known)
+    for each in parameters.values():
+        if each.kind is each.POSITIONAL_ONLY:
+            raise ConfigError(field=field, got=f"{each.name}, positional only", wanted="arguments with names")
+        needed = each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        if needed and each.name not in known:
+            raise ConfigError(
+                "an argument is neither a column nor one of TRL's",
+                field=field,
+                got=each.name,
+                wanted=f"one of {listed(known)}",
+                fix=did_you_mean(each.name, known, "give it a default, or rename the column"),
+            )
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return [name for name in known if name in parameters or (takes_all and name not in NOT_PASSED)]
+
+
+async def _call(
+    config: RewardConfig, function: Callable[..., Any], names: Sequence[str], threads: Threads, asked: Asked
+) -> Any:
+    keywords = {name: _copied(asked.keywords[name]) for name in names if name in asked.keywords}
+    try:
+        if config.main_thread:
+            return await settled(function(**keywords))
+        return await threads.call(partial(function, **keywords))
+    except Exception as error:
+        if any(part in str(error) for part in OF_THREADS):
+            error.add_note(
+                f"--reward {config.function} runs in a thread, where signals don't work: pass math_verify "
+                "parsing_timeout=None and timeout_seconds=None, or set main_thread = true in its [[rewards]]"
+            )
+        raise
+
+
+def _copied(value: Any) -> Any:
+    """Return a function's own argument: what it changes must change neither the data set nor what others get."""
+    if not isinstance(value, list):
+        return value
+    return [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in value]
+
+
+async def _regex(judge: MathJudge, field: str, pattern: str, asked: Asked) -> list[float]:
     """Search in a process that can be ended: a search that goes back and forth blocks all threads of its process."""
     try:
         return [float(found) for found in await judge.search(pattern, asked.texts)]
@@ -241,9 +224,7 @@ async def _regex(judge: MathJudge, field: str, pattern: str, asked: Asked) -> li
 
 
 async def _exact_match(asked: Asked) -> list[Score]:
-    if asked.answer is None:
-        return [None] * len(asked.texts)
-    return [float(text.strip() == asked.answer) for text in asked.finals]
+    return [None if asked.answer is None else float(text.strip() == asked.answer) for text in asked.finals]
 
 
 async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
@@ -261,27 +242,11 @@ async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
     return [float(verdict.lenient) for verdict in verdicts]
 
 
-def _own(value: Any) -> Any:
-    """Return a function's argument as its own: what a function changes must change neither the data set nor what other
-    functions, or other answers, get."""
-    if not isinstance(value, list):
-        return value
-    return [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in value]
-
-
-def _accepted(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a function takes."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return dict(keywords)
-    named = {name: keywords[name] for name in parameters if name in keywords}
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return {name: value for name, value in keywords.items() if name not in NOT_PASSED or name in OURS} | named
-    return named
+def boxed_or_all(answer: str) -> str:
+    r"""Return what a right answer has in its last `\boxed{…}`, or all of it, without dollar signs around it."""
+    return (in_the_asked_form(answer, "boxed") or answer).strip().strip("$").strip()
 
 
 def _shown(value: object) -> str:
     shown = repr(value)
-    kind = type(value).__name__
-    return f"{shown if len(shown) <= 60 else shown[:60] + '…'} ({kind})"
+    return f"{shown if len(shown) <= 60 else shown[:60] + '…'} ({type(value).__name__})"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
-from environments.demo_model.released import NAME, ReleasedModelError, write_released
+from environments.demo_model.released import NAME, write_released
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -17,11 +17,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "a released one.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="seed of weights and data (default %(default)s)"
-    )
-    parser.add_argument("--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)")
-    parser.add_argument("--high", type=int, default=defaults.high, help="largest operand (default %(default)s)")
+    for name, text in (("seed", "seed of weights and data"), ("low", "smallest operand"), ("high", "largest operand")):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default %(default)s)")
     parser.add_argument(
         "--released",
         action="store_true",
@@ -34,21 +32,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return the exit status."""
     options = parse(arguments)
-    out = options.out.absolute()
+    out, recipe = options.out.absolute(), Recipe(seed=options.seed, low=options.low, high=options.high)
     try:
-        recipe = None if options.released else Recipe(seed=options.seed, low=options.low, high=options.high)
         claim(out, options.force)
-        summary = None if options.force else finished_before(out, recipe)
-        if summary is None and recipe is None:
+        summary = None if options.force else finished_before(out, None if options.released else recipe)
+        if summary is None and options.released:
             summary = write_whole(
                 out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"}
             )
-        elif summary is None and recipe is not None:
+        elif summary is None:
             from environments.demo_model.model import build
 
             summary = build(out, recipe)
         print(f"{out}: {summary}")
-    except (DemoModelError, ReleasedModelError, ValueError, OSError) as error:
+    except (DemoModelError, ValueError, OSError) as error:
         print(f"grpo demo-model: {error}", file=sys.stderr)
         return 1
     return 0

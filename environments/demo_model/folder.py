@@ -8,15 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.demo_model.released import NAME
-from grpo_common.errors import UserError
+from environments.demo_model.released import NAME, DemoModelError
 
 MARKER = "demo_model.json"
 """File in the output folder that marks it as a demo model's, for later runs."""
-
-
-class DemoModelError(UserError, RuntimeError):
-    """The demo model cannot be built or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +37,14 @@ def claim(out: Path, force: bool) -> None:
         DemoModelError: Something else is there.
     """
     if out.is_dir():
-        if force or (out / MARKER).is_file() or not any(out.iterdir()):
-            return
-        raise DemoModelError(
-            field="OUT",
-            got=f"{out}, which is not empty and holds no {MARKER}",
-            wanted="an empty folder or a demo model's",
-            fix="choose another folder, or replace it with --force",
-        )
-    if out.exists():
+        if not force and not (out / MARKER).is_file() and any(out.iterdir()):
+            raise DemoModelError(
+                field="OUT",
+                got=f"{out}, which is not empty and holds no {MARKER}",
+                wanted="an empty folder or a demo model's",
+                fix="choose another folder, or replace it with --force",
+            )
+    elif out.exists():
         raise DemoModelError(field="OUT", got=f"{out}, a file", wanted="a folder", fix="choose another path")
 
 
@@ -59,34 +53,30 @@ def finished_before(out: Path, recipe: Recipe | None) -> str | None:
 
     A recipe of None stands for the released model.
     """
+    wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
     try:
         marker = json.loads((out / MARKER).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return marker.get("summary") if wanted.items() <= marker.items() else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError, AttributeError):
         return None
-    if not isinstance(marker, dict):
-        return None
-    wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
-    return marker.get("summary") if wanted.items() <= marker.items() else None
-
-
-def replace_folder(new: Path, out: Path) -> None:
-    """Replace `out` by the finished folder `new`. `out` is never visible half-written."""
-    old = new.with_name(new.name + ".old")
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> str:
-    """Have `write` fill a folder and return its marker's content; replace `out` by it. Return the marker's summary."""
+    """Have `write` fill a folder and return its marker's content; replace `out` by it. Return the marker's summary.
+
+    `out` is never visible half-written.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    old = partial.with_name(partial.name + ".old")
     try:
         partial.mkdir()
         marker = write(partial)
         (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        replace_folder(partial, out)
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
         return marker["summary"]
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for each in (partial, old):
+            shutil.rmtree(each, ignore_errors=True)

@@ -21,9 +21,6 @@ from environments.arithmetic import Problem, ProblemSet
 from environments.demo_model.folder import DemoModelError, Recipe, write_whole
 from grpo_common.model_files import make_readable
 
-ACCURACY_RANGE = (0.2, 0.4)
-"""Sampled accuracy that the finished model must have on held-out problems."""
-
 PAD, END = "<|pad|>", "<|endoftext|>"
 MAX_LENGTH = 2048
 OUTPUT_GAIN = 5.0
@@ -102,9 +99,6 @@ class Examples:
         from_right_T = torch.arange(tokens_BT.shape[1], 0, -1)
         return cls(tokens_BT, attention_BT, from_right_T[None, :] <= answer_lengths_B[:, None])
 
-    def __len__(self) -> int:
-        return len(self.tokens_BT)
-
     def take(self, rows: torch.Tensor) -> "Examples":
         """Return the examples of these rows."""
         return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
@@ -125,8 +119,7 @@ def smoothed_loss(
     target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
     digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
     smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), smoothing, 0.0)
-    loss_BT = -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)
-    return loss_BT[answer_BT].mean()
+    return -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)[answer_BT].mean()
 
 
 @torch.no_grad()
@@ -136,35 +129,11 @@ def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
     return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0).sum(-1).exp().mean().item()
 
 
-@torch.no_grad()
-def sampled_accuracy(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    problems: tuple[Problem, ...],
-    samples: int,
-    seed: int,
-) -> float:
-    """Return the share of right answers among sampled ones (temperature 1), with `samples` per problem."""
-    torch.manual_seed(seed)
-    prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
-    longest = max(len(p.answer) for p in problems)
-    tokens_BT = prompts["input_ids"].repeat_interleave(samples, dim=0)
-    attention_BT = prompts["attention_mask"].repeat_interleave(samples, dim=0)
-    for _ in range(longest + 1):
-        logits_BV = model(input_ids=tokens_BT, attention_mask=attention_BT, use_cache=False).logits[:, -1]
-        next_B1 = torch.multinomial(logits_BV.float().softmax(-1), num_samples=1)
-        tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
-        attention_BT = torch.cat([attention_BT, torch.ones_like(next_B1)], dim=1)
-    texts = tokenizer.batch_decode(tokens_BT[:, -(longest + 1) :])
-    wanted = [problem.answer + END for problem in problems for _ in range(samples)]
-    # Tokens after the end token do not count: a server stops there.
-    return sum(text.startswith(answer) for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
-
-
 def warm_up(
     model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
-) -> int:
-    """Train on the answers until the expected accuracy on held-out problems reaches the target; return the steps.
+) -> tuple[int, float]:
+    """Train on the answers until the expected accuracy on held-out problems reaches the target; return the number of
+    steps and the accuracy.
 
     Raises:
         DemoModelError: The target was not reached within `max_steps`.
@@ -174,8 +143,8 @@ def warm_up(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     accuracy, started = 0.0, time.monotonic()
     for step in range(1, recipe.max_steps + 1):
-        batch = train.take(torch.randint(len(train), (recipe.batch_size,), generator=generator))
-        loss = smoothed_loss(model, batch, digits_D, recipe.label_smoothing)
+        rows_B = torch.randint(len(train.tokens_BT), (recipe.batch_size,), generator=generator)
+        loss = smoothed_loss(model, train.take(rows_B), digits_D, recipe.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -188,7 +157,7 @@ def warm_up(
             seconds = time.monotonic() - started
             print(f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True)
         if accuracy >= recipe.target_accuracy:
-            return step
+            return step, accuracy
     raise DemoModelError(
         field="warm-up",
         got=f"{accuracy:.1%} accuracy after {recipe.max_steps} steps",
@@ -198,10 +167,10 @@ def warm_up(
 
 
 def build(out: Path, recipe: Recipe) -> str:
-    """Build, warm up, check and write the demo model; return the summary line.
+    """Build, warm up and write the demo model; return the summary line.
 
     Raises:
-        DemoModelError: The warm-up failed, or its result is outside `ACCURACY_RANGE`.
+        DemoModelError: The warm-up failed.
     """
     # More threads speed up such a small model only a little, and slow it down much on shared cores, because waiting
     # threads spin. With one thread the result also does not depend on the number of cores.
@@ -213,25 +182,14 @@ def build(out: Path, recipe: Recipe) -> str:
     print(f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on", flush=True)
     train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
     digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
-    steps = warm_up(model, train, held_out, digits_D, recipe)
-
-    samples = -(-1600 // len(problems.held_out))  # at least 1600 in all: a standard error of about 1 %
-    accuracy = sampled_accuracy(model, tokenizer, problems.held_out, samples, recipe.seed)
-    low, high = ACCURACY_RANGE
-    if not low <= accuracy <= high:
-        raise DemoModelError(
-            field="sampled accuracy",
-            got=f"{accuracy:.1%} after {steps} steps",
-            wanted=f"{low:.0%} to {high:.0%}",
-            fix="choose another --seed",
-        )
-    summary = f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {steps} steps"
+    steps, accuracy = warm_up(model, train, held_out, digits_D, recipe)
+    summary = f"accuracy {accuracy:.1%} at temperature 1 on {len(problems.held_out)} held-out problems, {steps} steps"
 
     def write(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         make_readable(folder)
-        return {"recipe": asdict(recipe), "sampled_accuracy": accuracy, "steps": steps, "summary": summary}
+        return {"recipe": asdict(recipe), "accuracy": accuracy, "steps": steps, "summary": summary}
 
     transformers_logging.disable_progress_bar()
     return write_whole(out, write)

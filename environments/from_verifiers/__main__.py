@@ -1,9 +1,9 @@
 """Environments of the `verifiers` library: ``grpo env verifiers --env-id ID …``.
 
 ``grpo env verifiers install [PACKAGE …]`` creates their virtual environment, once. All other commands are those of
-every environment and run in it. It is separate because `verifiers` pins versions (of mcp,
-openai and others) that may conflict with an inference server's. The packages in `LINKED` are linked into it; only their
-light modules are needed there (no torch, no vLLM).
+every environment and run in it. It is separate because `verifiers` pins versions (of mcp, openai and others) that may
+conflict with an inference server's. The packages in `LINKED` are linked into it; only their light modules are needed
+there (no torch, no vLLM).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from environments.config import ConfigError
 from environments.running.cli import COMMANDS
 
 MODULE: Final = "environments.from_verifiers"
-HELP: Final = {"-h", "--help"}
 VERSION: Final = "0.4.0"
 REQUIREMENTS: Final = (
     f"verifiers=={VERSION}",
@@ -33,7 +32,8 @@ REQUIREMENTS: Final = (
 )
 LINKED: Final = ("environments", "grpo_common", "vllm_server")
 FOLDER_VARIABLE: Final = "GRPO_VERIFIERS_VENV"
-_READY: Final = "grpo-ready"
+READY: Final = "grpo-ready"
+"""File in the virtual environment with the version that was installed to the end."""
 
 
 def folder() -> Path:
@@ -44,6 +44,10 @@ def folder() -> Path:
     return cache / "grpo" / f"verifiers-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
+def _is_ready(place: Path) -> bool:
+    return (place / READY).is_file() and (place / READY).read_text().strip() == VERSION
+
+
 def install(extra: Sequence[str] = ()) -> Path:
     """Create the virtual environment, or add to it; return its folder.
 
@@ -51,25 +55,34 @@ def install(extra: Sequence[str] = ()) -> Path:
         extra: further packages, as for `pip install`: the packages of environments.
 
     Raises:
-        ConfigError: the packages could not be installed.
+        ConfigError: The packages could not be installed.
     """
     place = folder()
+    python, uv = place / "bin" / "python", place / "bin" / "uv"
     wanted = [*extra] if _is_ready(place) else [*REQUIREMENTS, *extra]
-    if not _python(place).exists():
+    if not python.exists():
         venv.create(place, with_pip=True)
-    if not (place / "bin" / "uv").exists():
-        _run(str(_python(place)), "-m", "pip", "install", "--quiet", "uv")
-    if wanted:
-        _run(str(place / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(_python(place)), *wanted)
+    commands = [] if uv.exists() else [[python, "-m", "pip", "install", "--quiet", "uv"]]
+    commands += [[uv, "pip", "install", "--quiet", "--python", python, *wanted]] if wanted else []
+    for command in commands:
+        if status := subprocess.run(command, check=False).returncode:
+            said = " ".join(map(str, command[1:]))
+            raise ConfigError(field=said, got=f"exit status {status}", fix="see its output above")
     link(place)
-    (place / _READY).write_text(VERSION + "\n")
+    (place / READY).write_text(VERSION + "\n")
     return place
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        raise ConfigError(field=" ".join(command[1:]), got=f"exit status {done.returncode}", fix="see its output above")
+def link(place: Path) -> None:
+    """Link the packages of `LINKED` into the virtual environment, from their current place."""
+    (site,) = place.glob("lib/python*/site-packages")
+    for name in LINKED:
+        there, target = site / name, Path(__file__).parents[2] / name
+        if there.is_dir() and not there.is_symlink():
+            shutil.rmtree(there)
+        if not (there.is_symlink() and there.readlink() == target):
+            there.unlink(missing_ok=True)
+            there.symlink_to(target)
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
@@ -87,34 +100,9 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
         )
     link(place)  # this package may have moved since
     path = os.pathsep.join([str(place / "bin"), os.environ.get("PATH", os.defpath)])
+    python = str(place / "bin" / "python")
     sys.stdout.flush()
-    os.execve(
-        _python(place),
-        [str(_python(place)), "-m", module, *arguments],
-        {**os.environ, "PATH": path, "VIRTUAL_ENV": str(place)},
-    )
-
-
-def _python(place: Path) -> Path:
-    return place / "bin" / "python"
-
-
-def _is_ready(place: Path) -> bool:
-    return (place / _READY).is_file() and (place / _READY).read_text().strip() == VERSION
-
-
-def link(place: Path) -> None:
-    """Link the packages of `LINKED` into the virtual environment, from their current place."""
-    (site,) = place.glob("lib/python*/site-packages")
-    for name in LINKED:
-        there, target = site / name, Path(__file__).parents[2] / name
-        if there.is_symlink() and there.readlink() == target:
-            continue
-        if there.is_symlink():
-            there.unlink()
-        elif there.exists():
-            shutil.rmtree(there)
-        there.symlink_to(target)
+    os.execve(python, [python, "-m", module, *arguments], {**os.environ, "PATH": path, "VIRTUAL_ENV": str(place)})
 
 
 def usage() -> str:
@@ -147,11 +135,12 @@ def normalised(arguments: list[str]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Print help, install, or run the environment in its virtual environment."""
-    if not arguments or arguments[0] in HELP or (arguments[0] == "install" and HELP & {*arguments}):
+    command, wants_help = arguments[:1], {"-h", "--help"} & {*arguments}
+    if not arguments or {"-h", "--help"} & {*command} or (command == ["install"] and wants_help):
         print(usage())
         sys.exit(0 if arguments else 2)
     try:
-        if arguments[:1] == ["install"]:
+        if command == ["install"]:
             print(f"verifiers {VERSION} is installed in {install(arguments[1:])}")
             return
         if find_spec("verifiers") is None:

@@ -1,16 +1,17 @@
-"""The inference engine for `verifiers`, in front of ours: vLLM's `/inference/v1/generate` on a separate port.
+"""The inference engine for `verifiers`, in front of ours: vLLM's `/inference/v1/generate` on a free local port.
 
 The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
-engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and sampling, for which
-the library's traces have no field.
+engine turns its requests into ours (`Inference`), and keeps the completions of each rollout: the library's traces have
+no field for policy versions and sampling parameters.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -22,39 +23,8 @@ from starlette.routing import Route
 
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
-from vllm_server.protocol.routed_experts import joined
 
-SESSION_HEADER = "x-session-id"
-"""Header in which verifiers sends the trace's id with every turn."""
 MODEL = "policy"
-REMEMBERED = 10_000
-"""Limit of rollouts whose versions are kept for a later call of `Engine.rollout`."""
-
-
-@dataclass(slots=True)
-class Rollout:
-    """The policy versions, temperatures and other parameters that sampled one trace's turns."""
-
-    versions: list[int | None] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    cuts: dict[str, float] = field(default_factory=dict)
-    routed: list[Completion] = field(default_factory=list)
-
-    @property
-    def policy_version(self) -> int | None:
-        """Return the oldest version; None if one is unknown."""
-        known = [version for version in self.versions if version is not None]
-        return min(known) if known and len(known) == len(self.versions) else None
-
-    def routed_experts(self, tokens: Sequence[int]) -> bytes | None:
-        """Return the experts of one branch of the trace; None if a turn has none."""
-        turns = sorted(self.routed, key=lambda turn: len(turn.prompt_token_ids))
-        own: list[bytes | None] = []
-        for turn in turns:
-            ids = turn.prompt_token_ids + turn.token_ids
-            if [*tokens[: len(ids)]] == ids:
-                own.append(turn.routed_experts)
-        return joined(own)
 
 
 class _SamplingParams(msgspec.Struct):
@@ -73,7 +43,11 @@ class _Generate(msgspec.Struct):
 
 
 class Engine:
-    """Serves `/inference/v1/generate` and `/v1/models` on a free port of this machine."""
+    """Serves `/inference/v1/generate` and `/v1/models`.
+
+    Attributes:
+        turns: the completions of each rollout that is not over, by the id of its trace.
+    """
 
     def __init__(self, server: Inference, max_length: int, stops: Sequence[int] = ()) -> None:
         """Make a server that forwards to `server`.
@@ -82,10 +56,8 @@ class Engine:
             max_length: limit of a sequence (prompt and completion), in tokens.
             stops: tokens at which answers end in addition to those of a request.
         """
-        self._client = server
-        self._stops = tuple(stops)
-        self._max_length = max_length
-        self._rollouts: dict[str, Rollout] = {}
+        self.turns: defaultdict[str, list[Completion]] = defaultdict(list)
+        self._client, self._max_length, self._stops = server, max_length, tuple(stops)
         routes = [
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -103,8 +75,7 @@ class Engine:
                 self._task.result()
                 raise RuntimeError("the engine for verifiers ended during its start")
             await asyncio.sleep(0.01)
-        port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/v1"
+        return f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}/v1"
 
     async def close(self) -> None:
         """Stop the engine."""
@@ -112,42 +83,21 @@ class Engine:
         if self._task is not None:
             await self._task
 
-    def rollout(self, trace_id: str) -> Rollout:
-        """Return a trace's versions and temperatures, and forget them."""
-        return self._rollouts.pop(trace_id, Rollout())
-
     async def _generate(self, request: Request) -> JSONResponse:
         try:
             asked = msgspec.json.decode(await request.body(), type=_Generate)
         except msgspec.DecodeError as error:
             return _refusal(422, str(error))
-        sampling = self._sampling(asked)
-        if sampling.max_tokens < 1:
+        prompt, params = asked.token_ids, asked.sampling_params
+        room = self._max_length - len(prompt)
+        if room < 1:
             return _refusal(
                 400,
-                f"This model's maximum context length is {self._max_length} tokens, the prompt has "
-                f"{len(asked.token_ids)} (--env.max_token_length)",
+                f"This model's maximum context length is {self._max_length} tokens, the prompt has {len(prompt)} "
+                "(--env.max_token_length)",
             )
-        try:
-            (completion,) = await self._client.generate(asked.token_ids, 1, sampling)
-        except PeerRefused as refusal:
-            return _refusal(refusal.status, str(refusal))
-        except PeerError as error:
-            return _refusal(502, str(error))
-        if trace_id := request.headers.get(SESSION_HEADER):
-            rollout = self._rollouts.setdefault(trace_id, Rollout())
-            while len(self._rollouts) > REMEMBERED:  # failed rollouts and evaluations are never fetched
-                del self._rollouts[next(iter(self._rollouts))]
-            rollout.versions.append(completion.policy_version)
-            rollout.temperatures.append(completion.temperature)
-            rollout.cuts |= completion.cuts
-            rollout.routed += [completion] if completion.routed_experts else []
-        return JSONResponse(_answer(completion))
-
-    def _sampling(self, asked: _Generate) -> Sampling:
-        params, room = asked.sampling_params, self._max_length - len(asked.token_ids)
-        return Sampling(
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        sampling = Sampling(
+            max_tokens=min(room, params.max_tokens or room),
             temperature=1.0 if params.temperature is None else params.temperature,
             top_p=1.0 if params.top_p is None else params.top_p,
             top_k=-1 if params.top_k is None else params.top_k,
@@ -155,6 +105,24 @@ class Engine:
             stop=tuple(params.stop or ()),
             stop_token_ids=(*(params.stop_token_ids or ()), *self._stops),
         )
+        try:
+            (completion,) = await self._client.generate(prompt, 1, sampling)
+        except PeerRefused as refusal:
+            return _refusal(refusal.status, str(refusal))
+        except PeerError as error:
+            return _refusal(502, str(error))
+        if trace_id := request.headers.get("x-session-id"):  # verifiers sends it with every turn
+            light = replace(completion, prompt_token_ids=[], token_ids=[], rollout_logprobs=[])
+            self.turns[trace_id].append(completion if completion.routed_experts else light)
+        pairs = zip(completion.token_ids, completion.rollout_logprobs, strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        choice = {
+            "index": 0,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "logprobs": {"content": content},
+        }
+        return JSONResponse({"request_id": "grpo", "choices": [choice]})
 
     async def _models(self, _: Request) -> JSONResponse:
         card = {"id": MODEL, "object": "model", "owned_by": "grpo", "max_model_len": self._max_length - 1}
@@ -163,17 +131,3 @@ class Engine:
 
 def _refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "grpo", "code": status}}, status_code=status)
-
-
-def _answer(completion: Completion) -> dict[str, Any]:
-    content = [
-        {"token": f"token_id:{token_id}", "logprob": logprob}
-        for token_id, logprob in zip(completion.token_ids, completion.rollout_logprobs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "logprobs": {"content": content},
-    }
-    return {"request_id": "grpo", "choices": [choice]}

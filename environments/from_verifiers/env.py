@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -32,10 +32,15 @@ from environments.config import ConfigError
 from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
+from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.errors import UserError
+from vllm_server.protocol.routed_experts import joined
 
 log = logging.getLogger(__name__)
+
+Played = tuple[Any, list[Completion]]
+"""A trace of the library, and the completions of its turns."""
 
 
 class RolloutFailed(UserError, RuntimeError):
@@ -48,6 +53,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     name = "verifiers"
     program = "grpo env verifiers"
     env_config_cls = VerifiersConfig
+    engine: Engine | None = None
+    _serving: asyncio.Task[None] | None = None
 
     async def setup(self) -> None:
         """Load the environment; start its servers and the engine for its requests."""
@@ -66,10 +73,9 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         )
         self.items, self.held_out = self._tasks()
         self._episodes = asyncio.Semaphore(self.config.max_concurrent_episodes)
-        self._over = asyncio.Event()
-        serving = asyncio.Event()
-        self._serving = asyncio.create_task(self._serve(serving))
-        began = asyncio.create_task(serving.wait())
+        self._over, serves = asyncio.Event(), asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(serves))
+        began = asyncio.create_task(serves.wait())
         await asyncio.wait({self._serving, began}, return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
             began.cancel()
@@ -77,16 +83,16 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
 
     async def close(self) -> None:
         """Stop the environment's servers."""
-        if hasattr(self, "_serving"):
+        if self._serving is not None:
             self._over.set()
             await asyncio.gather(self._serving, return_exceptions=True)
-        if hasattr(self, "engine"):
+        if self.engine is not None:
             await self.engine.close()
 
-    async def _serve(self, serving: asyncio.Event) -> None:
+    async def _serve(self, serves: asyncio.Event) -> None:
         """Hold the resources that rollouts share. Their context managers must be entered and left by one task."""
         async with self.environment.serving():
-            serving.set()
+            serves.set()
             await self._over.wait()
 
     def _environment_config(self) -> Any:
@@ -95,8 +101,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         raw: dict[str, Any] = {"id": environment, **self.config.env_args}
         raw["taskset"] = {"id": taskset, **raw.get("taskset", {})}
         try:
-            agents = agent_config_fields(env_config_type(taskset, environment)())
-            for name in agents:
+            for name in agent_config_fields(env_config_type(taskset, environment)()):
                 raw[name] = {"runtime": {"type": "subprocess"}, **raw.get(name, {})}
                 if self.config.max_turns is not None:
                     raw[name].setdefault("max_turns", self.config.max_turns)
@@ -119,9 +124,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             return Stream(stream), held_out
         tasks = list(taskset)
         if not tasks:
-            raise ConfigError(
-                field=f"--env.env_id {self.config.env_id}", got="a taskset of 0 tasks", wanted="1 or more"
-            )
+            field = f"--env.env_id {self.config.env_id}"
+            raise ConfigError(field=field, got="a taskset of 0 tasks", wanted="1 or more")
         if len(tasks) <= count:
             log.warning("--env.eval_tasks: there are only %d tasks, so evaluations use training tasks", len(tasks))
             return Shuffled(tasks, self.config.seed), tasks
@@ -131,43 +135,44 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         """Return `group_size` rollouts of a task.
 
         Raises:
-            RolloutFailed: One of them failed, also when it was retried.
+            RolloutFailed: One of them failed, also when it was retried. It is raised only after all have ended: the
+                library's rollouts may hang when they are cancelled.
         """
-        played = await self._play_all([item] * self.config.group_size)
-        return scored_group([self._trajectory(trace) for trace in played])
+        plays = (self._play(item) for _ in range(self.config.group_size))
+        played = await asyncio.gather(*plays, return_exceptions=True)
+        for outcome in played:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return scored_group([self._trajectory(*each) for each in played if not isinstance(each, BaseException)])
 
     async def evaluate(self) -> dict[str, float]:
         """Return the mean reward and the environment's own metrics on the evaluation tasks."""
         tasks = [task for task in self.held_out for _ in range(self.config.eval_samples)]
-        traces, failed = await self.examine_each(tasks, self._play)
-        metrics = {"samples": float(len(traces)), **failed}
-        names = sorted({name for trace in traces for name, value in trace.metrics.items() if value is not None})
+        played, failed = await self.examine_each(tasks, self._play)
+        metrics = {"reward": fmean(trace.reward for trace, _ in played), "samples": float(len(played)), **failed}
+        names = sorted({name for trace, _ in played for name, value in trace.metrics.items() if value is not None})
         for name in names:
-            metrics[name] = fmean(trace.metrics[name] for trace in traces if trace.metrics.get(name) is not None)
-        return {"reward": fmean(trace.reward for trace in traces), **metrics}
+            metrics[name] = fmean(t.metrics[name] for t, _ in played if t.metrics.get(name) is not None)
+        return metrics
 
-    async def _play_all(self, tasks: list[Any]) -> list[Any]:
-        """Return a trace of each task.
-
-        A failure is raised only after all have ended: the library's rollouts may hang when they are cancelled.
-        """
-        played = await asyncio.gather(*map(self._play, tasks), return_exceptions=True)
-        for outcome in played:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return played
-
-    async def _play(self, task: Any) -> Any:
-        """Return the trained agent's trace of one rollout."""
+    async def _play(self, task: Any) -> Played:
+        """Return the trained agent's trace of one rollout, and its completions."""
+        assert self.engine is not None, "set up"
         trouble: Any = "no turn of the policy"
         for _ in range(1 + self.config.episode_retries):
             async with self._episodes:
                 episode = await self.environment.run_episode(task, self.context)
+            turns = {trace.id: self.engine.turns.pop(trace.id, []) for trace in episode.traces}
             trace = self._trained(episode)
             if trace is not None and _is_sound(trace):
-                self._measure(trace)
-                return trace
-            errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+                self.measures.add("failed", 0.0)
+                self.measures.add("turns", trace.num_turns)
+                rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+                for name, value in {**trace.metrics, **rewards}.items():
+                    if value is not None:
+                        self.measures.add(name, value)
+                return trace, turns[trace.id]
+            errors = [*episode.errors, *(error for each in episode.traces for error in each.errors)]
             trouble = f"{errors[-1].type}: {errors[-1].message}" if errors else trouble
         self.measures.add("failed", 1.0)
         raise RolloutFailed(field=f"a rollout of {self.config.env_id}", got=trouble)
@@ -178,32 +183,32 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         traces = [t for t in episode.traces if t.agent.trainable and wanted in (None, t.agent.name)]
         names = sorted({trace.agent.name for trace in traces})
         if len(names) > 1:
-            raise ConfigError(
-                "is not set", field="--env.agent", wanted=f"one of {', '.join(names)}, whose turns are trained"
-            )
+            wanted = f"one of {', '.join(names)}, whose turns are trained"
+            raise ConfigError("is not set", field="--env.agent", wanted=wanted)
         return traces[-1] if traces else None
 
-    def _measure(self, trace: Any) -> None:
-        self.measures.add("failed", 0.0)
-        self.measures.add("turns", trace.num_turns)
-        rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-        for name, value in {**trace.metrics, **rewards}.items():
-            if value is not None:
-                self.measures.add(name, value)
-
-    def _trajectory(self, trace: Any) -> Trajectory:
+    def _trajectory(self, trace: Any, turns: Sequence[Completion]) -> Trajectory:
         """Return the branch of the conversation that has most of the policy's tokens."""
         branch = _branch(trace)
         assert branch is not None, "an unsound trace is retried"
-        tokens, sampled = branch.token_ids, branch.sampled_mask
-        logprobs = [lp if own else wire.MASKED_LOGPROB for lp, own in zip(branch.logprobs, sampled, strict=True)]
-        rollout = self.engine.rollout(trace.id)
+        tokens, sampled = list(branch.token_ids), branch.sampled_mask
+        versions = [turn.policy_version for turn in turns]
+        known = [version for version in versions if version is not None]
+        ids = {id(turn): turn.prompt_token_ids + turn.token_ids for turn in turns}
+        on_branch = [turn for turn in turns if tokens[: len(ids[id(turn)])] == ids[id(turn)]]
         messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
-        temperature = rollout.temperatures[-1] if rollout.temperatures else self.config.temperature
         return Trajectory(
-            *(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature),
-            cuts=rollout.cuts,
-            routed_experts=rollout.routed_experts(tokens),
+            tokens=tokens,
+            trained=sampled,
+            rollout_logprobs=[
+                logprob if own else wire.MASKED_LOGPROB for logprob, own in zip(branch.logprobs, sampled, strict=True)
+            ],
+            score=trace.reward,
+            policy_version=min(known) if known and len(known) == len(versions) else None,
+            messages=messages,
+            temperature=turns[-1].temperature if turns else self.config.temperature,
+            cuts={name: value for turn in turns for name, value in turn.cuts.items()},
+            routed_experts=joined([turn.routed_experts for turn in sorted(on_branch, key=lambda t: len(ids[id(t)]))]),
             truncated=trace.is_truncated,
         )
 

@@ -30,8 +30,6 @@ SCALES: Final = frozenset(
 """Words after a number that are no units: they change its value, or leave it open."""
 SHORT_UNITS: Final = ("m", "g", "l", "L", "s", "h", "t")
 """Units of one letter; another letter may be a variable, or mean thousands."""
-
-
 GROUPED: Final = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[1-9][0-9]{{0,2}}(?:[{SPACES}][0-9]{{3}})+)(?![0-9])"
 """A number with separators of thousands: all of them commas, or all of them spaces."""
 VALUE: Final = (
@@ -72,17 +70,13 @@ WRAPPINGS: Final = ("**", "$$", "$")
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that was read.
-
-    Attributes:
-        value: Its value: 1/20 for 5 %.
-        percent: It is written as a percentage.
-        text: It as it was written, without unit, currency and separators of thousands.
-    """
+    """A number that was read."""
 
     value: Fraction
+    """1/20 for 5 %."""
     percent: bool
     text: str
+    """As it was written, without unit, currency and separators of thousands."""
 
     def accepts(self, answer: Number | None) -> bool:
         """Return whether an answer is this number. The sign of a percentage may be left out: 5 is right for 5 %."""
@@ -105,28 +99,25 @@ def read_number(text: str) -> Number | None:
     if found is None or (found["before"] and (found["percent"] or found["after"] or found["unit"])):
         return None
     unit = (found["unit"] or "").rstrip(".")
-    if {unit.casefold(), unit.casefold().removesuffix("s")} & SCALES:
-        return None
-    if len(unit) == 1 and unit.isalpha() and unit not in SHORT_UNITS:
+    is_variable = len(unit) == 1 and unit.isalpha() and unit not in SHORT_UNITS
+    if is_variable or {unit.casefold(), unit.casefold().removesuffix("s")} & SCALES:
         return None
     if found["sign"] and found["inner"]:
         return None
     number = _number(found, found["sign"] or found["inner"] or "")
     if number is None or found["top"] is None:
         return number
-    bottom = int(found["bottom"])
-    proper = found["whole"] is None or int(found["top"]) < bottom
-    lowest = Fraction(int(found["top"]), bottom).denominator == bottom > 1
-    return number if proper and lowest else None
+    top, bottom = int(found["top"]), int(found["bottom"])
+    proper = found["whole"] is None or top < bottom
+    return number if proper and Fraction(top, bottom).denominator == bottom > 1 else None
 
 
 def last_number(text: str) -> Number | None:
     """Return the last number in a text. The end of 10-12 is 12, and not -12."""
     text = _plain(text)
-    numbers = [*WITHIN.finditer(text)]
-    if not numbers:
+    found = next(iter([*WITHIN.finditer(text)][-1:]), None)
+    if found is None:
         return None
-    found = numbers[-1]
     before = text[: found.start()]
     subtracted = before[-1:].isalpha() or before.rstrip(SPACES)[-1:] in tuple("0123456789)]}%")
     return _number(found, "" if subtracted else found["sign"] or "")
@@ -144,14 +135,12 @@ def in_the_asked_form(answer: str, form: AnswerForm) -> str | None:
         _, marker, after = answer.rpartition("####")
         lines = after.strip().splitlines()
         return lines[0].strip() if marker and lines else None
-    start = answer.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(start + len("\\boxed"), len(answer)):
-        depth += {"{": 1, "}": -1}.get(answer[place], 0)
+    _, marker, after = answer.rpartition("\\boxed{")
+    depth = 1
+    for place, sign in enumerate(after if marker else ""):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
         if depth == 0:
-            return answer[start + len("\\boxed{") : place].strip() or None
+            return after[:place].strip() or None
     return None
 
 
@@ -167,13 +156,11 @@ def _number(found: re.Match[str], sign: str) -> Number | None:
     if len(found[0]) > LONGEST or (found["bottom"] is not None and not int(found["bottom"])):
         return None
     if found["top"] is not None:
-        text = f"{found['whole']} " if found["whole"] else ""
-        text += f"{found['top']}/{found['bottom']}"
+        text = f"{found['whole'] or ''} {found['top']}/{found['bottom']}".strip()
         value = int(found["whole"] or 0) + Fraction(int(found["top"]), int(found["bottom"]))
     else:
         text = found["bare"] or re.sub(r"[^0-9]", "", found["digits"]) + (found["decimals"] or "")
         value = Fraction(text)
-    minus = sign not in ("", "+")
-    percent = found["percent"] is not None
+    minus, percent = sign not in ("", "+"), found["percent"] is not None
     value = (-value if minus else value) / (100 if percent else 1)
     return Number(value, percent, ("-" if minus else "") + text + ("%" if percent else ""))

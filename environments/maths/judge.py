@@ -6,19 +6,20 @@ import asyncio
 import json
 import os
 import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
 
-WORKER = "environments.maths.judge_worker"
-START_LIMIT_S = 120.0
-LONGEST_ANSWER = 20_000
+WORKER: Final = "environments.maths.judge_worker"
+START_LIMIT_S: Final = 120.0
+LONGEST_ANSWER: Final = 20_000
 """Characters of an answer that are judged: the last ones."""
 
 
@@ -37,12 +38,12 @@ class Verdict:
     judged: bool = True
 
 
-UNJUDGED = Verdict(strict=False, lenient=False, judged=False)
+UNJUDGED: Final = Verdict(strict=False, lenient=False, judged=False)
 
 
 class MathJudge:
-    """A few worker processes (`environments.maths.judge_worker`); each judges one answer, or searches a
-    group's answers, at a time.
+    """A few worker processes (`environments.maths.judge_worker`); each judges one answer, or searches a group's
+    answers, at a time.
 
     Attributes:
         limit_s: seconds after which a worker is killed and its answer stays unjudged.
@@ -60,10 +61,10 @@ class MathJudge:
                 "is not installed; it judges the answers", field="math-verify", fix="pip install 'math-verify>=0.8'"
             )
         self.limit_s = limit_s
-        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
+        self.running: set[Process] = set()
+        self._idle: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
         for _ in range(workers):
             self._idle.put_nowait(None)
-        self.running: set[asyncio.subprocess.Process] = set()
 
     async def judge(self, gold: str, answer: str, form: AnswerForm) -> Verdict:
         """Return the verdict on one answer. Wait for a free worker, but at most `limit_s` for its verdict."""
@@ -86,37 +87,25 @@ class MathJudge:
         worker, reply = await self._idle.get(), b""
         try:
             worker = worker or await self._start()
-            with suppress(TimeoutError):
+            assert worker.stdin is not None and worker.stdout is not None, "started with pipes"
+            with suppress(TimeoutError, ConnectionError):  # a worker that has ended closes the pipe
                 async with asyncio.timeout(self.limit_s):
-                    reply = await self._ask(worker, request)
+                    worker.stdin.write(json.dumps(request).encode() + b"\n")
+                    await worker.stdin.drain()
+                    reply = await worker.stdout.readline()
+            return reply
         finally:
             # An interrupted worker would answer the next request with this request's verdict.
             self._idle.put_nowait(worker if reply else await self._end(worker))
-        return reply
 
-    async def close(self) -> None:
-        """Stop the workers."""
-        for worker in list(self.running):
-            await self._end(worker)
-
-    async def _ask(self, worker: asyncio.subprocess.Process, request: dict[str, Any]) -> bytes:
-        """Return the worker's answer line, or nothing if the worker has ended."""
-        assert worker.stdin is not None and worker.stdout is not None, "started with pipes"
-        worker.stdin.write(json.dumps(request).encode() + b"\n")
-        with suppress(ConnectionError):  # the worker has ended, so the read below returns nothing
-            await worker.stdin.drain()
-        return await worker.stdout.readline()
-
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> Process:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            WORKER,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # math-verify prints whole answers there
+            *(sys.executable, "-m", WORKER),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,  # math-verify prints whole answers there
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C must reach only the environment, which stops the worker
         )
@@ -133,10 +122,14 @@ class MathJudge:
             raise RuntimeError(f"the judge ended with status {status} during its start; try python -m {WORKER}")
         return worker
 
-    async def _end(self, worker: asyncio.subprocess.Process | None) -> None:
-        if worker is None:
-            return
-        self.running.discard(worker)
-        with suppress(ProcessLookupError):
-            worker.kill()
-        await worker.wait()
+    async def _end(self, worker: Process | None) -> None:
+        if worker is not None:
+            self.running.discard(worker)
+            with suppress(ProcessLookupError):
+                worker.kill()
+            await worker.wait()
+
+    async def close(self) -> None:
+        """Stop the workers."""
+        for worker in list(self.running):
+            await self._end(worker)

@@ -4,13 +4,13 @@ This is a separate process because math-verify stops itself by SIGALRM. Only the
 long arithmetic in C delays it. If no answer comes, the environment (`environments.maths.judge`) kills this process and
 starts another.
 
-In:  {"gold": "18", "answer": "… \\boxed{18}", "form": "boxed"}
-Out: {"strict": true, "lenient": true}
+    in:  {"gold": "18", "answer": "… \\boxed{18}", "form": "boxed"}
+    out: {"strict": true, "lenient": true}
 
 It also searches texts for a regular expression, which may take any time, too:
 
-In:  {"pattern": "a+", "texts": ["baa", "b"]}
-Out: {"found": [true, false]}
+    in:  {"pattern": "a+", "texts": ["baa", "b"]}
+    out: {"found": [true, false]}
 """
 
 from __future__ import annotations

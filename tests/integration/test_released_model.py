@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from environments.demo_model.released import ReleasedModelError, write_released
+from environments.demo_model.released import DemoModelError, write_released
 from environments.tokenizers import load_tokenizer, prompt_ids
 from environments.word_problems import held_out_problems
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
@@ -31,7 +31,7 @@ def released_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("released") / "smollm2"
     try:
         write_released(folder)
-    except ReleasedModelError as error:
+    except DemoModelError as error:
         pytest.skip(f"needs the released model: {error}")
     return folder
 

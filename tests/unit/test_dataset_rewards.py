@@ -15,7 +15,15 @@ from typer.testing import CliRunner
 from environments.config import ConfigError, Settings, parse_settings
 from environments.data_config import DataConfig, RewardConfig, TableError, read_reward
 from environments.dataset.env import DatasetConfig
-from environments.dataset.rewards import Asked, Reward, RewardError, RewardLoader, TrainerState, weighted_sum
+from environments.dataset.rewards import (
+    Asked,
+    Reward,
+    RewardError,
+    TrainerState,
+    boxed_or_all,
+    load_reward,
+    weighted_sum,
+)
 from environments.maths.judge import MathJudge
 from environments.scoring import Threads
 from environments.tokenizers import after_thinking
@@ -80,10 +88,12 @@ def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
         "--data", "rows.jsonl", "--data.held_out", "5", "--reward", "my.py:f", "--reward=regex=0.5:[a,b]=1"
     )
     assert settings("--config", str(file)) == typed.model_copy(update={"config": file})
-    assert [(each.function, each.weight, each.label) for each in typed.rewards] == [
-        ("my.py:f", 1.0, "f"),
-        ("regex:[a,b]=1", 0.5, "regex"),
-    ]
+    found = [(each.function, each.weight, each.label) for each in typed.rewards]
+    assert found == [("my.py:f", 1.0, "f"), ("regex:[a,b]=1", 0.5, "regex")]
+    replaced = settings("--config", str(file), "--reward", "my.py:g").rewards
+    assert [each.function for each in replaced] == ["my.py:g"]
+    file.write_text('rewards = [{function = "a.py:f"}, {function = "b.py:f", name = "other"}]\n')
+    assert [each.label for each in settings("--config", str(file)).rewards] == ["f", "other"]
 
 
 @pytest.mark.parametrize("pattern", [r"\d+\\", "\"x\" 'y'", "é→𝕏", "a=5", "[a,b]{1,2}", '{"a": 1}', "null", " x "])
@@ -134,12 +144,6 @@ def test_a_template_names_columns_and_nothing_else(template: str, got: str) -> N
     assert (caught.value.field, caught.value.got) == ("--data.prompt_template", got)
 
 
-def test_flags_replace_the_files_rewards(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[[rewards]]\nfunction = "my.py:f"\n[[rewards]]\nfunction = "math"\n')
-    assert [each.function for each in settings("--config", str(file), "--reward", "my.py:g").rewards] == ["my.py:g"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "field", "wanted"),
     [
@@ -157,25 +161,20 @@ def test_wrong_tables_are_named(arguments: list[str], field: str, wanted: str) -
     assert caught.value.field == field and caught.value.wanted.startswith(wanted)
 
 
-def test_two_rewards_of_one_function_have_names_of_their_own(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('rewards = [{function = "a.py:f"}, {function = "b.py:f", name = "other"}]\n')
-    assert [each.label for each in settings("--config", str(file)).rewards] == ["f", "other"]
-
-
 # ---------------------------------------------------------------- functions
 
 COLUMNS = ("prompt", "solution", "level")
 
 
-def loaded(code: str, folder: Path, name: str = "f", columns: tuple[str, ...] = COLUMNS) -> Reward:
+def loaded(code: str, folder: Path, name: str = "f", columns: tuple[str, ...] = COLUMNS, **more: Any) -> Reward:
     file = folder / "rewards_of_a_test.py"
     file.write_text(code)
-    return loader(columns).load(RewardConfig(function=f"{file}:{name}"))
+    return named(f"{file}:{name}", columns, **more)
 
 
-def loader(columns: tuple[str, ...] = COLUMNS, answer: str | None = "solution") -> RewardLoader:
-    return RewardLoader(columns, answer, Threads(4), lambda: MathJudge(1))
+def named(function: str, columns: tuple[str, ...] = COLUMNS, answer: str | None = "solution", **more: Any) -> Reward:
+    config = RewardConfig(function=function, **more)
+    return load_reward(config, columns, answer, Threads(4), lambda: MathJudge(1))
 
 
 def asked(completions: list[Any], answer: str | None = "4", **columns: Any) -> Asked:
@@ -200,6 +199,15 @@ def scores(reward: Reward, completions: list[Any], **columns: Any) -> list[float
     return asyncio.run(reward.scores(asked(completions, **columns)))
 
 
+WHAT_TRL_PASSES = """
+def f(prompts, completions, completion_ids, trainer_state, level, **kwargs):
+    assert prompts == ['2+2='] * 2 and level == [1, 1] and completion_ids == [[1, 2]] * 2
+    assert (trainer_state.global_step, trainer_state.max_steps) == (3, 9)
+    assert sorted(kwargs) == ['log_extra', 'log_metric', 'solution']  # not `prompt`, as in TRL
+    return [1.0, 3.0]
+"""
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -211,84 +219,44 @@ def scores(reward: Reward, completions: list[Any], **columns: Any) -> list[float
         "f = F()",
         "from functools import partial\ndef g(completions, extra, **_):\n    return [len(c) for c in completions]\n"
         "f = partial(g, extra=1)",
+        WHAT_TRL_PASSES,
     ],
-    ids=["keywords", "one argument", "async", "numpy", "callable", "partial"],
+    ids=["keywords", "one argument", "async", "numpy", "callable", "partial", "trl"],
 )
-def test_functions_of_every_kind_are_called(tmp_path: Path, code: str) -> None:
+def test_rewards_functions_of_every_kind_are_called(tmp_path: Path, code: str) -> None:
     assert scores(loaded(code, tmp_path), ["a", "bcd"]) == [1.0, 3.0]
 
 
-def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
-    code = (
-        "def f(prompts, completions, completion_ids, trainer_state, level, **kwargs):\n"
-        "    assert prompts == ['2+2='] * 2 and level == [1, 1] and completion_ids == [[1, 2]] * 2\n"
-        "    assert (trainer_state.global_step, trainer_state.max_steps) == (3, 9)\n"
-        "    assert sorted(kwargs) == ['log_extra', 'log_metric', 'solution']\n"  # not `prompt`, as in TRL
-        "    return [1.0, None]\n"
-    )
-    assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
+def test_rewards_files_of_one_name_are_two_modules_that_import_their_neighbours_and_load_once(tmp_path: Path) -> None:
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        (tmp_path / str(value) / f"neighbour_{value}.py").write_text(f"VALUE = {value}\n")
+        (tmp_path / str(value) / "named_alike.py").write_text(
+            f"from neighbour_{value} import VALUE\nCALLS = []\n"
+            "def f(completions):\n    CALLS.append(1)\n    return [10 * VALUE + len(CALLS)]\ng = f\n"
+        )
+    rewards = [named(f"{tmp_path}/{value}/named_alike.py:{name}") for value, name in ((1, "f"), (2, "f"), (1, "g"))]
+    assert [scores(each, ["a"]) for each in rewards] == [[11.0], [21.0], [12.0]]
 
 
-def test_a_function_may_use_a_pool_of_new_processes(tmp_path: Path) -> None:
-    code = (
-        "import multiprocessing as mp\n"
-        "def size(text):\n    return len(text)\n"
-        "def f(completions):\n"
-        "    with mp.get_context('spawn').Pool(1) as pool:\n        return pool.map_async(size, completions).get(60)\n"
+def test_rewards_a_function_may_use_a_pool_of_new_processes(tmp_path: Path) -> None:
+    """In a process of its own, since the pool's processes import the main module, too."""
+    (tmp_path / "pooled.py").write_text(
+        "import multiprocessing as mp\ndef size(text):\n    return len(text)\n"
+        "def f(completions):\n    with mp.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map_async(size, completions).get(60)\n"
     )
-    (tmp_path / "pooled_rewards.py").write_text(code)
-    main = tmp_path / "main.py"  # a separate process, since the pool's processes import the main module, too
-    main.write_text(
-        "import asyncio\n"
-        "from environments.data_config import RewardConfig\n"
-        "from environments.dataset.rewards import Asked, RewardLoader\n"
-        "from environments.scoring import Threads\n"
-        "async def scene():\n"
-        f"    config = RewardConfig(function={str(tmp_path / 'pooled_rewards.py')!r} + ':f')\n"
-        "    reward = RewardLoader((), None, Threads(1), None).load(config)\n"
-        "    texts = ['a', 'bcd']\n"
-        "    print(await reward.scores(Asked({'completions': texts}, texts, texts, None)))\n"
-        "if __name__ == '__main__':\n    asyncio.run(scene())\n"
+    (tmp_path / "main.py").write_text(
+        "from tests.unit.test_dataset_rewards import named, scores\n"
+        f"if __name__ == '__main__':\n    print(scores(named('{tmp_path}/pooled.py:f'), ['a', 'bcd']))\n"
     )
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, main],
-        env=os.environ | {"PYTHONPATH": root},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    command, root = [sys.executable, str(tmp_path / "main.py")], str(Path(__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": root}
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout == "[1.0, 3.0]\n", done.stderr
 
 
-def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
-    both = loader()
-    for value in (1, 2):
-        (tmp_path / str(value)).mkdir()
-        (tmp_path / str(value) / "named_alike.py").write_text(f"def f(completions):\n    return [{value}]\n")
-    rewards = [both.load(RewardConfig(function=f"{tmp_path}/{value}/named_alike.py:f")) for value in (1, 2, 1)]
-    assert [scores(each, ["a"]) for each in rewards] == [[1.0], [2.0], [1.0]]
-
-
-def test_a_package_that_lacks_a_library_is_not_a_missing_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lacking_package").mkdir()
-    (tmp_path / "lacking_package" / "__init__.py").write_text("import no_such_library\n")
-    (tmp_path / "lacking_package" / "rewards.py").write_text("def f(completions): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        loader().load(RewardConfig(function="lacking_package.rewards:f"))
-    assert "no_such_library" in caught.value.got and "lacking_package/__init__.py:1" in str(caught.value)
-
-
-def test_nan_means_that_a_reward_does_not_apply(tmp_path: Path) -> None:
-    code = "import numpy\ndef f(completions):\n    return numpy.array([1.0, None], dtype=float)\n"
-    assert scores(loaded(code, tmp_path), ["a", "b"]) == [1.0, None]
-
-
-def test_a_function_changes_only_its_own_arguments(tmp_path: Path) -> None:
+def test_rewards_a_function_changes_only_its_own_arguments(tmp_path: Path) -> None:
     row, talk = [["x", "y"]], [{"role": "assistant", "content": "a"}]
     code = (
         "def f(completions, tests, prompts):\n"
@@ -303,18 +271,6 @@ def test_a_function_changes_only_its_own_arguments(tmp_path: Path) -> None:
     assert shared.keywords["tests"] == [row] * 2 and len(shared.keywords["prompts"]) == 2
 
 
-def test_a_file_may_import_its_neighbours_and_holds_several_functions(tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 5.0\n")
-    code = "from neighbour_of_rewards import VALUE\nCALLS = []\n" + "".join(
-        f"def {name}(completions):\n    CALLS.append(1)\n    return [VALUE + len(CALLS)] * len(completions)\n"
-        for name in "fg"
-    )
-    (tmp_path / "several.py").write_text(code)
-    both = loader()
-    first, second = (both.load(RewardConfig(function=f"{tmp_path}/several.py:{name}")) for name in "fg")
-    assert scores(first, ["a"]) == [6.0] and scores(second, ["a"]) == [7.0]  # one module, imported once
-
-
 @pytest.mark.parametrize(
     ("value", "place", "got"),
     [
@@ -323,14 +279,12 @@ def test_a_file_may_import_its_neighbours_and_holds_several_functions(tmp_path: 
         ("'12'", "", "'12' (str)"),
         ("1.0", "", "1.0 (float)"),
         ("None", "", "None (NoneType)"),
-        ("[1.0, 'x']", ", answer 2", "'x' (str)"),
         ("[1.0, '2']", ", answer 2", "'2' (str)"),
         ("[float('-inf'), 1.0]", ", answer 1", "-inf (float)"),
-        ("[1.0, float('inf')]", ", answer 2", "inf (float)"),
         ("[[1.0], 2.0]", ", answer 1", "[1.0] (list)"),
     ],
 )
-def test_what_is_no_list_of_scores_is_named(tmp_path: Path, value: str, place: str, got: str) -> None:
+def test_rewards_what_is_no_list_of_scores_is_named(tmp_path: Path, value: str, place: str, got: str) -> None:
     reward = loaded(f"def f(completions):\n    return {value}", tmp_path)
     with pytest.raises(RewardError) as caught:
         scores(reward, ["a", "b"])
@@ -350,7 +304,7 @@ def test_what_is_no_list_of_scores_is_named(tmp_path: Path, value: str, place: s
         ("x = 1\nraise KeyError('why')", "f", "KeyError: 'why'", "rewards_of_a_test.py:2"),
     ],
 )
-def test_functions_that_cannot_be_used_are_named_before_the_start(
+def test_rewards_that_cannot_be_used_are_named_before_the_start(
     tmp_path: Path, code: str, name: str, got: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -358,17 +312,47 @@ def test_functions_that_cannot_be_used_are_named_before_the_start(
     assert got in caught.value.got and fix in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("function", "fix"), [("rewards_of_a_tset.py:f", "rewards_of_a_test.py?"), ("no_such_module:f", "FILE.py")]
-)
-def test_files_and_modules_that_are_missing_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fix: str
-) -> None:
-    (tmp_path / "rewards_of_a_test.py").write_text("")
+def test_rewards_files_and_modules_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that lacks a library is not a missing module."""
+    (tmp_path / "my_rewards.py").write_text("")
+    (tmp_path / "lacking_package").mkdir()
+    (tmp_path / "lacking_package" / "__init__.py").write_text("import no_such_library\n")
+    (tmp_path / "lacking_package" / "rewards.py").write_text("def f(completions): ...\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        loader().load(RewardConfig(function=function))
-    assert fix in caught.value.fix
+    monkeypatch.syspath_prepend(tmp_path)
+    fixes = {
+        "my_rewadrs.py:f": "my_rewards.py?",
+        "no_such_module:f": "FILE.py",
+        "lacking_package.rewards:f": "lacking_package/__init__.py:1",
+    }
+    for function, fix in fixes.items():
+        with pytest.raises(ConfigError) as caught:
+            named(function)
+        assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize("needs", ["signal.signal(signal.SIGALRM, signal.SIG_DFL)", "math_verify.parse('4')"])
+def test_rewards_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: Path, needs: str) -> None:
+    code = f"import math_verify, signal\ndef f(completions):\n    {needs}\n    return [1.0]\n"
+    with pytest.raises(ValueError, match="thread") as caught:
+        scores(loaded(code, tmp_path), ["a"])
+    assert any("main_thread" in note for note in caught.value.__notes__)
+    assert scores(loaded(code, tmp_path, main_thread=True), ["a"]) == [1.0]
+
+
+def test_rewards_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nMET = None\n"
+        "async def f(completions):\n    global MET\n    MET = MET or asyncio.Barrier(2)\n    await MET.wait()\n"
+        "    return [1.0]\n"
+    )
+    reward = loaded(code, tmp_path)
+
+    async def scene() -> list[Any]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*(reward.scores(asked(["a"])) for _ in "12"))
+
+    assert asyncio.run(scene()) == [[1.0], [1.0]]
 
 
 # ---------------------------------------------------------------- built-in rewards
@@ -388,11 +372,14 @@ def test_files_and_modules_that_are_missing_are_named(
         ("math", None, ["4"], [None]),
     ],
 )
-def test_built_in_rewards(function: str, answer: str | None, texts: list[str], expected: list[float | None]) -> None:
+def test_rewards_that_are_built_in(
+    function: str, answer: str | None, texts: list[str], expected: list[float | None]
+) -> None:
     async def scene() -> list[float | None]:
         judge = MathJudge(1)
         try:
-            reward = RewardLoader(COLUMNS, "solution", Threads(4), lambda: judge).load(RewardConfig(function=function))
+            config = RewardConfig(function=function)
+            reward = load_reward(config, COLUMNS, "solution", Threads(4), lambda: judge)
             return await reward.scores(asked(texts, answer))
         finally:
             await judge.close()
@@ -400,11 +387,13 @@ def test_built_in_rewards(function: str, answer: str | None, texts: list[str], e
     assert asyncio.run(scene()) == expected
 
 
-def test_a_search_that_does_not_end_is_given_up_and_the_next_one_works() -> None:
+def test_rewards_a_search_that_does_not_end_is_given_up_and_the_next_one_works() -> None:
     async def scene() -> list[float | None]:
         judge = MathJudge(1, limit_s=0.5)
-        rewards = RewardLoader(COLUMNS, None, Threads(4), lambda: judge)
-        endless, plain = (rewards.load(RewardConfig(function=f)) for f in (r"regex:^(\w+\s?)+\.$", "regex:é$"))
+        endless, plain = (
+            load_reward(RewardConfig(function=f), COLUMNS, None, Threads(4), lambda: judge)
+            for f in (r"regex:^(\w+\s?)+\.$", "regex:é$")
+        )
         try:
             with pytest.raises(RewardError) as caught:
                 await endless.scores(asked(["a" * 40]))
@@ -420,15 +409,21 @@ def test_a_search_that_does_not_end_is_given_up_and_the_next_one_works() -> None
 @pytest.mark.parametrize("function", ["exact_match", "math"])
 def test_rewards_that_compare_need_right_answers(function: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        loader(("prompt",), None).load(RewardConfig(function=function))
+        named(function, ("prompt",), None)
     assert caught.value.field == f"--reward {function}" and "answer_column" in caught.value.fix
 
 
-def test_none_leaves_a_reward_out_of_the_sum() -> None:
-    async def nothing(asked: Asked) -> None:
-        return None
+@pytest.mark.parametrize(
+    ("answer", "gold"), [(r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), ("$4$", "4"), ("12", "12"), ("", "")]
+)
+def test_rewards_the_gold_of_a_solution_is_what_it_boxes(answer: str, gold: str) -> None:
+    assert boxed_or_all(answer) == gold
 
-    first, second = (Reward(RewardConfig(function="a.py:f", weight=weight), nothing) for weight in (1.0, 0.5))
+
+def test_rewards_none_and_nan_leave_a_reward_out_of_the_sum(tmp_path: Path) -> None:
+    code = "import numpy\ndef f(completions):\n    return numpy.array([1.0, None], dtype=float)\n"
+    first, second = loaded(code, tmp_path), loaded(code, tmp_path, weight=0.5)
+    assert scores(first, ["a", "b"]) == [1.0, None]
     # 1 + 0.5 · 2 = 2; 1; 0.5 · 4 = 2; none applies
     assert weighted_sum([first, second], [[1.0, 1.0, None, None], [2.0, None, 4.0, None]]) == [2.0, 1.0, 2.0, None]
 
@@ -436,39 +431,19 @@ def test_none_leaves_a_reward_out_of_the_sum() -> None:
 # ---------------------------------------------------------------- functions in TRL's manner
 
 ACCURACY = '''
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-import threading
+from math_verify import parse, verify
 
 
 def accuracy(completions: list[list[dict[str, str]]], solution: list[str], log_extra=None, **kwargs):
     """Compare with the solution by math-verify; skip what has no readable solution."""
-    patience = 5 if threading.current_thread() is threading.main_thread() else None
     found = []
     for completion, right in zip(completions, solution, strict=True):
-        gold = parse(right, parsing_timeout=patience)
-        if not gold:
-            found.append(None)
-            continue
-        config = LatexExtractionConfig(
-            normalization_config=NormalizationConfig(units=True),
-            boxed_match_priority=0,
-            try_extract_without_anchor=False,
-        )
-        said = parse(completion[0]["content"], extraction_config=[config], parsing_timeout=patience)
-        found.append(float(verify(gold, said, timeout_seconds=patience)))
+        gold = parse(right, parsing_timeout=None)
+        said = parse(completion[0]["content"], parsing_timeout=None)
+        found.append(float(verify(gold, said, timeout_seconds=None)) if gold else None)
     if log_extra is not None:
         log_extra("solution", list(solution))
     return found
-'''
-THINK = '''
-import re
-
-
-def think(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
-    """1 for one block of thinking followed by an answer."""
-    contents = [completion[0]["content"] for completion in completions]
-    return [float(re.match(r"^<think>(?!.*<think>).*?</think>.*$", text, re.DOTALL) is not None) for text in contents]
 '''
 LENGTH = '''
 def overlong(max_len: int, cache: int):
@@ -485,61 +460,11 @@ length = overlong(4, 2)
 '''
 
 
-def said(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
-
-
-@pytest.mark.parametrize(
-    ("code", "name", "completions", "expected"),
-    [
-        (ACCURACY, "accuracy", [said(r"\boxed{4}"), said(r"\boxed{5}")], [1.0, 0.0]),
-        (THINK, "think", [said("<think>\nso\n</think>\n4"), said("<think>4")], [1.0, 0.0]),
-        (LENGTH, "length", [said("a"), said("b")], [0.0, -0.5]),  # 2 of 4 tokens, and 3: (4 - 2 - 3) / 2
-    ],
-)
-def test_functions_in_the_manner_of_trls_examples_run_unchanged(
-    tmp_path: Path, code: str, name: str, completions: list[Any], expected: list[float]
-) -> None:
-    reward = loaded(code, tmp_path, name)
-    assert scores(reward, completions, completion_ids=[[1, 2], [1, 2, 3]]) == expected
-
-
-def test_a_solution_that_cannot_be_read_is_left_out_of_the_sum(tmp_path: Path) -> None:
-    reward = loaded(ACCURACY, tmp_path, "accuracy")
-    assert scores(reward, [said(r"\boxed{4}")], solution=["unreadable"]) == [None]
-
-
-def test_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: Path) -> None:
-    code = "import signal\ndef f(completions):\n    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n    return [1.0]\n"
-    with pytest.raises(ValueError, match="main thread") as caught:
-        scores(loaded(code, tmp_path), ["a"])
-    assert any("thread" in note for note in caught.value.__notes__)
-    reward = RewardConfig(function=f"{tmp_path}/rewards_of_a_test.py:f", main_thread=True)
-    assert scores(loader().load(reward), ["a"]) == [1.0]
-
-
-def test_math_verify_in_a_thread_is_told_apart(tmp_path: Path) -> None:
-    code = "import math_verify\ndef f(completions):\n    return [len(math_verify.parse(c)) for c in completions]\n"
-    with pytest.raises(ValueError, match="threaded environment") as caught:
-        scores(loaded(code, tmp_path), [r"\boxed{4}"])
-    assert any("main_thread" in note for note in caught.value.__notes__)
-    reward = RewardConfig(function=f"{tmp_path}/rewards_of_a_test.py:f", main_thread=True)
-    assert scores(loader().load(reward), [r"\boxed{4}"]) == [2.0]
-
-
-def test_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
-    code = (
-        "import asyncio\nMET = None\n"
-        "async def f(completions):\n    global MET\n    MET = MET or asyncio.Barrier(2)\n    await MET.wait()\n"
-        "    return [1.0]\ng = f\n"
-    )
-    (tmp_path / "barrier.py").write_text(code)
-    both = loader()
-    first, second = (both.load(RewardConfig(function=f"{tmp_path}/barrier.py:{name}")) for name in "fg")
-
-    async def scene() -> tuple[Any, Any]:
-        async with asyncio.timeout(20):
-            first_scores, second_scores = await asyncio.gather(*(each.scores(asked(["a"])) for each in (first, second)))
-            return first_scores, second_scores
-
-    assert asyncio.run(scene()) == ([1.0], [1.0])
+def test_rewards_in_the_manner_of_trls_examples_run_unchanged(tmp_path: Path) -> None:
+    said = [[{"role": "assistant", "content": text}] for text in (r"\boxed{4}", r"\boxed{5}")]
+    accuracy = loaded(ACCURACY, tmp_path, "accuracy")
+    assert scores(accuracy, said) == [1.0, 0.0]
+    assert scores(accuracy, said[:1], solution=["unreadable"]) == [None]
+    # 2 of 4 tokens, and 3: (4 - 2 - 3) / 2
+    (tmp_path / "lengths.py").write_text(LENGTH)
+    assert scores(named(f"{tmp_path}/lengths.py:length"), said, completion_ids=[[1, 2], [1, 2, 3]]) == [0.0, -0.5]

@@ -57,8 +57,12 @@ def collect(env: Gsm8kEnv, item: Question) -> Any:
     return asyncio.run(scene())
 
 
+def questions_of(path: Path, split: Any = "train") -> list[Question]:
+    return read_questions(Gsm8kConfig(tokenizer_name="demo", dataset_path=path), split)
+
+
 def test_rows_are_questions_with_the_number_after_the_hashes() -> None:
-    questions = read_questions(ROWS, "train")
+    questions = questions_of(ROWS)
     assert len(questions) == 32
     assert questions[0].text.startswith("Janet’s ducks") and questions[0].gold == "18"
 
@@ -90,7 +94,7 @@ def test_where_a_percentage_is_asked_its_sign_may_be_written(question: str, gold
     [
         (None, "train", "", {"got": "rows.jsonl", "wanted": "train.jsonl"}),
         ('{"question": "q", "answer": "18"}\n', "train", " FILE, line 1", {"got": "'#### NUMBER'"}),
-        ('{"question": "q"}\n', "train", " FILE, line 1", {"got": "`answer`"}),
+        ('{"question": "q"}\n', "train", " FILE, line 1", {"got": "answer"}),
         *(
             (
                 '\n{"question": "q", "answer": "#### GOLD"}\n'.replace("GOLD", gold),
@@ -110,7 +114,7 @@ def test_what_is_no_data_set_is_named(
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as caught:
-        read_questions(file, split)
+        questions_of(file, split)
     assert caught.value.field == "--env.dataset_path" + at.replace("FILE", str(file))
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
@@ -182,7 +186,7 @@ def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(
             await env.close()
 
     metrics = asyncio.run(scene())
-    questions = read_questions(ROWS, "train")[:8]
+    questions = questions_of(ROWS)[:8]
     share = sum(question.gold == "18" for question in questions) / 8
     assert 0 < share < 1
     assert metrics["accuracy"] == metrics["lenient"] == share and metrics["questions"] == 8
@@ -192,7 +196,7 @@ def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(
 
 
 def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tokenizer, data: Path) -> None:
-    every = read_questions(ROWS, "train")
+    every = questions_of(ROWS)
     lengths = sorted(len(tokenizer.encode(question.text)) for question in every)
     limit = lengths[15] + 8  # sixteen of them leave eight tokens
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, Tool
-from environments.tool_calls import PARSERS, ToolCall, ToolFormat, tool_calls, tool_format
+from environments.tool_calls import FORMS, ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message
 from tests.stand_ins import Scripted
 
@@ -155,13 +155,13 @@ def test_calls_of_a_turn(form: ToolFormat, turn: str, found: Found) -> None:
     read = tool_calls(turn, form, SCHEMAS)
     assert [each if isinstance(each, ToolCall) else ERROR for each in read] == found
     for each in read:
-        assert isinstance(each, ToolCall) or (PARSERS[form].example in each and len(each) < 600)
+        assert isinstance(each, ToolCall) or (FORMS[form].example in each and len(each) < 600)
 
 
 PARTS = st.sampled_from(["<think>", "</think>", H, X, L, TAG, "a", '{"', "\n", "</function>"])
 
 
-@given(st.sampled_from(sorted(PARSERS)), st.lists(PARTS))
+@given(st.sampled_from(sorted(FORMS)), st.lists(PARTS))
 def test_a_turn_of_any_parts_is_read(form: ToolFormat, parts: list[str]) -> None:
     read = tool_calls("".join(parts), form, SCHEMAS)
     assert all(each == F or isinstance(each, str) for each in read)
@@ -234,7 +234,7 @@ def test_tools_are_called_in_the_form_of_the_template_or_the_setting(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize("form", FORMS)
 def test_broken_calls_are_read_in_time_that_grows_with_the_turn(form: ToolFormat) -> None:
     begun = "<function=a><parameter=x>"
     found = tool_calls(begun * 20_000, form)

@@ -11,7 +11,6 @@ import pytest
 
 from environments.config import ConfigError, ServerConfig
 from environments.from_verifiers import __main__ as verifiers_venv
-from environments.from_verifiers import engine as verifiers_engine
 from environments.from_verifiers.__main__ import main, normalised
 from environments.from_verifiers.engine import Engine
 from environments.peers.inference import InferenceClient
@@ -88,20 +87,16 @@ def test_a_turn_is_answered_as_vllm_would_with_the_servers_ids_and_logprobs() ->
     assert asked["prompt"] == {"prompt_token_ids": [3, 4]} and asked["stop_token_ids"] == [1]
     assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.7, 1.0, 8)  # 10, less the prompt
     assert models.json()["data"][0]["max_model_len"] == 9
-    rollout = engine.rollout("t")
-    assert (rollout.policy_version, rollout.temperatures) == (1, [0.7])
-    assert engine.rollout("t").policy_version is None  # each rollout is reported once
+    (turn,) = engine.turns["t"]
+    assert (turn.policy_version, turn.temperature) == (1, 0.7)
 
 
-def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
+def test_engine_the_turns_of_each_rollout_are_kept() -> None:
     _, engine, _ = ask(("a", body(3)), ("b", body(3)), ("a", body(3, 6)))
-    assert (engine.rollout("a").policy_version, engine.rollout("b").policy_version) == (1, 2)
-
-
-def test_rollouts_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers_engine, "REMEMBERED", 2)
-    _, engine, _ = ask(*((name, body(3)) for name in "abc"))
-    assert [engine.rollout(name).policy_version for name in "abc"] == [None, 2, 3]
+    assert {trace: [turn.policy_version for turn in turns] for trace, turns in engine.turns.items()} == {
+        "a": [1, 3],
+        "b": [2],
+    }
 
 
 @pytest.mark.parametrize(
