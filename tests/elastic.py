@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from environments.api.records import Group, Run
+from environments.api.queue import Group, Run
 from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
 from tests.integration.paced_environment import FAST
@@ -126,8 +126,8 @@ def assert_every_group_counted_once(run_dir: Path, steps: int, groups_per_step: 
     done = rows(run_dir)
     assert [row["step"] for row in done] == list(range(1, steps + 1))
     with closing(Store(run_dir / "queue.sqlite")) as store:
-        (run,) = store.all("run", Run).values()
-        left = {**store.all("group", Group), **store.all("buffered", Group)}
+        (run,) = store.table("run", Run).values()
+        left = {**store.table("group", Group), **store.table("buffered", Group)}
     accepted = max([run.next_group, *(group.id + 1 for group in left.values())])
     dropped = sum(row.get("rollout/dropped_stale_groups", 0) + row.get("rollout/refused_groups", 0) for row in done)
     assert accepted == steps * groups_per_step + dropped + len(left)

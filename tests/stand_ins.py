@@ -19,7 +19,7 @@ from environments.api import wire
 from environments.api.app import build_app
 from environments.api.server import Server
 from environments.api.service import Service
-from environments.api.waiting import Waiters
+from environments.api.http import Waiters
 from environments.base import BaseEnv
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi

@@ -4,67 +4,53 @@ import argparse
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from environments.api.settings import Settings, SettingsError
+from environments.api.errors import SettingsError
+from environments.api.settings import Settings
 from grpo_common.text import PrintableFormatter
 
 KEY_VARIABLE = "ROLLOUT_API_KEY"
+_HELP = {
+    "host": "address to listen on; any other than loopback needs --api-key",
+    "port": "port to listen on; 0: a free one (default: %(default)s)",
+    "store": "SQLite file that outlives the process (default: memory only)",
+    "run_dir": "folder of the run, whose name and report the status page shows",
+    "fsync": "also survive a power cut: flush the disk at every commit",
+    "env_timeout": "seconds without a request after which no places in a batch are reserved for an environment any "
+    "more (default: %(default)g)",
+    "api_key": f"required of every client as `Authorization: Bearer KEY` (default: the variable {KEY_VARIABLE}, which "
+    "a process list does not show)",
+    "max_body_mb": "largest body of a request in MessagePack, in MiB, before and after decompression; in JSON a "
+    "quarter of this (default: %(default)s)",
+    "memory_mb": "MiB of queued groups kept in memory; further groups go to the store, or without one to a temporary "
+    "file (default: %(default)s)",
+    "max_queued_mb": "refuse posts (429) while this many MiB of groups are queued, in memory and on disk together "
+    "(default: %(default)s)",
+    "cors_origins": "web origin whose pages may call the API",
+}
 
 
 def parse(arguments: list[str] | None = None) -> Settings:
-    """Settings from the command line; ends the process with code 2 where they cannot go together."""
-    default = Settings()
+    """Return the settings of a command line; end the process with code 2 where they cannot go together."""
     parser = argparse.ArgumentParser(prog="grpo api", description="Serve the rollout API.")
-    add = parser.add_argument
-    add("--host", default=default.host, help="address to listen on; any other than loopback needs --api-key")
-    add("--port", type=int, default=default.port, help=f"port to listen on; 0: a free one (default: {default.port})")
-    add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
-    add("--run-dir", type=Path, help="folder of the run, whose name and report the status page shows")
-    add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
-    add(
-        "--env-timeout",
-        type=float,
-        default=default.env_timeout,
-        help="seconds without a request after which no places in a batch are reserved for an environment any more "
-        f"(default: {default.env_timeout:g})",
-    )
-    add(
-        "--api-key",
-        default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"required of every client as `Authorization: Bearer KEY` (default: the variable {KEY_VARIABLE}, which "
-        "a process list does not show)",
-    )
-    add(
-        "--max-body-mb",
-        type=int,
-        default=default.max_body_mb,
-        help="largest body of a request in MessagePack, in MiB, before and after decompression; in JSON a quarter of "
-        f"this (default: {default.max_body_mb})",
-    )
-    add(
-        "--memory-mb",
-        type=int,
-        default=default.memory_mb,
-        help="MiB of queued groups kept in memory; further groups go to the store, or without one to a temporary file "
-        f"(default: {default.memory_mb})",
-    )
-    add(
-        "--max-queued-mb",
-        type=int,
-        default=default.max_queued_mb,
-        help="refuse posts (429) while this many MiB of groups are queued, in memory and on disk together "
-        f"(default: {default.max_queued_mb})",
-    )
-    add(
-        "--cors-origin",
-        dest="cors_origins",
-        action="append",
-        default=[],
-        help="web origin whose pages may call the API",
-    )
+    for each in fields(Settings):
+        how: dict[str, Any] = {"type": type(each.default), "default": each.default, "help": _HELP[each.name]}
+        match each.name:
+            case "store" | "run_dir":
+                how["type"] = Path
+            case "api_key":
+                how |= {"type": str, "default": os.environ.get(KEY_VARIABLE) or None}
+            case "fsync":
+                how = {"action": "store_true", "help": _HELP[each.name]}
+            case "cors_origins":
+                how = {"action": "append", "default": [], "dest": each.name, "help": _HELP[each.name]}
+        parser.add_argument(f"--{each.name.replace('_', '-').removesuffix('s')}", **how)
     # Removed options: kept only for the error that says what to do instead.
-    add("--ssl-certfile", "--ssl-keyfile", type=_no_tls, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    removed = {"type": _no_tls, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--ssl-certfile", "--ssl-keyfile", **removed)
     try:
         return Settings(**vars(parser.parse_args(arguments)))
     except SettingsError as error:

@@ -1,10 +1,12 @@
-"""A posted group is read, checked and packed here. One that can't be trained on is refused, with its field and place.
+"""Posted bodies become groups: read, checked and packed in one place. What can't be trained on is refused by its place.
 
-Reading is pure and runs in any thread. msgspec lets no other thread run while it decodes.
+Reading is pure and runs in any thread. msgspec lets no other thread run while it decodes one group, so lists are
+read group by group.
 """
 
 import json
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -16,33 +18,46 @@ from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
 from environments.api import wire
-from grpo_common.errors import UserError
+from environments.api.errors import ApiError
+from grpo_common.errors import Problem
 from grpo_common.sampling import LEAST_TEMPERATURE
 
-FLOAT32_MAX = 3.4028234663852886e38
-"""The trainer computes in float32: a number beyond this is infinite there."""
+LONG_BODY = 1 << 19
+"""Bytes from which a body is read in a thread; a shorter one takes some 3 ms."""
 LONGEST_EXPLAINED = 4 << 20
 """Bytes of JSON in which the place of NaN is named; of longer ones its byte is."""
 MOST_LISTS = 16 << 20
 """Bytes of MessagePack that may have lists instead of packed numbers. Their objects take up to 30 bytes for each."""
+MOST_GROUPS = 1 << 16
+"""Groups in a list. A group of three bytes takes 100 bytes of memory until it is read, and some 2 µs to refuse."""
+NAMED_REFUSALS = 100
+"""Groups of a list whose refusal is explained; the others are counted. To explain one takes ten times as long."""
 
-_PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
-_PER_SEQUENCE = ("scores", "overrides", "policy_versions", "routed_experts")
+_FLOAT32_MAX = 3.4028234663852886e38
+_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+_PER_SEQUENCE = ("overrides", "policy_versions", "routed_experts")
 _SWITCHES = ("sft", "set_advantage_to_zero", wire.TRUNCATED, wire.UNSCORED)
-_LIST_PER_TOKEN = "one list per token"
-
-_from_json = msgspec.json.Decoder(wire.ScoredData).decode
-_from_lists = msgspec.msgpack.Decoder(wire.ScoredData).decode
-_from_packed = msgspec.msgpack.Decoder(wire.UnreadGroup).decode
 _INT32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+Buffer = bytes | memoryview
+
+
+class UnreadGroup(wire.PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
+    """A packed group whose rows of the longest fields stay encoded: decoded, they may take more memory than the rest."""
+
+    messages: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_token_ids: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_logprobs: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 _ROWS: dict[str, Callable[[Raw], Any]] = {
     "messages": msgspec.msgpack.Decoder(list[dict[str, Any]]).decode,
     "distill_token_ids": msgspec.msgpack.Decoder(list[list[_INT32]]).decode,
     "distill_logprobs": msgspec.msgpack.Decoder(list[list[float]]).decode,
 }
-"""Decode rows of the fields that stay encoded in a packed group, as they may take more memory than all the rest."""
-
-Buffer = bytes | memoryview
+_from_json = msgspec.json.Decoder(wire.ScoredData).decode
+_from_lists = msgspec.msgpack.Decoder(wire.ScoredData).decode
+_from_packed = msgspec.msgpack.Decoder(UnreadGroup).decode
 
 
 class Posted(Struct, frozen=True):
@@ -52,30 +67,43 @@ class Posted(Struct, frozen=True):
     payload: bytes
 
 
-class InvalidGroup(UserError, ValueError):
-    """A group that can't be trained on; `field` is the place at fault, `tokens[1][2]` (empty: none can be named)."""
+class InvalidGroup(Exception):
+    """A group that can't be trained on; `place` is at fault, `tokens[1][2]` (empty: none can be named)."""
 
-    def __init__(self, field: str, summary: str) -> None:
-        super().__init__(summary, field=field)
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(place, reason)
+        self.place, self.reason = place, reason
 
 
-def read(body: Buffer, msgpack: bool) -> Posted:
-    """Return the group that a body carries.
+REFUSED = (InvalidGroup, msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What reading a body may raise; `refusal` is the answer to it."""
 
-    Raises:
-        InvalidGroup: it can't be trained on.
-        msgspec.ValidationError: it is no group; the message has the path.
-        msgspec.DecodeError, RecursionError, UnicodeDecodeError: it is no JSON (or no MessagePack).
-    """
+
+def refusal(error: Exception, content_type: str | None) -> ApiError:
+    """Return the answer to a body that can't be read: 422 with the field, 400 if it is no JSON (or MessagePack)."""
+    if isinstance(error, msgspec.ValidationError):
+        found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
+        missing = re.search(r"missing required field `(\w+)`", str(error))
+        error = InvalidGroup(found[2], found[1]) if found else InvalidGroup(missing[1] if missing else "", str(error))
+    if isinstance(error, InvalidGroup):
+        key = re.split(r"\W", error.place)[0] or None
+        return ApiError(422, Problem(error.place, summary=error.reason), key)
+    kind = "MessagePack" if wire.is_msgpack(content_type) else "JSON"
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return ApiError(400, Problem("body", wanted=kind, summary=reason))
+
+
+def read(body: Buffer, content_type: str | None) -> Posted:
+    """Return the group that a body carries. Raises one of `REFUSED`."""
     try:
-        group = _of_msgpack(body) if msgpack else _packed(_from_json(body))
+        group = _of_msgpack(body) if wire.is_msgpack(content_type) else _packed(_from_json(body))
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        if not msgpack and (packed := with_nan(body)) is not None:
-            _of_msgpack(packed)  # names the place, if it is one of numbers
-            raise InvalidGroup("", "NaN or Infinity, which JSON does not have") from None
-        raise
+        if wire.is_msgpack(content_type) or (packed := _with_nan(body)) is None:
+            raise
+        _of_msgpack(packed)  # names the place, if it is one of numbers
+        raise InvalidGroup("", "NaN or Infinity, which JSON does not have") from None
     try:
         # msgspec allocates a buffer half as long again and shrinks it in place. The freed tails are too short to be
         # used again, so memory would grow by another half. A copy takes only its own bytes.
@@ -85,13 +113,10 @@ def read(body: Buffer, msgpack: bool) -> Posted:
         raise InvalidGroup("", f"a field of this group can't be kept: {error}") from None
 
 
-def with_nan(body: Buffer) -> bytes | None:
+def _with_nan(body: Buffer) -> bytes | None:
     """Return JSON that is malformed only by NaN or Infinity as MessagePack, which has them; None: it is malformed.
 
-    Python's own encoder writes such JSON.
-
-    Raises:
-        InvalidGroup: it is too long to be read again; the first byte is named.
+    Python's own encoder writes such JSON. Raises InvalidGroup, with the first byte, if it is too long to be read again.
     """
     text = bytes(body)
     first = min((at for name in (b"NaN", b"Infinity") if (at := text.find(name)) >= 0), default=-1)
@@ -130,11 +155,13 @@ def _packed(group: wire.ScoredData) -> wire.PackedGroup:
             for row, length in zip(group.advantages, lengths, strict=True)
         ]
         group = msgspec.structs.replace(group, advantages=rows)
-    for field in ("masks", *_PER_TOKEN):
+    for field in ("masks", *_FLOATS):
         rows = getattr(group, field) or ()
         if field == "masks" or any(rows):
-            kind = "entry" if field == "masks" else "number"
-            _check_rows(field, [len(row) for row in rows], lengths, f"one {kind} per token")
+            rule = f"one {'entry' if field == 'masks' else 'number'} per token"
+            _check_length(field, "", len(rows), len(lengths), rule)
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                _check_length(field, f"[{i}]", len(row), length, rule)
     return _checked(wire.pack(group))
 
 
@@ -151,17 +178,15 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
     tokens = np.frombuffer(group.tokens, "<i4")
     if tokens.min() < 0:
         bad = int(np.argmax(tokens < 0))
-        raise InvalidGroup(
-            f"tokens{_place(bad, lengths)}",
-            f"{tokens[bad]}, expected a token id of the model, 0 or more; mark what is not trained in `masks`",
-        )
-    for field in _PER_TOKEN:
+        wanted = "a token id of the model, 0 or more; mark what is not trained in `masks`"
+        raise InvalidGroup(f"tokens{_place(bad, lengths)}", f"{tokens[bad]}, expected {wanted}")
+    for field in _FLOATS:
         if (data := getattr(group, field)) is None:
             continue
         if len(data) not in (4 * total, 8 * total):
             raise InvalidGroup(field, f"{len(data)} bytes, expected {4 * total} (float32) or {8 * total} (float64)")
         _check_finite(field, np.frombuffer(data, "<f4" if len(data) == 4 * total else "<f8"), lengths)
-    for field in _PER_SEQUENCE:
+    for field in ("scores", *_PER_SEQUENCE):
         if ((given := getattr(group, field)) or field == "scores") and len(given) != len(lengths):
             raise InvalidGroup(field, f"{len(given)} for {len(lengths)} sequences, expected one each")
     _check_finite("scores", np.array(group.scores), None)
@@ -174,12 +199,13 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
             for key in ("role", "content"):
                 if key not in message:
                     raise InvalidGroup(f"messages[{i}][{j}]", f"no `{key}`, expected role and content")
-    _check_teacher(group.distill_token_ids or (), group.distill_logprobs or (), lengths)
+    if group.distill_token_ids or group.distill_logprobs:
+        _check_teacher(group.distill_token_ids or (), group.distill_logprobs or (), lengths)
     return group
 
 
 def _check_finite(field: str, numbers: NDArray[np.floating], lengths: list[int] | None) -> None:
-    """Check that numbers are finite in float32.
+    """Check that numbers are finite in float32, in which the trainer computes.
 
     Args:
         lengths: of the rows that lie one after another; None: the numbers are one row.
@@ -196,17 +222,11 @@ def _check_finite(field: str, numbers: NDArray[np.floating], lengths: list[int] 
 
 def _check_options(place: str, options: Mapping[str, Any]) -> None:
     """Check what the trainer uses of fields that may hold anything."""
-    temperature = options.get("temperature")
-    if temperature is not None and not (
-        isinstance(temperature, int | float)
-        and not isinstance(temperature, bool)
-        and LEAST_TEMPERATURE <= temperature <= FLOAT32_MAX
-    ):
-        raise InvalidGroup(
-            f"{place}.temperature",
-            f"{_shown(temperature)}, expected that of sampling, a finite number above 0 "
-            f"({LEAST_TEMPERATURE:g} at least); leave it out for 1",
-        )
+    heat = options.get("temperature")
+    is_number = isinstance(heat, int | float) and not isinstance(heat, bool)
+    if heat is not None and not (is_number and LEAST_TEMPERATURE <= heat <= _FLOAT32_MAX):
+        wanted = f"that of sampling, a finite number above 0 ({LEAST_TEMPERATURE:g} at least); leave it out for 1"
+        raise InvalidGroup(f"{place}.temperature", f"{_shown(heat)}, expected {wanted}")
     for name in _SWITCHES if place != "generation_params" else ():
         if (value := options.get(name)) is not None and not isinstance(value, bool) and value not in (0, 1):
             raise InvalidGroup(f"{place}.{name}", f"{_shown(value)}, expected true or false")
@@ -214,36 +234,24 @@ def _check_options(place: str, options: Mapping[str, Any]) -> None:
 
 def _check_teacher(ids: Sequence[Any], logprobs: Sequence[Any], lengths: list[int]) -> None:
     """Check a teacher's tokens: a list for each token of each sequence, and a logprob for each of them."""
-    if not ids and not logprobs:
-        return
-    _check_count("distill_token_ids", len(ids), len(lengths), _LIST_PER_TOKEN)
-    _check_count("distill_logprobs", len(logprobs), len(lengths), _LIST_PER_TOKEN)
+    rule = "one list per token"
+    _check_length("distill_token_ids", "", len(ids), len(lengths), rule)
+    _check_length("distill_logprobs", "", len(logprobs), len(lengths), rule)
     for i, length in enumerate(lengths):
-        id_row, row = _row("distill_token_ids", i, ids[i]), _row("distill_logprobs", i, logprobs[i])
-        _check_length("distill_token_ids", i, len(id_row), length, _LIST_PER_TOKEN)
-        _check_length("distill_logprobs", i, len(row), length, _LIST_PER_TOKEN)
+        own_ids, row = _row("distill_token_ids", i, ids[i]), _row("distill_logprobs", i, logprobs[i])
+        _check_length("distill_token_ids", f"[{i}]", len(own_ids), length, rule)
+        _check_length("distill_logprobs", f"[{i}]", len(row), length, rule)
         counts = [len(numbers) for numbers in row]
-        for j, (some_ids, count) in enumerate(zip(id_row, counts, strict=True)):
+        for j, (some_ids, count) in enumerate(zip(own_ids, counts, strict=True)):
             if len(some_ids) != count:
                 raise InvalidGroup(f"distill_logprobs[{i}][{j}]", f"{count} numbers for {len(some_ids)} token ids")
         _check_finite(f"distill_logprobs[{i}]", np.fromiter(chain.from_iterable(row), np.float64, sum(counts)), counts)
 
 
-def _check_rows(field: str, got: list[int], wanted: list[int], rule: str) -> None:
-    """Check that a field has a row for each sequence, as long as that of `tokens`."""
-    _check_count(field, len(got), len(wanted), rule)
-    for i, pair in enumerate(zip(got, wanted, strict=True)):
-        _check_length(field, i, *pair, rule)
-
-
-def _check_count(field: str, got: int, wanted: int, rule: str) -> None:
+def _check_length(field: str, at: str, got: int, wanted: int, rule: str) -> None:
     if got != wanted:
-        raise InvalidGroup(field, f"{got} sequences, tokens has {wanted}; expected {rule}")
-
-
-def _check_length(field: str, i: int, got: int, wanted: int, rule: str) -> None:
-    if got != wanted:
-        raise InvalidGroup(f"{field}[{i}]", f"{got} entries, tokens[{i}] has {wanted}; expected {rule}")
+        what = "entries" if at else "sequences"
+        raise InvalidGroup(field + at, f"{got} {what}, tokens{at} has {wanted}; expected {rule}")
 
 
 def _row(field: str, i: int, row: Any) -> Any:
@@ -267,3 +275,59 @@ def _place(flat: int, lengths: list[int]) -> str:
 def _shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "…"
+
+
+# Lists of groups
+
+_IN_STRING = re.compile(rb'["\\]')
+_IN_LIST = re.compile(rb'["\[\]{},]')
+_IN_GROUP = re.compile(rb'["\[\]{}]')
+
+
+def split(body: bytes, content_type: str | None) -> tuple[list[Raw], str | None]:
+    """Return a list's groups, unread, and their content type, which is MessagePack for JSON with NaN.
+
+    Raises:
+        ApiError: 413, more than `MOST_GROUPS`: they are counted before they take memory.
+        Exception: one of `REFUSED`.
+    """
+    if not wire.is_msgpack(content_type):
+        count = _count_json(body)
+    else:
+        count = int.from_bytes(body[1:5], "big") if body[:1] == b"\xdd" else 0  # lists of another kind are short
+    if count > MOST_GROUPS:
+        got = f"a list of {count:,} groups or more"
+        raise ApiError(413, Problem("body", got, f"at most {MOST_GROUPS:,}", "post several lists"))
+    try:
+        return wire.decode(body, list[Raw], content_type or wire.JSON), content_type
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        packed = None if wire.is_msgpack(content_type) else _with_nan(body)
+        if packed is None:
+            raise
+    return split(packed, wire.MSGPACK)
+
+
+def _count_json(body: bytes) -> int:
+    """Return how many groups a list has, or one more than `MOST_GROUPS`; anything if it is malformed, or no list."""
+    depth = commas = at = 0
+    in_string = False
+    while commas < MOST_GROUPS:
+        pattern = _IN_STRING if in_string else _IN_LIST if depth == 1 else _IN_GROUP
+        match = pattern.search(body, at)
+        if match is None:
+            break
+        at = match.end()
+        match match[0]:
+            case b"\\":
+                at += 1
+            case b'"':
+                in_string = not in_string
+            case b",":
+                commas += 1
+            case b"[" | b"{":
+                depth += 1
+            case _:
+                depth -= 1
+    return commas + 1

@@ -1,4 +1,4 @@
-"""HTTP bodies: those of requests are read within bounds, those of answers are encoded and gzipped.
+"""HTTP around the service: routes, bodies of requests within bounds, answers in turns, and requests that wait.
 
 gzip is ISA-L's: a JSON group takes 0.3 ms to compress, and 1.8 ms by zlib's fastest level, which Starlette's middleware
 would use.
@@ -6,17 +6,26 @@ would use.
 
 import asyncio
 import contextlib
+import inspect
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, get_type_hints
 
+import msgspec
 from isal import isal_zlib
-from starlette.requests import Request
+from msgspec import Struct
+from msgspec.structs import asdict
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from environments.api import wire
-from environments.api.records import ApiError
+from environments.api.errors import ApiError
+from environments.api.groups import REFUSED, UnreadGroup, refusal
+from grpo_common.disconnects import unless_disconnected
 from grpo_common.errors import Problem
+from grpo_common.http import is_msgpack
 
 GZIP_MINIMUM = 1000
 """Answers of this many bytes or more are gzipped for clients that accept it."""
@@ -36,7 +45,82 @@ _IN_TIME = f"1 MiB within {BODY_TIMEOUT_S:.0f} s, and then {LEAST_RATE >> 10} Ki
 _PIECE = 256 << 10
 _ENCODING = "Content-Encoding"
 _GZIP = 31  # zlib's way to say: gzip, with its header and trailer
-GZIP_ERROR: Any = isal_zlib.error
+_GZIP_ERROR: Any = isal_zlib.error
+
+Call = TypeVar("Call", bound=Callable[..., object])
+T = TypeVar("T")
+
+ROUTES: list[Route] = []
+
+
+def endpoint(
+    method: str, path: str, *, fields: type[Struct] | None = None, changes: bool = False
+) -> Callable[[Call], Call]:
+    """Make a function of the service a route. Its answer is encoded, unless it is a response.
+
+    Its arguments are the path's parameters; `http`, the request; `body`, the message that is its type; and the query's
+    fields, as they are annotated.
+
+    Args:
+        fields: the type of a body whose fields are arguments; an empty body has none of them.
+        changes: a GET that changes state; HEAD, which shows no answer, is refused.
+    """
+
+    def enter(call: Call) -> Call:
+        hints = get_type_hints(call, include_extras=True)
+        other = {*re.findall(r"{(\w+)}", path), "http", "body", *(fields.__struct_fields__ if fields else ())}
+        arguments = list(inspect.signature(call).parameters.values())[1:]  # the first is the service
+        query = msgspec.defstruct(
+            "Query",
+            [
+                (each.name, hints[each.name], msgspec.NODEFAULT if each.default is each.empty else each.default)
+                for each in arguments
+                if each.name not in other
+            ],
+        )
+
+        async def answer(http: Request) -> Response:
+            given = http.path_params | asdict(_decoded_query(http, query))
+            if fields is not None:
+                given |= asdict(await read_message(http, fields, optional=True))
+            if "body" in hints:
+                given["body"] = await read_message(http, hints["body"])
+            if "http" in hints:
+                given["http"] = http
+            made = call(http.app.state.service, **given)
+            made = await made if inspect.isawaitable(made) else made
+            response = made if isinstance(made, Response) else respond(http, made)
+            http.app.state.metrics.count(path, response.status_code)
+            return response
+
+        ROUTES.append(Route(path, answer, methods=[method]))
+        if changes:
+            (ROUTES[-1].methods or set()).discard("HEAD")
+        return call
+
+    return enter
+
+
+async def read_message(request: Request, message_type: type[T], *, optional: bool = False) -> T:
+    """Return a request's body as a message of the wire. Raises ApiError (400, 422 naming the field)."""
+    content_type = request.headers.get("content-type")
+    async with request.app.state.bodies.read(request) as body:
+        try:
+            if optional and not body:
+                return msgspec.convert({}, message_type)
+            return wire.decode(body, message_type, content_type or wire.JSON)
+        except REFUSED as error:
+            raise refusal(error, content_type) from None
+
+
+def _decoded_query(request: Request, query_type: type[T]) -> T:
+    for name, value in request.query_params.items():
+        if value.lower() == "null":  # the decoder would read it as an absent field: a lease that nobody asked for
+            raise ApiError(422, Problem(name, value, "a value", "leave the field out"), name)
+    try:
+        return msgspec.convert(dict(request.query_params), query_type, strict=False)
+    except REFUSED as error:
+        raise refusal(error, None) from None
 
 
 class BodyReader:
@@ -48,7 +132,7 @@ class BodyReader:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, see: Callable[[bytes], None] = lambda piece: None) -> AsyncIterator[bytes]:
-        """The decompressed body, for as long as it is held.
+        """Yield the decompressed body, for as long as it is held.
 
         Args:
             see: gets each piece as it arrives; raises to refuse the rest.
@@ -105,7 +189,7 @@ async def _inflate(stream: AsyncIterator[bytes], limit: int) -> AsyncIterator[by
                 inflater = isal_zlib.decompressobj(wbits=_GZIP)
             try:
                 piece = inflater.decompress(data, _PIECE)
-            except GZIP_ERROR as error:
+            except _GZIP_ERROR as error:
                 raise ApiError(400, Problem("body", str(error), "gzip"), _ENCODING) from None
             data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
             if piece:
@@ -121,14 +205,17 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, Problem("body", wanted=f"{limit / (1 << 20):g} MiB or less", fix=fix))
 
 
+# Answers
+
+
 def respond(request: Request, message: object, status: int = 200) -> Response:
-    """A message of the wire in the form that the client asks for, gzipped where that is worth it."""
-    content_type = wire.MSGPACK if wire.prefers_msgpack(request.headers.get("accept")) else wire.JSON
+    """Return a message of the wire in the form that the client asks for, gzipped where that is worth it."""
+    content_type = wire.MSGPACK if prefers_msgpack(request.headers.get("accept")) else wire.JSON
     return respond_bytes(request, wire.encode(message, content_type), content_type, status)
 
 
 def respond_bytes(request: Request, body: bytes, content_type: str, status: int = 200) -> Response:
-    """Bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
+    """Return bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if len(body) >= GZIP_MINIMUM and _accepts_gzip(request):
         deflater = isal_zlib.compressobj(1, wbits=_GZIP)
@@ -137,17 +224,18 @@ def respond_bytes(request: Request, body: bytes, content_type: str, status: int 
     return Response(body, status, headers)
 
 
-def stream(request: Request, pieces: Iterable[bytes], content_type: str, compress: bool) -> Response:
-    """A long answer piece by piece: other requests have their turn between two of them."""
+def stream(request: Request, pieces: Iterable[bytes], content_type: str) -> Response:
+    """Return a long answer piece by piece: other requests have their turn between two of them. JSON is gzipped."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
-    if compress and _accepts_gzip(request):
+    deflater = None
+    if content_type == wire.JSON and _accepts_gzip(request):
         headers[_ENCODING] = "gzip"
-        return StreamingResponse(_in_turns(pieces, isal_zlib.compressobj(1, wbits=_GZIP)), headers=headers)
-    return StreamingResponse(_in_turns(pieces), headers=headers)
+        deflater = isal_zlib.compressobj(1, wbits=_GZIP)
+    return StreamingResponse(_in_turns(pieces, deflater), headers=headers)
 
 
-async def _in_turns(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterator[bytes]:
-    """The pieces in portions that take about `TURN_S`, compressed if there is a deflater."""
+async def _in_turns(pieces: Iterable[bytes], deflater: Any) -> AsyncIterator[bytes]:
+    """Yield the pieces in portions that take about `TURN_S`, compressed if there is a deflater."""
     gathered: list[bytes] = []
     size, began = 0, time.perf_counter()
     for piece in pieces:
@@ -164,9 +252,104 @@ async def _in_turns(pieces: Iterable[bytes], deflater: Any = None) -> AsyncItera
 
 
 def _accepts_gzip(request: Request) -> bool:
-    """Whether the client takes gzip (`gzip;q=0` says that it does not)."""
+    """Return whether the client takes gzip (`gzip;q=0` says that it does not)."""
     for part in request.headers.get("accept-encoding", "").lower().split(","):
         coding, _, parameters = part.partition(";")
         if coding.strip() in ("gzip", "*"):
-            return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+            return not re.fullmatch(r"\s*q\s*=\s*0(\.0*)?\s*", parameters)
     return False
+
+
+def prefers_msgpack(accept: str | None) -> bool:
+    """Return whether an `Accept` header names MessagePack, and not JSON before it."""
+    named = [part.partition(";")[0].strip() for part in (accept or "").lower().split(",")]
+    return next((is_msgpack(each) for each in named if each == wire.JSON or is_msgpack(each)), False)
+
+
+def packed_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
+    """Yield `wire.PackedBatch`, a piece per group as it is kept; `fields` are the others of the message."""
+    yield msgspec.msgpack.encode({**fields, "batch": []})[:-1] + b"\xdd" + len(payloads).to_bytes(4, "big")
+    yield from payloads
+
+
+def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
+    """Yield `wire.Batch`, a piece per sequence and field."""
+    yield msgspec.json.encode({**fields, "batch": []})[:-2]
+    for i, payload in enumerate(payloads):
+        if i:
+            yield b","
+        yield from json_group(payload)
+    yield b"]}"
+
+
+def json_group(payload: bytes) -> Iterator[bytes]:
+    """Yield a group in JSON with the original's 14 keys, and ours where the environment sent them."""
+    group = msgspec.msgpack.decode(payload, type=UnreadGroup)
+    rows = wire.spans(group.lengths)
+    opening = b"{"
+    for name in wire.ScoredData.__struct_fields__:
+        value = getattr(group, name)
+        if name in ("policy_versions", "routed_experts") and value is None:
+            continue
+        yield opening + b'"%s":' % name.encode()
+        opening = b","
+        if name in wire.PER_TOKEN and value is not None:
+            numbers = (wire.unpacked_row(value, row, rows[-1].stop, wire.PER_TOKEN[name]) for row in rows)
+            yield from _json_list(map(msgspec.json.encode, numbers))
+        elif name in ("messages", "distill_token_ids", "distill_logprobs") and value is not None:
+            yield from _json_list(msgspec.json.encode(msgspec.msgpack.decode(row)) for row in value)
+        else:
+            yield msgspec.json.encode(value)
+    yield b"}"
+
+
+def _json_list(items: Iterable[bytes]) -> Iterator[bytes]:
+    opening = b"["
+    for item in items:
+        yield opening + item
+        opening = b","
+    yield b"]" if opening == b"," else b"[]"
+
+
+# Waiting
+
+
+class Waiters:
+    """Requests that wait for a change. Call it from one event loop; nothing runs while they wait."""
+
+    def __init__(self) -> None:
+        self._change = 0
+        self._changed = asyncio.Event()
+        self.ended = False
+
+    def tell(self, change: int) -> None:
+        """Have all of them look again, if `change` is another number than last time."""
+        if change != self._change:
+            self._change = change
+            self._wake()
+
+    def end(self) -> None:
+        """Let nobody wait any more: the server ends."""
+        self.ended = True
+        self._wake()
+
+    async def until(self, request: Request, ready: Callable[[], bool], seconds: float) -> None:
+        """Return once `ready` says so, when `seconds` are over, or when the server ends.
+
+        Raises:
+            ClientDisconnect: the client disconnected.
+        """
+
+        async def waited() -> bool:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while not self.ended and not ready():
+                        await self._changed.wait()
+            return True
+
+        if await unless_disconnected(request, waited()) is None:
+            raise ClientDisconnect
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()  # for who waits after this change

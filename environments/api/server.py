@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import uvicorn
 
 from environments.api.app import build_app
-from environments.api.records import StoreError
+from environments.api.errors import SettingsError, StoreError
 from environments.api.service import Service
-from environments.api.settings import Settings, SettingsError
+from environments.api.settings import Settings
 from grpo_common.formats import FormatError
 from grpo_common.http import SERVER_IDLE_S, address, connection_limit
 from grpo_common.ports import port_holder

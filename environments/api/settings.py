@@ -4,12 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_common.errors import UserError
+from environments.api.errors import SettingsError
 from grpo_common.gate import is_loopback
-
-
-class SettingsError(UserError, ValueError):
-    """Settings that cannot go together."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Settings:
                 got=f"{self.host} without a key",
                 fix="give --api-key KEY, or --host 127.0.0.1",
             )
-        for field, got, fits, wanted in (
+        for name, got, fits, wanted in (
             ("--env-timeout", self.env_timeout, self.env_timeout > 0, "more than 0 seconds"),
             ("--max-body-mb", self.max_body_mb, self.max_body_mb >= 1, "1 or more"),
             ("--memory-mb", self.memory_mb, self.memory_mb >= 0, "0 or more"),
@@ -49,4 +45,4 @@ class Settings:
             ("--port", self.port, 0 <= self.port <= 65535, "0 to 65535"),
         ):
             if not fits:
-                raise SettingsError(field=field, got=got, wanted=wanted)
+                raise SettingsError(field=name, got=got, wanted=wanted)

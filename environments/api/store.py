@@ -8,14 +8,17 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from environments.api import wire
-from environments.api.records import Journal, R, Run, StoreError
+from environments.api.errors import StoreError
+from environments.api.queue import Run
 from grpo_common.formats import check_sqlite
 from grpo_common.locks import HeldError, hold
 
@@ -24,10 +27,46 @@ CREATE TABLE IF NOT EXISTS items (kind TEXT NOT NULL, id NOT NULL, body BLOB NOT
 CREATE TABLE IF NOT EXISTS payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 """
 _encode = msgspec.msgpack.encode
+R = TypeVar("R")
+Change = tuple[str, Sequence[object]]
 
 
-class Store(Journal):
-    """The journal and the groups' bytes in one file."""
+class Records(Protocol):
+    """Where a `Table` puts its records."""
+
+    def put(self, kind: str, key: Any, record: object) -> None: ...
+    def delete(self, kind: str, key: Any) -> None: ...
+
+
+class Table(dict[Any, R]):
+    """The records of one kind by key; items that are set or deleted are written with the next commit."""
+
+    def __init__(self, records: Records, kind: str, known: dict[Any, R]) -> None:
+        super().__init__(known)
+        self._records, self._kind = records, kind
+
+    def __setitem__(self, key: Any, record: R) -> None:
+        super().__setitem__(key, record)
+        self._records.put(self._kind, key, record)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._records.delete(self._kind, key)
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        record = self[key]
+        del self[key]
+        return record
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+class Store:
+    """The queue's records and the groups' bytes in one file."""
 
     def __init__(self, path: Path, fsync: bool = False) -> None:
         """Open or create; `fsync` also survives a power cut, at the price of a disk flush per commit.
@@ -37,8 +76,8 @@ class Store(Journal):
             FormatError: a newer version wrote it. It is as it was.
         """
         self.path = path
-        self._noted: list[tuple[str, Sequence[object]]] = []
-        self._waiting: list[tuple[asyncio.Future[None] | None, list[tuple[str, Sequence[object]]]]] = []
+        self._noted: list[Change] = []
+        self._waiting: list[tuple[asyncio.Future[None] | None, list[Change]]] = []
         self._wake = threading.Condition()
         self._closing = False
         try:
@@ -58,6 +97,7 @@ class Store(Journal):
         self._thread.start()
 
     def damaged(self, reason: object) -> StoreError:
+        """Return the error that what is written can't be read."""
         return StoreError(
             field=f"--store {self.path}",
             got=reason,
@@ -65,31 +105,30 @@ class Store(Journal):
             fix="restore it from a copy, or move it away: the groups in it are lost then, checkpoints are not",
         )
 
-    def all(self, kind: str, record: type[R]) -> dict[int | str | bytes, R]:
+    def table(self, kind: str, record: type[R]) -> Table[R]:
+        """Return the records of a kind: those with numbers by number, others in the order in which they were put."""
+        order = "CASE typeof(id) WHEN 'integer' THEN id END, rowid"
         try:
-            rows = self._reader.execute("SELECT id, body FROM items WHERE kind = ? ORDER BY rowid", (kind,))
-            return {key: msgspec.msgpack.decode(body, type=record) for key, body in rows}
+            rows = self._reader.execute(f"SELECT id, body FROM items WHERE kind = ? ORDER BY {order}", (kind,))
+            return Table(self, kind, {key: msgspec.msgpack.decode(body, type=record) for key, body in rows})
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
 
     # Changes: noted now, written with the next commit
 
-    def put(self, kind: str, key: int | str | bytes, record: object) -> None:
+    def put(self, kind: str, key: Any, record: object) -> None:
         self._noted.append(("REPLACE INTO items VALUES (?, ?, ?)", (kind, key, _encode(record))))
 
-    def delete(self, kind: str, key: int | str | bytes) -> None:
+    def delete(self, kind: str, key: Any) -> None:
         self._noted.append(("DELETE FROM items WHERE kind = ? AND id = ?", (kind, key)))
 
     def put_payload(self, group_id: int, payload: bytes) -> None:
-        """The group's bytes; they are readable once a `commit` has returned."""
+        """Note a group's bytes; they are readable once a `commit` has returned."""
         self._noted.append(("INSERT INTO payloads VALUES (?, ?)", (group_id, payload)))
 
     def drop_payload(self, group_id: int) -> None:
-        """The group's bytes are not needed any more."""
+        """Forget a group's bytes."""
         self._noted.append(("DELETE FROM payloads WHERE id = ?", (group_id,)))
-
-    def reset(self) -> None:
-        self._noted += [("DELETE FROM items", ()), ("DELETE FROM payloads", ())]
 
     # Writing
 
@@ -106,7 +145,7 @@ class Store(Journal):
         await done
 
     def read_payloads(self, ids: Iterable[int]) -> dict[int, bytes]:
-        """The bytes of committed groups; call it from a thread of your own, it may wait for the disk."""
+        """Return the bytes of committed groups. Call it from a separate thread, it may wait for the disk."""
         try:
             with self._reading:
                 query = "SELECT body FROM payloads WHERE id = ?"
@@ -114,9 +153,8 @@ class Store(Journal):
         except sqlite3.Error as error:
             raise self.damaged(error) from error
         if lost := [each for each, row in found.items() if row is None]:
-            raise StoreError(
-                "the bytes of groups are missing", field=f"--store {self.path}", got=lost, fix="was the file edited?"
-            )
+            field, fix = f"--store {self.path}", "was the file edited?"
+            raise StoreError("the bytes of groups are missing", field=field, got=lost, fix=fix)
         return {each: row[0] for each, row in found.items()}
 
     def close(self) -> None:
@@ -149,7 +187,7 @@ class Store(Journal):
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                     done.get_loop().call_soon_threadsafe(_settle, done, problem)
 
-    def _transact(self, changes: list[tuple[str, Sequence[object]]]) -> StoreError | None:
+    def _transact(self, changes: list[Change]) -> StoreError | None:
         if _identity(self.path) != self._file:  # SQLite would continue to write into a file without a name
             return StoreError(
                 "deleted, or replaced, while in use",
@@ -158,16 +196,45 @@ class Store(Journal):
                 wanted="the file that was opened",
                 fix="start the rollout API again; the groups that were queued are lost",
             )
-        if not changes:
-            return None
         try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for sql, values in changes:
-                self._writer.execute(sql, values)
-            self._writer.execute("COMMIT")
+            if changes:
+                self._writer.execute("BEGIN IMMEDIATE")
+                for sql, values in changes:
+                    self._writer.execute(sql, values)
+                self._writer.execute("COMMIT")
         except sqlite3.Error as error:
             return StoreError("cannot be written", field=f"--store {self.path}", got=error)
         return None
+
+
+def _settle(done: "asyncio.Future[None]", problem: StoreError | None) -> None:
+    if done.cancelled():
+        return
+    if problem is None:
+        done.set_result(None)
+    else:
+        done.set_exception(problem)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return which file a path names now; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _lock(path: Path) -> int:
+    """Hold the store for this process; the kernel lets go when it ends, however it ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return hold(Path(f"{path}.lock"))
+    except HeldError as held:
+        fix = "stop it or give another file"
+        raise StoreError("in use", field=f"--store {path}", got=f"process {held.holder}", fix=fix) from None
+    except OSError as error:
+        raise StoreError(field=f"--store {path}", got=error.strerror, wanted="a writable place") from error
 
 
 def _prepare(db: sqlite3.Connection) -> None:
@@ -182,47 +249,89 @@ def _prepare(db: sqlite3.Connection) -> None:
             run = msgspec.structs.replace(msgspec.msgpack.decode(body, type=Run), next_group=(last or 0) + 1)
             db.execute("INSERT INTO items VALUES ('run', ?, ?)", (key, _encode(run)))
         db.execute("INSERT INTO items SELECT 'environment', id, body FROM environments")
-        db.execute(
-            "INSERT INTO items SELECT iif(place = 'buffer', 'buffered', 'group'), id, body FROM groups ORDER BY id"
-        )
+        db.execute("INSERT INTO items SELECT iif(place = 'buffer', 'buffered', 'group'), id, body FROM groups")
         db.execute("INSERT INTO items SELECT 'lease', batch_id, body FROM leases")
         db.execute("INSERT INTO items SELECT 'closed', batch_id, body FROM closed ORDER BY number")
         for table, kinds in (("posts", ("post", "unkeyed")), ("unanswered", ("unanswered",))):
-            for key, when in db.execute(f"SELECT * FROM {table}").fetchall() if table in former else ():
-                for kind in kinds:
-                    db.execute("INSERT INTO items VALUES (?, ?, ?)", (kind, key, _encode(when)))
+            rows = db.execute(f"SELECT * FROM {table} ORDER BY 2").fetchall() if table in former else ()
+            for kind in kinds:
+                db.executemany("INSERT INTO items VALUES (?, ?, ?)", [(kind, key, _encode(when)) for key, when in rows])
         for table in former & {"run", "environments", "groups", "leases", "closed", "posts", "unanswered"}:
             db.execute(f"DROP TABLE {table}")
     db.execute(f"PRAGMA user_version = {wire.STORE_FORMAT}")
     db.execute("COMMIT")
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file a path names now; None: there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+class Payloads:
+    """The groups' bytes by id: in memory up to a limit, beyond it on disk.
 
+    The oldest groups are trained first, so it is the newest that are left on disk when memory is full. Without a
+    store to leave them in, they go to a temporary file that vanishes with the process.
 
-def _settle(done: "asyncio.Future[None]", problem: StoreError | None) -> None:
-    if done.cancelled():
-        return
-    if problem is None:
-        done.set_result(None)
-    else:
-        done.set_exception(problem)
+    Args:
+        known: ids of groups that are in the store already, from an earlier process.
+        memory_limit: bytes of groups that are kept in memory.
+    """
 
+    def __init__(self, store: Store | None = None, memory_limit: int = 1 << 30, known: Iterable[int] = ()) -> None:
+        self.durable = store is not None
+        self.memory_limit = memory_limit
+        self.in_memory = 0
+        self._disk = store  # or the temporary file, once it is needed
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._bodies: dict[int, bytes | None] = dict.fromkeys(known)  # None: on disk alone
 
-def _lock(path: Path) -> int:
-    """Hold the store for this process; the kernel lets go when it ends, however it ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return hold(Path(f"{path}.lock"))
-    except HeldError as held:
-        raise StoreError(
-            "in use", field=f"--store {path}", got=f"process {held.holder}", fix="stop it or give another file"
-        ) from None
-    except OSError as error:
-        raise StoreError(field=f"--store {path}", got=error.strerror, wanted="a writable place") from error
+    def put(self, group_id: int, body: bytes) -> None:
+        """Keep a group's bytes; durably once the store has committed."""
+        fits = self.in_memory + len(body) <= self.memory_limit
+        self._bodies[group_id] = body if fits else None
+        self.in_memory += len(body) if fits else 0
+        if self.durable or not fits:
+            if self._disk is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="rollout-api-")
+                self._disk = Store(Path(self._folder.name) / "spill.sqlite")
+            self._disk.put_payload(group_id, body)
+
+    async def get(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of these groups, in this order."""
+        found = {each: self._bodies[each] for each in ids}
+        from_disk = [each for each, body in found.items() if body is None]
+        if from_disk and self._disk is not None:
+            await self._disk.commit()
+            found |= await asyncio.to_thread(self._disk.read_payloads, from_disk)
+        return [body for body in found.values() if body is not None]
+
+    def leave(self, ids: Iterable[int]) -> None:
+        """Keep these groups in the store alone: a trainer has them, and they come again only if it is killed."""
+        for each in self._bodies.keys() & set(ids) if self.durable else ():
+            self.in_memory -= len(self._bodies[each] or b"")
+            self._bodies[each] = None
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Forget these groups."""
+        for each in list(ids):
+            body = self._bodies.pop(each, None)
+            self.in_memory -= len(body or b"")
+            if self._disk is not None and (self.durable or body is None):
+                self._disk.drop_payload(each)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.drop(self._bodies)
+
+    @property
+    def on_disk(self) -> int:
+        """Groups whose bytes are not in memory."""
+        return sum(body is None for body in self._bodies.values())
+
+    async def commit(self) -> None:
+        """Return when everything is as safe as it gets, and nothing gathers in memory for the temporary file."""
+        if self._disk is not None:
+            await self._disk.commit()
+
+    def close(self) -> None:
+        """Write what is left and let the files go."""
+        if self._disk is not None:
+            self._disk.close()
+        if self._folder is not None:
+            self._folder.cleanup()

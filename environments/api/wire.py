@@ -1,8 +1,8 @@
 """The rollout API's wire contract: every request and answer, in JSON and in MessagePack.
 
-Environments post scored groups, the trainer leases batches of them. Each structure here is one body of the
-protocol in `docs/rollout_api.md`. Only the standard library and msgspec are imported, so that a client of
-the API needs neither torch nor a web framework.
+Environments post scored groups, the trainer leases batches of them. Each structure is one body of the protocol in
+`docs/rollout_api.md`. Only the standard library and msgspec are imported, so a client of the API needs neither torch
+nor a web framework.
 
 A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as lists, MessagePack packed:
 
@@ -14,14 +14,15 @@ A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as li
 without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
+from array import array
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
-from grpo_common.http import MSGPACK_TYPES, is_msgpack
+from grpo_common.http import is_msgpack
 
 FORMAT = 1
 """Number of the format of all messages; the answers to /register and /register-env have it if it is above 1."""
@@ -42,33 +43,28 @@ MASKED_LOGPROB = 1.0
 # Whole numbers stay within 2**53: the same number in JSON, JavaScript, SQLite and MessagePack.
 _Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 _Count = Annotated[int, Meta(ge=1, le=2**31)]
-_Id = Annotated[int, Meta(ge=0, le=2**53)]
+Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
 _Process = Annotated[str, Meta(max_length=4096)]  # as long as a path may be
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
-_Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
+Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
 _Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # JSON has no NaN and no infinity, MessagePack has
 _Weight = Annotated[float, Meta(ge=0.0, le=1e100)]
-_Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
+Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
-"""How the lease of a batch came to its end; "expired": it ran out, and its groups were given to another client."""
+"""How the lease of a batch ended; "expired": it ran out, and its groups were given to another client."""
 
 T = TypeVar("T")
 
-
-class Message(Struct, frozen=True, kw_only=True):
-    """Answer to GET / for programs."""
-
-    message: str
+# The run and its environments
 
 
 class Register(Struct, frozen=True, kw_only=True):
     """POST /register: a trainer announces itself, or takes the run over from one that has gone.
 
-    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences.
-    With the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given. Environments
+    `batch_size` counts sequences. With the `uuid` of an earlier answer the trainer keeps that identity. Environments
     are asked to evaluate every `eval_every` steps, and start no group that could lag more than `max_staleness` versions
     when it is trained on.
     """
@@ -79,11 +75,11 @@ class Register(Struct, frozen=True, kw_only=True):
     max_token_len: _Int
     checkpoint_dir: _Name
     save_checkpoint_interval: _Int
-    starting_step: _Id
+    starting_step: Id
     num_steps: _Int
-    uuid: _Id | None = None
+    uuid: Id | None = None
     eval_every: _Count | None = None
-    max_staleness: _Id | None = None
+    max_staleness: Id | None = None
 
 
 class RegisterResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,7 +121,7 @@ class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True)
 class EnvIdentifier(Struct, frozen=True, kw_only=True):
     """POST /disconnect-env, and the body of GET /status-env (which may also be `?env_id=`)."""
 
-    env_id: _Id
+    env_id: Id
 
 
 class DisconnectResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,8 +163,14 @@ class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EnvStatus(Struct, frozen=True, kw_only=True):
-    """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of, `posted_s` since
-    it posted a group. One that `follows` the run waits for news, and leaves when all steps are done."""
+    """One environment in `Status`.
+
+    Attributes:
+        alive: it was heard of within `--env-timeout`.
+        idle_s, posted_s: seconds since it was heard of, and since it posted a group.
+        reserved: sequences of each batch that are kept for it.
+        follows: it waits for news, and leaves when all steps are done.
+    """
 
     env_id: int
     name: str
@@ -226,6 +228,9 @@ class Status(Struct, frozen=True, kw_only=True):
     durable: bool = False
 
 
+# Groups
+
+
 class _Carried(Struct, frozen=True, kw_only=True):
     """What both forms of a group carry alike; an empty list or dictionary means absent.
 
@@ -258,7 +263,7 @@ class ScoredData(_Carried, frozen=True, kw_only=True):
     advantages: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
     inference_logprobs: list[list[float]] | None = None
-    env_id: _Id | None = None
+    env_id: Id | None = None
 
 
 class PackedGroup(_Carried, frozen=True, kw_only=True, omit_defaults=True):
@@ -271,15 +276,7 @@ class PackedGroup(_Carried, frozen=True, kw_only=True, omit_defaults=True):
     advantages: bytes | None = None
     ref_logprobs: bytes | None = None
     inference_logprobs: bytes | None = None
-    env_id: _Id | None = None
-
-
-class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
-    """A packed group with the rows of its longest fields left encoded."""
-
-    messages: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    distill_token_ids: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    distill_logprobs: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    env_id: Id | None = None
 
 
 class ScoredDataResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -309,6 +306,9 @@ class ScoredDataListResponse(Struct, frozen=True, kw_only=True, omit_defaults=Tr
     last_buffer_size: int | None = None
     rejected: list[RejectedGroup] | None = None
     more_rejected: int | None = None
+
+
+# Batches
 
 
 class _Served(Struct, frozen=True, kw_only=True):
@@ -342,7 +342,7 @@ class PackedBatch(_Served, frozen=True, kw_only=True, omit_defaults=True):
 class Ack(Struct, frozen=True, kw_only=True):
     """POST /batch/{batch_id}/ack: trained. `step` is the step now reached; absent, it goes up by one."""
 
-    step: _Id | None = None
+    step: Id | None = None
 
 
 class LeaseResponse(Struct, frozen=True, kw_only=True):
@@ -352,11 +352,14 @@ class LeaseResponse(Struct, frozen=True, kw_only=True):
     current_step: int
 
 
+# Evaluation and errors
+
+
 class Evaluation(Struct, frozen=True, kw_only=True):
     """POST /evaluation: an environment's figures on held-out prompts, of the policy as it was from `step` on."""
 
-    env_id: _Id
-    step: _Id
+    env_id: Id
+    step: Id
     metrics: dict[_Name, _Finite]
 
 
@@ -381,36 +384,6 @@ class Evaluations(Struct, frozen=True, kw_only=True):
     evaluations: list[NumberedEvaluation]
 
 
-class StatusEnvQuery(Struct, frozen=True, kw_only=True):
-    """Query of GET /status-env."""
-
-    env_id: _Id | None = None
-    wait: _Wait | None = None
-    seen: str | None = None
-
-
-class BatchQuery(Struct, frozen=True, kw_only=True):
-    """Query of GET /batch."""
-
-    lease: _Seconds | None = None
-    request: str | None = None
-    uuid: _Id | None = None
-    wait: _Wait | None = None
-
-
-class ExtendQuery(Struct, frozen=True, kw_only=True):
-    """Query of POST /batch/{batch_id}/extend."""
-
-    lease: _Seconds
-    step: _Id | None = None
-
-
-class EvaluationsQuery(Struct, frozen=True, kw_only=True):
-    """Query of GET /evaluations."""
-
-    after: _Id = 0
-
-
 class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Any 4xx: what is wrong, and where it can be named, the field; of a batch that is refused, how its lease ended."""
 
@@ -419,52 +392,94 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: LeaseEnd | None = None
 
 
-UNPACKED_FIELDS = _Carried.__struct_fields__
+# Packing: rows of numbers as little-endian bytes (the order of every machine that runs a model server)
+
+_CARRIED = _Carried.__struct_fields__
+PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
+"""Fields with a number for each token, and its kind: int32, or float32 (float64 if the bytes are twice as many)."""
 
 
 def pack(group: ScoredData) -> PackedGroup:
-    """Pack a group; its rows must be as long as its tokens (`environments.api.intake` checks it)."""
-    return PackedGroup(
-        lengths=[len(row) for row in group.tokens],
-        tokens=pack_ints(group.tokens),
-        masks=pack_ints(group.masks),
-        scores=group.scores,
-        advantages=pack_floats(group.advantages),
-        ref_logprobs=pack_floats(group.ref_logprobs),
-        inference_logprobs=pack_floats(group.inference_logprobs),
-        **{name: getattr(group, name) or None for name in UNPACKED_FIELDS},
-        env_id=group.env_id,
-    )
+    """Return the group packed; its rows must be as long as its tokens (`environments.api.groups` checks it)."""
+    packed = {
+        name: _ints(getattr(group, name)) if kind == "i" else _floats(getattr(group, name) or ())
+        for name, kind in PER_TOKEN.items()
+    }
+    carried = {name: getattr(group, name) or None for name in _CARRIED}
+    lengths = [len(row) for row in group.tokens]
+    return PackedGroup(lengths=lengths, scores=group.scores, env_id=group.env_id, **packed, **carried)
 
 
 def unpack(group: PackedGroup) -> ScoredData:
-    """The group as lists, exactly as they were given to `pack`."""
+    """Return the group as lists, exactly as they were given to `pack`."""
     rows = spans(group.lengths)
-    return ScoredData(
-        tokens=unpack_ints(group.tokens, rows),
-        masks=unpack_ints(group.masks, rows),
-        scores=group.scores,
-        advantages=unpack_floats(group.advantages, rows),
-        ref_logprobs=unpack_floats(group.ref_logprobs, rows),
-        inference_logprobs=unpack_floats(group.inference_logprobs, rows),
-        **{name: getattr(group, name) for name in UNPACKED_FIELDS},
-        env_id=group.env_id,
-    )
+    unpacked = {
+        name: [unpacked_row(data, row, rows[-1].stop, kind) for row in rows] if data is not None else None
+        for name, kind in PER_TOKEN.items()
+        for data in [getattr(group, name)]
+    }
+    carried = {name: getattr(group, name) for name in _CARRIED}
+    return ScoredData(scores=group.scores, env_id=group.env_id, **unpacked, **carried)
+
+
+def _ints(rows: Iterable[list[int]]) -> bytes:
+    numbers = array("i")
+    for row in rows:
+        numbers.fromlist(row)
+    return numbers.tobytes()
+
+
+def _floats(rows: Iterable[list[float]]) -> bytes | None:
+    numbers = array("f")
+    for row in rows:
+        packed = array(numbers.typecode, row)
+        # Logprobs come from float32 models: most rows lose nothing at half the size.
+        if numbers.typecode == "f" and packed.tolist() != row:
+            numbers, packed = array("d", numbers), array("d", row)
+        numbers += packed
+    return numbers.tobytes() or None
+
+
+def spans(lengths: list[int]) -> list[slice]:
+    """Return where each sequence lies in a packed field, in numbers."""
+    return [slice(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
+
+
+def unpacked_row(data: bytes, span: slice, total: int, kind: str) -> list[Any]:
+    """Return one row of `total` packed numbers of a `kind` of `PER_TOKEN`."""
+    width = len(data) // total if total else 4
+    part = memoryview(data)[span.start * width : span.stop * width]
+    return array("d" if width == 8 else kind, part.tobytes()).tolist()
 
 
 def counted_scores(group: ScoredData | PackedGroup) -> list[float]:
-    """The scores of a group without those of sequences that are marked as unscored."""
+    """Return the scores of a group without those of sequences that are marked as unscored."""
     marks = [{**(group.group_overrides or {}), **own}.get(UNSCORED) for own in group.overrides or ()]
     return [score for score, mark in zip(group.scores, marks, strict=True) if not mark] if marks else group.scores
 
 
-def spans(lengths: list[int]) -> list[slice]:
-    """Where each sequence lies in a packed field, in numbers."""
-    return [slice(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
+# Bodies
+
+
+def encode(message: Any, content_type: str = JSON) -> bytes:
+    """Return a message of this module as bytes."""
+    return msgspec.msgpack.encode(message) if is_msgpack(content_type) else msgspec.json.encode(message)
+
+
+def decode(body: bytes, message_type: type[T], content_type: str = JSON) -> T:
+    """Return bytes as a message of this module.
+
+    Raises:
+        msgspec.ValidationError: the body has another shape; the message names the path.
+        msgspec.DecodeError: the body is not JSON (or not MessagePack).
+    """
+    if is_msgpack(content_type):
+        return msgspec.msgpack.decode(body, type=message_type)
+    return msgspec.json.decode(body, type=message_type)
 
 
 def encode_group(group: ScoredData, content_type: str = MSGPACK) -> bytes:
-    """The body of POST /scored_data; send it with `Content-Type: content_type`."""
+    """Return the body of POST /scored_data; send it with `Content-Type: content_type`."""
     return encode(pack(group) if is_msgpack(content_type) else group, content_type)
 
 
@@ -476,39 +491,9 @@ def decode_group(body: bytes, content_type: str = MSGPACK) -> ScoredData:
 
 
 def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:
-    """The answer to GET /batch, by its own `Content-Type`; ask with `Accept: application/msgpack`."""
+    """Return the answer to GET /batch, by its own `Content-Type`; ask with `Accept: application/msgpack`."""
     if not is_msgpack(content_type):
         return decode(body, Batch, content_type)
-    packed = decode(body, PackedBatch, content_type)
-    fields = msgspec.structs.asdict(packed)
-    fields["batch"] = None if packed.batch is None else [unpack(group) for group in packed.batch]
-    return Batch(**fields)
-
-
-def prefers_msgpack(accept: str | None) -> bool:
-    """Whether an `Accept` header names MessagePack ahead of JSON. No header, or `*/*`, means JSON."""
-    quality = {JSON: 0.0, MSGPACK: 0.0}
-    for part in (accept or "").lower().split(","):
-        media, *parameters = (piece.strip() for piece in part.split(";"))
-        name = MSGPACK if media in MSGPACK_TYPES else media
-        if name in quality:
-            values = [p.removeprefix("q=") for p in parameters if p.startswith("q=")]
-            quality[name] = float(values[0]) if values and values[0].replace(".", "", 1).isdecimal() else 1.0
-    return quality[MSGPACK] > 0 and quality[MSGPACK] >= quality[JSON]
-
-
-def encode(message: Any, content_type: str = JSON) -> bytes:
-    """A message of this module as bytes."""
-    return msgspec.msgpack.encode(message) if is_msgpack(content_type) else msgspec.json.encode(message)
-
-
-def decode(body: bytes, message_type: type[T], content_type: str = JSON) -> T:
-    """Bytes as a message of this module.
-
-    Raises:
-        msgspec.ValidationError: the body has another shape; the message names the path.
-        msgspec.DecodeError: the body is not JSON (or not MessagePack).
-    """
-    if is_msgpack(content_type):
-        return msgspec.msgpack.decode(body, type=message_type)
-    return msgspec.json.decode(body, type=message_type)
+    fields = msgspec.structs.asdict(decode(body, PackedBatch, content_type))
+    groups = fields.pop("batch")
+    return Batch(batch=None if groups is None else [unpack(group) for group in groups], **fields)

@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from environments.api.app import build_app
+from environments.api.errors import SettingsError
 from environments.api.service import Service
-from environments.api.settings import Settings, SettingsError
+from environments.api.settings import Settings
 from tests.processes import ROOT, free_port, running, wait_for
 from tests.routes import FOREIGN, OPEN, SIMPLE_TYPES, endpoints, foreign, innermost
 
@@ -172,6 +173,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 PROXIED = """
 import sys, uvicorn
 from environments.api.app import build_app
+from environments.api.errors import SettingsError
 from environments.api.service import Service
 from environments.api.settings import Settings
 

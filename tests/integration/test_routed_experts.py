@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from environments.api import intake, wire
+from environments.api import groups, wire
 from environments.config import ServerConfig
 from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.trajectory import Trajectory, scored_group
@@ -102,7 +102,7 @@ def near_ties(kind: str, folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def at_the_trainer(completions: list[Completion]) -> Group:
     data = scored_group([Trajectory.of(each, float(score)) for score, each in enumerate(completions)])
-    kept = intake.read_one(wire.encode_group(data), wire.MSGPACK)
+    kept = groups.read(wire.encode_group(data), wire.MSGPACK)
     return to_group(wire.decode(kept.payload, wire.PackedGroup, wire.MSGPACK))
 
 

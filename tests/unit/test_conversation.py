@@ -13,7 +13,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
-from environments.api.intake import read_one
+from environments.api.groups import read
 from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
@@ -251,7 +251,7 @@ def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer
     half: Any = np.float32(0.5)  # rewards are any kind of number
     made.reward(half)
     group = scored_group([made.trajectory(1.0), talk(tokenizer, "a" + END).trajectory(0.0)])
-    assert wire.unpack(read_one(wire.encode(group), wire.JSON).group).masks == group.masks
+    assert wire.unpack(read(wire.encode(group), wire.JSON).group).masks == group.masks
 
 
 class Shaky(MultiTurnEnv[int]):
@@ -299,7 +299,7 @@ def test_multi_turn_a_conversation_that_fails_twice_loses_itself_and_not_its_gro
     assert set(group.masks[lost]) == {wire.IGNORED} and group.policy_versions == [4, 4, 4]
     assert wire.counted_scores(group) == [score for place, score in enumerate(group.scores) if place != lost]
     assert env.measures.take()["failed"] == pytest.approx(1 / 3)
-    read_one(wire.encode_group(group, wire.JSON), wire.JSON)  # the rollout API takes it
+    read(wire.encode_group(group, wire.JSON), wire.JSON)  # the rollout API takes it
 
 
 def test_multi_turn_a_group_whose_conversations_all_fail_raises_their_error(tokenizer: Qwen2Tokenizer) -> None:

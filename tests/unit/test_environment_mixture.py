@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.explain import Explainer
+from environments.api.overview import Explainer
 from environments.api.queue import RolloutQueue
 from environments.api.service import Service
 from environments.api.settings import Settings
@@ -114,9 +114,9 @@ def test_environments_with_groups_of_several_sizes_fill_batches(batch: int, size
             own = Registration(environment.id, environment.name, batch_size=batch, max_token_len=-1, last_step=-1)
             if groups_to_start(seen, own, Numbers(group_size=size).config, InFlight()):
                 queue.offer(environment.id, size, 10, 0.5)
-        most = max(most, queue.line.sequences)
+        most = max(most, queue.sequences)
         if (grant := queue.next_batch(0.0, 60.0)) is not None:
-            queue.acknowledge(grant.lease.batch_id)
+            queue.acknowledge(grant.batch_id)
             grants += 1
     assert grants >= 20 and most <= 2 * batch
 

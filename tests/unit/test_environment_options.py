@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from environments.api import wire
-from environments.api.intake import read_one
+from environments.api.groups import read
 from environments.arithmetic import ArithmeticConfig
 from environments.base import BaseEnv
 from environments.config import (
@@ -381,7 +381,7 @@ def test_the_temperature_reaches_the_trainer() -> None:
 @pytest.mark.parametrize("score", [True, 1, np.float32(1.0), np.float64(1.0), np.int64(1), np.bool_(True)])
 def test_a_score_is_any_kind_of_number(score: Any, content_type: str) -> None:
     made = scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), score)])
-    assert read_one(wire.encode_group(made, content_type), content_type).group.scores == [1.0]
+    assert read(wire.encode_group(made, content_type), content_type).group.scores == [1.0]
 
 
 def test_what_is_no_number_is_no_score() -> None:

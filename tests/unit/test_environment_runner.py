@@ -424,7 +424,7 @@ def test_groups_sampled_from_a_part_of_the_vocabulary_end_it(fields: dict[str, A
         assert error.value.field.startswith("sums: ") and error.value.got in ("top_p=0.9", "top_k=5", "min_p=0.1")
         return service
 
-    assert not asyncio.run(scene()).queue.line.groups
+    assert not asyncio.run(scene()).queue.line
 
 
 def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

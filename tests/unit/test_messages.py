@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from environments.api import intake, wire
+from environments.api import groups, wire
 from environments.api.__main__ import parse as parse_api
-from environments.api.records import ApiError
+from environments.api.errors import ApiError
 from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -297,15 +297,19 @@ def test_settings_are_a_line_each(tmp_path: Path) -> None:
 def test_a_group_that_is_refused(fields: dict[str, Any], text: str) -> None:
     group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0], **fields}
     service = asyncio.run(runner.started())
-    with pytest.raises(ApiError) as error:
-        intake.take_one(service, intake.read_one(msgspec.json.encode(group), wire.JSON), None)
-    assert error.value.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
+    try:
+        service.take(groups.read(msgspec.json.encode(group), wire.JSON))
+    except groups.REFUSED as error:
+        refused = groups.refusal(error, wire.JSON)
+    except ApiError as error:
+        refused = error
+    assert refused.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
 
 
 def test_a_body_that_is_cut_short() -> None:
-    with pytest.raises(ApiError) as error:
-        intake.read_one(b"{", wire.JSON)
-    assert error.value.response().detail == "body: Input data was truncated; wanted JSON"
+    with pytest.raises(msgspec.DecodeError) as error:
+        groups.read(b"{", wire.JSON)
+    assert groups.refusal(error.value, wire.JSON).response().detail == "body: Input data was truncated; wanted JSON"
 
 
 @pytest.mark.parametrize("flag", ["--ssl-certfile", "--ssl-keyfile"])

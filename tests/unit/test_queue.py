@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from itertools import combinations
 from typing import Any
 
@@ -16,11 +17,11 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from environments.api import wire
-from environments.api.explain import Explainer
-from environments.api.history import PACE_STEPS, SAMPLES, STEPS, History, Point
-from environments.api.line import Pool, Reservation, choose, feasible_minima
-from environments.api.queue import RolloutQueue
-from environments.api.records import Group, Journal, Lease, LeaseError, R
+from environments.api.batch import Pool, Reservation, choose, feasible_minima
+from environments.api.errors import ApiError
+from environments.api.overview import PACE_STEPS, SAMPLES, STEPS, Explainer, History, Point
+from environments.api.queue import Group, Lease, RolloutQueue
+from environments.api.store import Table
 
 
 def trainer(batch_size: int, step: int = 0, uuid: int | None = None) -> wire.Register:
@@ -60,7 +61,7 @@ def offer(queue: RolloutQueue, size: int, env_id: int | None = None, now: float 
 
 def batch(queue: RolloutQueue, now: float = 0.0, lease: float = 60.0) -> list[int] | None:
     grant = queue.next_batch(now, lease)
-    return None if grant is None else list(grant.lease.groups)
+    return None if grant is None else list(grant.groups)
 
 
 def test_what_came_before_the_trainer_is_served():
@@ -176,7 +177,7 @@ def test_an_environment_that_was_killed_and_started_again_is_counted_once():
     again = queue.register_environment(replace(env(2, share=0.5), process="a"), 1.0)
     assert first is not None and other is not None and again is not None
     assert (again.id, again.name) == (first.id, first.name) and other.id != first.id
-    assert queue.minima() == {0: 2, 1: 2} and not queue.buffers
+    assert queue.minima() == {0: 2, 1: 2} and not queue.buffered
 
 
 def test_groups_of_a_lease_that_ran_out_come_before_younger_ones():
@@ -193,7 +194,7 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
     grant = queue.next_batch(0.0, 10.0)
     assert grant is not None
     queue.tick(11.0)
-    assert queue.acknowledge(grant.lease.batch_id) == grant.lease.groups
+    assert queue.acknowledge(grant.batch_id) == grant.groups
     assert batch(queue) is None
 
 
@@ -208,7 +209,7 @@ def queue_of(uuid: int, groups: int) -> RolloutQueue:
 def lease(queue: RolloutQueue, now: float, uuid: int | None) -> Lease:
     grant = queue.next_batch(now, 600.0, uuid=uuid)
     assert grant is not None
-    return grant.lease
+    return grant
 
 
 def test_a_trainer_out_of_reach_keeps_what_it_holds_and_never_gets_it_twice():
@@ -220,7 +221,7 @@ def test_a_trainer_out_of_reach_keeps_what_it_holds_and_never_gets_it_twice():
     queue.extend(ahead.batch_id, 703.0, 600.0, step=2)
     assert queue.acknowledge(training.batch_id, 2) == (0, 1)
     assert queue.acknowledge(ahead.batch_id, 2) == (2, 3)
-    assert not queue.line.groups
+    assert not queue.line
 
 
 def test_a_nameless_lease_that_ran_out_goes_to_who_asks_and_that_is_said():
@@ -229,7 +230,7 @@ def test_a_nameless_lease_that_ran_out_goes_to_who_asks_and_that_is_said():
     queue.tick(600.0)
     assert lease(queue, 600.0, 7).groups == held.groups
     for call in (lambda: queue.extend(held.batch_id, 601.0, 600.0), lambda: queue.acknowledge(held.batch_id)):
-        with pytest.raises(LeaseError) as refused:
+        with pytest.raises(ApiError) as refused:
             call()
         assert (refused.value.reason, refused.value.field) == ("expired", f"batch {held.batch_id}")
 
@@ -238,11 +239,11 @@ def test_what_ran_out_may_be_extended_while_nobody_else_has_it():
     queue = queue_of(7, groups=2)
     held = lease(queue, 0.0, None)
     queue.tick(601.0)
-    assert len(queue.line.groups) == 2
+    assert len(queue.line) == 2
     queue.extend(held.batch_id, 602.0, 600.0, step=3)
-    assert not queue.line.groups and queue.run is not None and queue.run.current_step == 3
+    assert not queue.line and queue.run is not None and queue.run.current_step == 3
     queue.tick(1201.0)
-    assert not queue.line.groups
+    assert not queue.line
     queue.release(held.batch_id)
     assert lease(queue, 1202.0, 7).groups == held.groups
 
@@ -257,7 +258,7 @@ def test_a_takeover_is_told_from_a_lease_that_ran_out():
         lambda: queue.acknowledge(held.batch_id),
         lambda: queue.next_batch(701.0, 600.0, uuid=7),
     ):
-        with pytest.raises(LeaseError) as refused:
+        with pytest.raises(ApiError) as refused:
             call()
         assert refused.value.reason == "taken over"
     assert lease(queue, 702.0, 8).groups == held.groups
@@ -276,7 +277,7 @@ def test_an_environment_that_comes_back_keeps_its_id_and_name():
     assert other is not None and (other.id, other.name) == (2, "env_2")  # nobody has left
     queue.disconnect(1)
     with_a_reservation = queue.register_environment(env(4, share=0.5), 3.0)
-    assert with_a_reservation is not None and with_a_reservation.id == 3  # 1 has no separate lanes
+    assert with_a_reservation is not None and with_a_reservation.id == 1
 
 
 def test_status_env_counts_as_the_original_does():
@@ -390,7 +391,7 @@ def test_environments_that_come_to_a_finished_run_wait_for_the_trainer_that_goes
     offer(queue, 4)
     grant = queue.next_batch(0.0, 60.0)
     assert grant is not None
-    queue.acknowledge(grant.lease.batch_id, 100)  # the last of its 100 steps
+    queue.acknowledge(grant.batch_id, 100)  # the last of its 100 steps
     assert queue.register_environment(env(4), 0.0) is None
     queue.register(trainer(4, step=100))
     assert queue.register_environment(env(4), 0.0) is None  # it has no more to do, either
@@ -415,9 +416,9 @@ def test_room_is_made_by_what_leaves_and_not_by_what_comes():
     grant = queue.next_batch(0.0, 60.0)
     assert grant is not None and queue.news != at and queue.untrained == 4
     at = queue.news
-    queue.extend(grant.lease.batch_id, 0.0, 60.0, step=1)
-    assert queue.news != at and queue.untrained == 0 and queue.leased  # a checkpoint is to hold it yet
-    queue.extend(grant.lease.batch_id, 0.0, 60.0)
+    queue.extend(grant.batch_id, 0.0, 60.0, step=1)
+    assert queue.news != at and queue.untrained == 0 and queue.leases  # a checkpoint is to hold it yet
+    queue.extend(grant.batch_id, 0.0, 60.0)
     assert queue.untrained == 0
     at = queue.news
     offer(queue, 1, environment.id)  # it waits for others of its kind: its place is free again
@@ -433,7 +434,7 @@ def test_a_batch_that_a_trainer_skips_makes_room():
     grant = queue.next_batch(0.0, 60.0)
     assert grant is not None
     at = queue.news
-    queue.acknowledge(grant.lease.batch_id, step=0)  # no step of the trainer, and nothing is leased any more
+    queue.acknowledge(grant.batch_id, step=0)  # no step of the trainer, and nothing is leased any more
     assert queue.news != at
 
 
@@ -558,19 +559,20 @@ def test_reservations_never_make_a_batch_impossible(target, reservations, others
     assert target in totals or target not in reachable(enough, 0)
 
 
-class Notebook(Journal):
+class Notebook:
     """What a queue writes down, in memory."""
 
     def __init__(self) -> None:
         self.records: dict[str, dict[Any, bytes]] = {}
 
-    def all(self, kind: str, record: type[R]) -> dict[Any, R]:
-        return {key: msgspec.msgpack.decode(body, type=record) for key, body in self.records.get(kind, {}).items()}
+    def table(self, kind: str, record: type[Any]) -> Table[Any]:
+        kept = self.records.setdefault(kind, {})
+        known = {key: msgspec.msgpack.decode(body, type=record) for key, body in kept.items()}
+        return Table(self, kind, known)
 
     def put(self, kind: str, key: object, record: object) -> None:
-        kept = self.records.setdefault(kind, {})
-        kept.pop(key, None)
-        kept[key] = msgspec.msgpack.encode(record)
+        self.records[kind].pop(key, None)
+        self.records[kind][key] = msgspec.msgpack.encode(record)
 
     def delete(self, kind: str, key: object) -> None:
         del self.records[kind][key]
@@ -588,7 +590,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.notebook = Notebook()
-        self.queue = RolloutQueue(self.notebook, env_timeout=60.0)
+        self.queue = RolloutQueue(self.notebook.table, env_timeout=60.0)
         self.now = 0.0
         self.trainers = 0
         self.named: set[str] = set()
@@ -631,28 +633,28 @@ class Life(RuleBasedStateMachine):
         if grant is None:
             assert not before, f"whole groups fit and no batch came: {before[0]}"
             return ""
-        ids = grant.lease.groups
+        ids = grant.groups
         if again:
             assert ids == min(again), "not the oldest batch that was given back"
         else:
             assert list(ids) == min(before), "not the oldest batch"
         self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
         assert self.queue.run is not None
-        assert sum(group.size for group in grant.groups) == self.queue.run.trainer.batch_size
+        assert sum(group.size for group in (self.queue.groups[each] for each in ids)) == self.queue.run.trainer.batch_size
         for each in ids:
             del self.waiting[each]
         mine = [each for lease in self.named & {*self.held} for each in self.held[lease]]
         assert not by_name or not set(ids) & set(mine), "the trainer may still be training on these"
-        self.held[grant.lease.batch_id] = ids
-        self.named |= {grant.lease.batch_id} if by_name else set()
-        self.deadlines[grant.lease.batch_id] = self.now + LEASE_S
-        return grant.lease.batch_id
+        self.held[grant.batch_id] = ids
+        self.named |= {grant.batch_id} if by_name else set()
+        self.deadlines[grant.batch_id] = self.now + LEASE_S
+        return grant.batch_id
 
     @rule(lease=consumes(leases))
     def acknowledge(self, lease: str) -> None:
         try:
             ids = self.queue.acknowledge(lease)
-        except LeaseError:
+        except ApiError:
             assert lease not in self.held
             return
         self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
@@ -666,7 +668,7 @@ class Life(RuleBasedStateMachine):
         ran_out = self.ran_out.get(lease)
         try:
             self.queue.extend(lease, self.now, LEASE_S)
-        except LeaseError as error:
+        except ApiError as error:
             assert lease not in self.held
             assert ran_out is None or not set(ran_out) <= set(self.waiting), "nobody else has it"
             assert error.status == 404 or error.reason is not None
@@ -682,7 +684,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def the_server_is_killed_and_goes_on(self) -> None:
         self.now += 1000.0  # on another clock; leases have all their time again
-        self.queue = RolloutQueue(self.notebook, env_timeout=60.0, now=self.now)
+        self.queue = RolloutQueue(self.notebook.table, env_timeout=60.0, now=self.now)
         self.deadlines = dict.fromkeys(self.held, self.now + LEASE_S)
         self.given_back = []
 
@@ -690,7 +692,7 @@ class Life(RuleBasedStateMachine):
     def release(self, lease: str) -> None:
         try:
             self.queue.release(lease)
-        except LeaseError:
+        except ApiError:
             assert lease not in self.held
         else:
             self.ran_out.pop(lease, None)
@@ -717,7 +719,7 @@ class Life(RuleBasedStateMachine):
     def put_back(self, leases: list[str]) -> None:
         for lease in leases:
             for each in self.held.pop(lease, ()):
-                self.waiting[each] = self.queue.line.groups[each]
+                self.waiting[each] = self.queue.line[each]
 
     def fitting(self) -> list[tuple[int, ...]]:
         """Batches that were given back and have the size that is wanted now."""
@@ -731,7 +733,7 @@ class Life(RuleBasedStateMachine):
         target = self.queue.run.trainer.batch_size
         minima = self.queue.minima()
         pools: dict[int | None, list[tuple[int, int]]] = {None: [], **{each: [] for each in minima if minima[each]}}
-        for group in sorted(self.queue.line.groups.values(), key=lambda group: group.id):
+        for group in self.queue.line.values():
             pool = pools[group.env_id if group.env_id in pools else None]
             if sum(size == group.size for _, size in pool) < target // group.size and len(pool) < 5:
                 pool.append((group.id, group.size))
@@ -740,32 +742,32 @@ class Life(RuleBasedStateMachine):
         )
         truncated = any(len(pool) == 5 for pool in pools.values())
         if truncated:  # too many to try them all: ask for an independent answer on the whole line
-            whole = self.queue.line.pools(target, minima)
+            whole = self.queue.pools(target, minima)
             oldest = choose(target, whole)
             return [*found, oldest] if oldest is not None else found
         return found
 
     @invariant()
     def nothing_lost_and_nothing_twice(self) -> None:
-        buffered = [group.id for buffer in self.queue.buffers.values() for group in buffer]
+        buffered = [*self.queue.buffered]
         held = [each for ids in self.held.values() for each in ids]
-        assert sorted([*self.queue.line.groups, *buffered]) == sorted(self.waiting)
-        assert sorted(self.queue.leased) == sorted(held)
+        assert sorted([*self.queue.line, *buffered]) == sorted(self.waiting)
+        assert sorted({*self.queue.groups} - {*self.queue.line}) == sorted(held)
         everywhere = [*self.waiting, *held, *self.done]
         assert sorted(everywhere) == list(range(self.queue.next_group))
 
     @invariant()
     def counts_agree_with_the_groups(self) -> None:
-        line = self.queue.line
-        assert line.sequences == sum(group.size for group in line.groups.values())
-        assert sorted(each for lane in line.lanes.values() for each in lane) == sorted(line.groups)
-        assert all(lane == sorted(lane) for lane in line.lanes.values())
-        assert line.groups_by_size.total() == len(line.groups)
-        assert line.nbytes == sum(group.nbytes for group in line.groups.values())
+        queue, groups = self.queue, [*self.queue.line.values()]
+        assert [*queue.line] == sorted(queue.line)
+        assert queue.sequences == sum(group.size for group in groups)
+        assert queue.groups_by_size == Counter(group.size for group in groups)
+        assert queue.queued_bytes == sum(group.nbytes for group in groups)
 
     @invariant()
     def buffers_hold_nothing_that_is_complete(self) -> None:
-        for env_id, buffer in self.queue.buffers.items():
+        for env_id in self.queue.environments:
+            buffer = self.queue.buffer_of(env_id)
             target = self.queue.environments[env_id].request.group_size
             assert not every_batch(target, [Pool([(group.id, group.size) for group in buffer])])
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from environments.api import intake, wire
+from environments.api import groups, wire
 from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.rollouts.filter import misfit
@@ -213,7 +213,7 @@ def completion(routed: bytes | None) -> Completion:
 
 def group_of(*completions: Completion) -> Any:
     data = scored_group([Trajectory.of(each, float(score)) for score, each in enumerate(completions)])
-    kept = intake.read_one(wire.encode_group(data), wire.MSGPACK)
+    kept = groups.read(wire.encode_group(data), wire.MSGPACK)
     return to_group(wire.decode(kept.payload, wire.PackedGroup, wire.MSGPACK))
 
 

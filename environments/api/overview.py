@@ -1,0 +1,369 @@
+"""What the queue says of itself: GET /status-env, GET /status, why a batch does not come, and the status page's data."""
+
+import math
+from collections import deque
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from environments.api import wire
+from environments.api.batch import can_make
+from environments.api.queue import Environment, Group, RolloutQueue
+
+MIN_ENV_WEIGHT = 0.01
+"""Lowest weight in an answer to an environment, so that none starves."""
+SILENT_S = 30.0
+"""Seconds without a group after which an environment is named as one that the next batch waits for."""
+SAMPLES = 8
+REFUSALS = 20
+STEPS = 240
+PACE_STEPS = 50
+"""Number of last steps whose mean time is the pace."""
+_SHOWN_TEXT = 1200
+_SHOWN_SEQUENCES = 8
+
+
+class Explainer:
+    """Answers about one queue. Sums over all environments are kept until the queue changes, because hundreds of
+    environments ask ten times a second."""
+
+    def __init__(self, queue: RolloutQueue) -> None:
+        self.queue = queue
+        self._at = -1
+
+    @property
+    def _batch_size(self) -> int:
+        return self.queue.run.trainer.batch_size if self.queue.run else 0
+
+    def _sizes(self) -> set[int]:
+        """Sizes of the groups that are queued, and of those that environments will post."""
+        return {each.request.group_size for each in self.queue.alive} | {*self.queue.groups_by_size}
+
+    def status_env(self, env_id: int, seen: str | None = None) -> wire.StatusEnv:
+        """Return how much is queued, counted as the asking environment does: in groups of that environment's size.
+
+        Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
+        counted for an environment that waits for news; `seen` is its answer's. If the environments' groups differ in
+        size, their parts may make no batch; each environment then gets room for one more group.
+
+        Raises:
+            ApiError: it never registered (404).
+        """
+        queue, environment = self.queue, self.queue.environment(env_id)
+        if self._at != queue.version:
+            self._refresh()
+            self._at = queue.version
+        whole, own = self._queued(environment)
+        if self._stuck:
+            whole, own = (min(one, part - 1) for one, part in zip((whole, own), self._parts(environment), strict=True))
+        return wire.StatusEnv(
+            current_step=queue.run.current_step if queue.run else 0,
+            queue_size=whole,
+            unallocated_fraction=1.0 - min(self._reserved, 1.0),
+            self_queue_size=own,
+            max_group_size=self._largest,
+            env_weight=self._weight(environment),
+            leased=None if seen is None else queue.untrained // self._group_size(environment),
+            seen=seen,
+        )
+
+    def _refresh(self) -> None:
+        queue = self.queue
+        self._weights = sum(each.request.max_token_length * each.request.weight for each in queue.alive)
+        shares = {each.id: each.request.min_batch_allocation or 0.0 for each in queue.alive}
+        self._reserved = sum(shares.values())
+        self._largest = max((size for sizes in queue.sizes.values() for size in sizes), default=1)
+        self._available = {
+            env_id: max(0, -(-queue.sequences_of(env_id) // self._largest) * self._largest - reserved)
+            for env_id in queue.sizes
+            for reserved in [int(self._batch_size * shares.get(-1 if env_id is None else env_id, 0.0))]
+        }
+        self._all_available = sum(self._available.values())
+        self._stuck = self._is_stuck()
+
+    def _group_size(self, environment: Environment) -> int:
+        return max(environment.request.group_size, *self.queue.sizes.get(environment.id, ()), 1)
+
+    def _weight(self, environment: Environment) -> float:
+        """Return an environment's share of the weights."""
+        weight = environment.request.max_token_length * environment.request.weight
+        return max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0)
+
+    def _queued(self, environment: Environment) -> tuple[int, int]:
+        """Return the groups in the queue: all, and the environment's own."""
+        own = self.queue.sequences_of(environment.id)
+        others = self._all_available - self._available.get(environment.id, 0)
+        group_size = self._group_size(environment)
+        return (own + others) // group_size, own // group_size
+
+    def _parts(self, environment: Environment) -> tuple[int, int]:
+        """Return the groups of a batch, and an environment's part by its weight. It stops at either (`pace.py`)."""
+        batch = self._batch_size / self._group_size(environment)
+        return math.ceil(batch), math.ceil(batch * min(1.0, self._weight(environment)))
+
+    def _is_stuck(self) -> bool:
+        """Whether several environments without reservations have all stopped, and could make a batch with more.
+
+        While one of them still posts, the others must wait: a fast environment would post more than its weight.
+        """
+        queue = self.queue
+        if queue.run is None or len(queue.alive) < 2 or self._reserved or queue.batch_ready:
+            return False
+        for each in queue.alive:
+            if all(one < part for one, part in zip(self._queued(each), self._parts(each), strict=True)):
+                return False
+        return can_make(self._batch_size, self._sizes())
+
+    def status(self, now: float) -> wire.Status:
+        """Return everything that explains why the next batch comes or does not."""
+        queue, run, by_size = self.queue, self.queue.run, self.queue.groups_by_size
+        return wire.Status(
+            current_step=run.current_step if run else 0,
+            queue_size=len(queue.line),
+            registered=run is not None,
+            started=run is not None and run.started,
+            batch_size=run.trainer.batch_size if run else -1,
+            num_steps=run.trainer.num_steps if run else -1,
+            queued_sequences=queue.sequences,
+            queued_bytes=queue.queued_bytes,
+            buffered_groups=len(queue.buffered),
+            leased_groups=len(queue.groups) - len(queue.line),
+            batch_ready=queue.batch_ready,
+            waiting_for=self.waiting_for(now),
+            groups_by_size={str(size): by_size[size] for size in sorted(by_size)},
+            environments=self._environments(now),
+            leases=[
+                wire.LeaseStatus(batch_id=each, groups=len(lease.groups), expires_in_s=queue.deadlines[each] - now)
+                for each, lease in queue.leases.items()
+            ],
+            staleness=self.staleness(),
+        )
+
+    def waiting_for(self, now: float) -> str | None:
+        """Return what is missing for the next batch, or None where one can be made."""
+        queue, target = self.queue, self._batch_size
+        if queue.run is None:
+            return "a trainer: POST /register"
+        if queue.batch_ready:
+            return None
+        reasons = []
+        queued = queue.sequences
+        if queued < target:
+            reasons.append(f"{target - queued} more sequences ({queued} of {target} queued)")
+        for env_id, minimum in queue.minima().items():
+            if (have := queue.sequences_of(env_id)) < minimum:
+                name = queue.environments[env_id].name
+                reasons.append(f"{minimum - have} more from {name} (reserved {minimum}, queued {have})")
+        if not reasons:
+            sizes = ", ".join(map(str, sorted(queue.groups_by_size)))
+            reasons.append(f"groups of {sizes} that make exactly {target} sequences")
+        for each in queue.alive:
+            if (unheard := now - each.heard) >= SILENT_S:
+                reasons.append(f"{each.name} has not asked for anything for {unheard:.0f} s")
+            elif (silent := now - max(each.posted, queue.last_granted)) >= SILENT_S:
+                reasons.append(f"{each.name} has posted nothing for {silent:.0f} s")
+        if not queue.alive:
+            last = list(queue.environments.values())[-1:]
+            reasons.append(f"no environment is there{f', the last one was {last[0].name}' if last else ''}")
+        return "; ".join(reasons)
+
+    def warnings(self) -> list[str]:
+        """Return what can never be served as things are, naming the sizes and the way out."""
+        queue, target, sizes = self.queue, self._batch_size, self._sizes()
+        if queue.run is None:
+            return []
+        found = []
+        if sizes and not can_make(target, sizes):
+            listed = ", ".join(map(str, sorted(sizes)))
+            fix = "use a batch_size that is"
+            found.append(f"no batch can ever be made: batch_size {target} is no sum of groups of {listed}; {fix}")
+        else:
+            for size, count in sorted(queue.groups_by_size.items()):
+                if size > target or not can_make(target - size, sizes):
+                    found.append(
+                        f"{count} groups of {size} can never fit a batch of {target} with the other groups' sizes"
+                    )
+        for env_id, minimum in queue.minima().items():
+            name, request = queue.environments[env_id].name, queue.environments[env_id].request
+            if minimum < (share := int(target * (request.min_batch_allocation or 0.0))):
+                found.append(
+                    f"{name} reserves {share} of {target} sequences and gets {minimum}:"
+                    f" more does not fit with the others in whole groups of {request.group_size}"
+                )
+        for each in queue.environments.values():
+            if buffer := queue.buffer_of(each.id):
+                found.append(
+                    f"{each.name}: {len(buffer)} groups ({sum(group.size for group in buffer)} sequences) are buffered"
+                    f" until some sum to its group_size {each.request.group_size}"
+                )
+        return found
+
+    def _environments(self, now: float) -> list[wire.EnvStatus]:
+        queue, minima = self.queue, self.queue.minima()
+        return [
+            wire.EnvStatus(
+                env_id=each.id,
+                name=each.name,
+                group_size=each.request.group_size,
+                connected=each.connected,
+                alive=each.alive,
+                idle_s=max(0.0, now - each.heard),
+                posted_s=max(0.0, now - each.posted),
+                weight=each.request.weight,
+                reserved=minima.get(each.id, 0),
+                queued_groups=sum(queue.sizes.get(each.id, {}).values()),
+                queued_sequences=queue.sequences_of(each.id),
+                buffered_sequences=sum(group.size for group in queue.buffer_of(each.id)),
+                received_groups=each.received,
+                follows=each.follows,
+            )
+            for each in queue.environments.values()
+        ]
+
+    def staleness(self) -> wire.Staleness | None:
+        """Return the policy versions of the queued groups; None where no group says its version."""
+        oldest = [each.oldest_version for each in self.queue.line.values() if each.oldest_version is not None]
+        newest = [each.newest_version for each in self.queue.line.values() if each.newest_version is not None]
+        if not oldest:
+            return None
+        step = self.queue.run.current_step if self.queue.run else 0
+        behind = max(0, step - min(oldest))
+        return wire.Staleness(oldest_version=min(oldest), newest_version=max(newest), behind=behind)
+
+
+class Point(Struct):
+    """Groups that came within `seconds` from `at` on (since the start), while the trainer had reached `step`.
+
+    `mean`, `low` and `high` are of the groups' mean scores.
+    """
+
+    step: int
+    at: float
+    seconds: float = 0.0
+    groups: int = 0
+    tokens: int = 0
+    mean: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+class Sample(Struct, frozen=True):
+    """A group as the page shows it: its texts (cut), scores and lengths."""
+
+    id: int
+    env_id: int | None
+    scores: list[float]
+    lengths: list[int]
+    texts: list[str]
+    policy_version: int | None
+
+
+class Refusal(Struct, frozen=True):
+    """A request that was refused, `at` seconds after the start."""
+
+    at: float
+    request: str
+    status: int
+    detail: str
+
+
+class Overview(Struct, frozen=True):
+    """What the status page asks for every two seconds.
+
+    `run` is the folder that `--run-dir` names; `now` and `at` are seconds since the start.
+    """
+
+    run: str | None
+    has_report: bool
+    project: str | None
+    group: str | None
+    now: float
+    seconds_per_step: float | None
+    seconds_left: float | None
+    status: wire.Status
+    points: list[Point]
+    samples: list[Sample]
+    refusals: list[Refusal]
+    refused: int
+
+
+class History:
+    """The last `STEPS` steps, the newest `SAMPLES` groups, and the newest refusals.
+
+    Args:
+        start: time from which it counts, on the clock of all later times.
+    """
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self.groups = 0
+        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
+        self.refused = 0
+        self._points: deque[Point] = deque([Point(0, 0.0)], maxlen=STEPS)
+        self._paced_from = 0.0  # when the trainer came; its first step has its start in it
+        self._paced = False
+
+    def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
+        """Note a group that has come."""
+        point, score = self._current(now), group.mean_score
+        point.low = min(point.low, score) if point.groups else score
+        point.high = max(point.high, score) if point.groups else score
+        point.groups += 1
+        point.mean += (score - point.mean) / point.groups
+        point.tokens += sum(packed.lengths)
+        self.groups += 1
+        self.samples.append(
+            Sample(
+                id=group.id,
+                env_id=group.env_id,
+                scores=packed.scores[:_SHOWN_SEQUENCES],
+                lengths=packed.lengths[:_SHOWN_SEQUENCES],
+                texts=[_text(conversation) for conversation in (packed.messages or [])[:_SHOWN_SEQUENCES]],
+                policy_version=group.oldest_version,
+            )
+        )
+
+    def refuse(self, request: str, status: int, detail: str, now: float, count: int = 1) -> None:
+        """Note a request that is refused, or several in one entry."""
+        self.refused += count
+        self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
+
+    def reached(self, step: int, now: float) -> None:
+        """Note the step of a trainer that has registered; it may be the one noted before."""
+        last = self._current(now)
+        if not self._paced or step < last.step:  # a trainer has come, or one was resumed
+            self._paced, self._paced_from = True, now - self.start
+        while step < last.step and self._points and self._points[-1].step >= step:
+            self._points.pop()  # it comes again
+        if not self._points or self._points[-1].step != step:
+            self._points.append(Point(step, now - self.start))
+
+    def points(self, now: float) -> list[Point]:
+        """Return the steps in which groups came, oldest first."""
+        self._current(now)
+        return [point for point in self._points if point.groups]
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the last `PACE_STEPS` steps; None before two are done, as the first one has the start in it."""
+        steps = [point for point in self._points if point.at > self._paced_from][-PACE_STEPS - 1 :]
+        return (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step) if len(steps) > 1 else None
+
+    def _current(self, now: float) -> Point:
+        """Return the point of the step that the trainer works on."""
+        self._points[-1].seconds = now - self.start - self._points[-1].at
+        return self._points[-1]
+
+
+def _text(conversation: list[dict[str, Any]] | msgspec.Raw) -> str:
+    """Return the conversation's end: what the policy said is last."""
+    if isinstance(conversation, msgspec.Raw):  # of a group in MessagePack, whose messages stay encoded
+        conversation = msgspec.msgpack.decode(conversation, type=list[dict[str, Any]])
+    lines = []
+    for message in conversation[-6:]:
+        role, content = message["role"], message["content"]
+        shown = content[-_SHOWN_TEXT:] if isinstance(content, str) else f"({type(content).__name__})"
+        lines.append(f"{role[:40] if isinstance(role, str) else '?'}: {shown}")
+    return "\n".join(lines)[-_SHOWN_TEXT:]
