@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 
 from environments.api import wire
 from environments.api.app import build_app
+from environments.api.http import Waiters
 from environments.api.server import Server
 from environments.api.service import Service
-from environments.api.http import Waiters
 from environments.base import BaseEnv
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi

@@ -25,7 +25,7 @@ from grpo_common.sampling import LEAST_TEMPERATURE
 LONG_BODY = 1 << 19
 """Bytes from which a body is read in a thread; a shorter one takes some 3 ms."""
 LONGEST_EXPLAINED = 4 << 20
-"""Bytes of JSON in which the place of NaN is named; of longer ones its byte is."""
+"""Bytes of JSON in which the place of NaN is named; longer ones are malformed, and msgspec names the byte."""
 MOST_LISTS = 16 << 20
 """Bytes of MessagePack that may have lists instead of packed numbers. Their objects take up to 30 bytes for each."""
 MOST_GROUPS = 1 << 16
@@ -43,7 +43,7 @@ Buffer = bytes | memoryview
 
 
 class UnreadGroup(wire.PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
-    """A packed group whose rows of the longest fields stay encoded: decoded, they may take more memory than the rest."""
+    """A packed group whose longest fields keep their rows encoded: decoded, they may take more than all the rest."""
 
     messages: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     distill_token_ids: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -116,16 +116,13 @@ def read(body: Buffer, content_type: str | None) -> Posted:
 def _with_nan(body: Buffer) -> bytes | None:
     """Return JSON that is malformed only by NaN or Infinity as MessagePack, which has them; None: it is malformed.
 
-    Python's own encoder writes such JSON. Raises InvalidGroup, with the first byte, if it is too long to be read again.
+    Python's own encoder writes such JSON.
     """
     text = bytes(body)
-    first = min((at for name in (b"NaN", b"Infinity") if (at := text.find(name)) >= 0), default=-1)
-    if first < 0:
+    if len(text) > LONGEST_EXPLAINED or not (b"NaN" in text or b"Infinity" in text):
         return None
-    if len(text) > LONGEST_EXPLAINED:
-        raise InvalidGroup("", f"NaN or Infinity (byte {first}), which JSON does not have")
     try:
-        return msgspec.msgpack.encode(json.loads(text.decode()))
+        return msgspec.msgpack.encode(json.loads(text))
     except (ValueError, OverflowError, RecursionError):
         return None
 
@@ -226,10 +223,10 @@ def _check_options(place: str, options: Mapping[str, Any]) -> None:
     is_number = isinstance(heat, int | float) and not isinstance(heat, bool)
     if heat is not None and not (is_number and LEAST_TEMPERATURE <= heat <= _FLOAT32_MAX):
         wanted = f"that of sampling, a finite number above 0 ({LEAST_TEMPERATURE:g} at least); leave it out for 1"
-        raise InvalidGroup(f"{place}.temperature", f"{_shown(heat)}, expected {wanted}")
+        raise InvalidGroup(f"{place}.temperature", f"{heat!r:.80}, expected {wanted}")
     for name in _SWITCHES if place != "generation_params" else ():
         if (value := options.get(name)) is not None and not isinstance(value, bool) and value not in (0, 1):
-            raise InvalidGroup(f"{place}.{name}", f"{_shown(value)}, expected true or false")
+            raise InvalidGroup(f"{place}.{name}", f"{value!r:.80}, expected true or false")
 
 
 def _check_teacher(ids: Sequence[Any], logprobs: Sequence[Any], lengths: list[int]) -> None:
@@ -270,11 +267,6 @@ def _place(flat: int, lengths: list[int]) -> str:
     starts = [0, *accumulate(lengths)]
     row = bisect_right(starts, flat) - 1
     return f"[{row}][{flat - starts[row]}]"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "…"
 
 
 # Lists of groups

@@ -35,13 +35,9 @@ body is decoded: a millisecond for 100 kB of JSON, and for 10 MB of MessagePack.
 LARGE_BODY = 1 << 20
 LARGE_BODIES_AT_ONCE = 4
 BODY_TIMEOUT_S = 60.0
-"""A body of up to `LARGE_BODY` bytes must arrive within this time, and so must the beginning of a larger one."""
-LARGE_BODY_GRACE_S = 10.0
-LEAST_RATE = 256 << 10
-"""Bytes a second that must arrive of a larger body, apart from the seconds of grace: it takes the place of others."""
+"""Time in which a body must arrive; of a large one the first part, and once it has a place the rest."""
 TURN_S = 0.005
 """How long one request may work before others have their turn."""
-_IN_TIME = f"1 MiB within {BODY_TIMEOUT_S:.0f} s, and then {LEAST_RATE >> 10} KiB a second"
 _PIECE = 256 << 10
 _ENCODING = "Content-Encoding"
 _GZIP = 31  # zlib's way to say: gzip, with its header and trailer
@@ -131,11 +127,8 @@ class BodyReader:
         self._large = asyncio.Semaphore(LARGE_BODIES_AT_ONCE)
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request, see: Callable[[bytes], None] = lambda piece: None) -> AsyncIterator[bytes]:
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the decompressed body, for as long as it is held.
-
-        Args:
-            see: gets each piece as it arrives; raises to refuse the rest.
 
         Raises:
             ApiError: too large (413), not gzip or cut short (400), another encoding (415), too slow (408).
@@ -153,16 +146,14 @@ class BodyReader:
                         if size <= LARGE_BODY < size + len(piece):
                             clock.reschedule(None)  # the client does not answer for the wait for a place
                             await held.enter_async_context(self._large)
-                            clock.reschedule(asyncio.get_running_loop().time() + LARGE_BODY_GRACE_S)
+                            clock.reschedule(asyncio.get_running_loop().time() + BODY_TIMEOUT_S)
                         size += len(piece)
                         if size > limit:
                             raise _too_large(limit)
-                        if size > LARGE_BODY:
-                            clock.reschedule((clock.when() or 0.0) + len(piece) / LEAST_RATE)
-                        see(piece)
                         pieces.append(piece)
             except TimeoutError:
-                raise ApiError(408, Problem("body", "a body that arrives too slowly", _IN_TIME)) from None
+                wanted = f"all of it within {BODY_TIMEOUT_S:.0f} s"
+                raise ApiError(408, Problem("body", "a body that arrives too slowly", wanted)) from None
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             yield body
@@ -294,8 +285,7 @@ def json_group(payload: bytes) -> Iterator[bytes]:
         yield opening + b'"%s":' % name.encode()
         opening = b","
         if name in wire.PER_TOKEN and value is not None:
-            numbers = (wire.unpacked_row(value, row, rows[-1].stop, wire.PER_TOKEN[name]) for row in rows)
-            yield from _json_list(map(msgspec.json.encode, numbers))
+            yield from _json_list(map(msgspec.json.encode, wire.unpacked_rows(value, rows, wire.PER_TOKEN[name])))
         elif name in ("messages", "distill_token_ids", "distill_logprobs") and value is not None:
             yield from _json_list(msgspec.json.encode(msgspec.msgpack.decode(row)) for row in value)
         else:

@@ -1,4 +1,4 @@
-"""What the queue says of itself: GET /status-env, GET /status, why a batch does not come, and the status page's data."""
+"""What the queue says of itself: GET /status-env, GET /status with the reason why no batch comes, the page's data."""
 
 import math
 from collections import deque

@@ -128,6 +128,8 @@ class Closed(Struct, frozen=True):
 class RolloutQueue:
     """Groups waiting to be trained, the environments that send them and the trainer that takes them.
 
+    Its methods raise ApiError: 404 for an id that was never given out, 409 for a lease that has ended.
+
     Args:
         tables: the records of an earlier process continue. Leases have all their time again, as nobody could extend
             them without a server; environments have `env_timeout` to be heard of.
@@ -205,7 +207,7 @@ class RolloutQueue:
 
         Raises:
             NotRegistered: no trainer has registered.
-            ApiError: `uuid` is given and another trainer has taken over (409).
+            ApiError: another trainer than `uuid` has taken over (409).
         """
         if self.run is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
@@ -228,9 +230,6 @@ class RolloutQueue:
         """Note that a batch is trained. Return its groups' ids, to be forgotten; none where it was acknowledged before.
 
         A lease that has expired may still be acknowledged while none of its groups was given out again.
-
-        Raises:
-            ApiError: the lease is unknown (404), or its groups were given to another (409).
         """
         if batch_id in self.leases:
             ids = self.leases[batch_id].groups
@@ -252,9 +251,6 @@ class RolloutQueue:
 
         A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one. A lease
         that has expired begins again while none of its groups was given out again.
-
-        Raises:
-            ApiError: the lease is unknown (404) or has ended (409).
         """
         if batch_id not in self.leases:
             self._hold(Lease(batch_id, self._expired(batch_id), lease), now)
@@ -263,11 +259,7 @@ class RolloutQueue:
         return self._extend(self.leases[batch_id], lease, now, trained=step is not None)
 
     def release(self, batch_id: str) -> None:
-        """Put a batch back at once, as a trainer does that stops.
-
-        Raises:
-            ApiError: the lease is unknown (404) or has ended (409), unless by an earlier release.
-        """
+        """Put a batch back at once, as a trainer does that stops."""
         if batch_id in self.leases:
             self._return(batch_id, Closed("released"))
         elif (closed := self._end_of(batch_id)).how != "released":
@@ -296,18 +288,14 @@ class RolloutQueue:
         return self.hear(environment.id, now)
 
     def disconnect(self, env_id: int) -> None:
-        """Note that an environment has left: its reservation ends, what it sent stays.
-
-        Raises:
-            ApiError: it never registered (404).
-        """
+        """Note that an environment has left: its reservation ends, what it sent stays."""
         environment = self.environment(env_id)
         environment.connected = False
         self.environments[env_id] = environment
         self._lose(environment)
 
     def hear(self, env_id: int, now: float) -> Environment:
-        """Note a sign of life. Raises ApiError as `environment`."""
+        """Note a sign of life."""
         environment = self.environment(env_id)
         environment.heard, environment.restored = now, False
         if environment.connected and not environment.alive:
@@ -335,7 +323,7 @@ class RolloutQueue:
         """Take a group in. Return it, and the number of sequences buffered if its size is not its environment's.
 
         A group smaller than its environment's group size waits until some together have that size. A larger one
-        never could, and is queued as it is. Raises ApiError as `environment`.
+        never could, and is queued as it is.
         """
         environment = None if env_id is None else self.hear(env_id, now)
         span = list(versions)
@@ -546,14 +534,14 @@ class RolloutQueue:
             del self.closed[next(iter(self.closed))]
 
     def _end_of(self, batch_id: str) -> Closed:
-        """Return how a lease ended. Raises ApiError (404) where there was none."""
+        """Return how a lease ended."""
         if batch_id not in self.closed:
             wanted = "an id that GET /batch?lease=SECONDS gave"
             raise ApiError(404, Problem("batch_id", got=batch_id, wanted=wanted), "batch_id")
         return self.closed[batch_id]
 
     def _expired(self, batch_id: str) -> tuple[int, ...]:
-        """Return the groups of a lease that ran out, if none of them was given out since. Raises ApiError (404, 409)."""
+        """Return the groups of a lease that ran out, if none of them was given out since."""
         closed = self._end_of(batch_id)
         if closed.how != "expired" or not all(each in self.line for each in closed.groups):
             raise _ended(batch_id, closed)

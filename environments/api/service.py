@@ -1,4 +1,4 @@
-"""One run's rollout API: the queue, the groups' bytes and the store kept in step, and the endpoints that need no more."""
+"""One run's rollout API: the queue, the groups' bytes and the store in step, and the endpoints that need no more."""
 
 import asyncio
 import hashlib

@@ -15,7 +15,7 @@ without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -163,14 +163,8 @@ class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EnvStatus(Struct, frozen=True, kw_only=True):
-    """One environment in `Status`.
-
-    Attributes:
-        alive: it was heard of within `--env-timeout`.
-        idle_s, posted_s: seconds since it was heard of, and since it posted a group.
-        reserved: sequences of each batch that are kept for it.
-        follows: it waits for news, and leaves when all steps are done.
-    """
+    """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of, `posted_s` since
+    it posted a group. One that `follows` the run waits for news, and leaves when all steps are done."""
 
     env_id: int
     name: str
@@ -401,22 +395,25 @@ PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f"
 
 def pack(group: ScoredData) -> PackedGroup:
     """Return the group packed; its rows must be as long as its tokens (`environments.api.groups` checks it)."""
-    packed = {
-        name: _ints(getattr(group, name)) if kind == "i" else _floats(getattr(group, name) or ())
-        for name, kind in PER_TOKEN.items()
-    }
-    carried = {name: getattr(group, name) or None for name in _CARRIED}
-    lengths = [len(row) for row in group.tokens]
-    return PackedGroup(lengths=lengths, scores=group.scores, env_id=group.env_id, **packed, **carried)
+    return PackedGroup(
+        lengths=[len(row) for row in group.tokens],
+        tokens=_ints(group.tokens),
+        masks=_ints(group.masks),
+        scores=group.scores,
+        advantages=_floats(group.advantages or ()),
+        ref_logprobs=_floats(group.ref_logprobs or ()),
+        inference_logprobs=_floats(group.inference_logprobs or ()),
+        **{name: getattr(group, name) or None for name in _CARRIED},
+        env_id=group.env_id,
+    )
 
 
 def unpack(group: PackedGroup) -> ScoredData:
     """Return the group as lists, exactly as they were given to `pack`."""
     rows = spans(group.lengths)
-    unpacked = {
-        name: [unpacked_row(data, row, rows[-1].stop, kind) for row in rows] if data is not None else None
+    unpacked: dict[str, Any] = {
+        name: None if (data := getattr(group, name)) is None else list(unpacked_rows(data, rows, kind))
         for name, kind in PER_TOKEN.items()
-        for data in [getattr(group, name)]
     }
     carried = {name: getattr(group, name) for name in _CARRIED}
     return ScoredData(scores=group.scores, env_id=group.env_id, **unpacked, **carried)
@@ -445,11 +442,12 @@ def spans(lengths: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
 
 
-def unpacked_row(data: bytes, span: slice, total: int, kind: str) -> list[Any]:
-    """Return one row of `total` packed numbers of a `kind` of `PER_TOKEN`."""
-    width = len(data) // total if total else 4
-    part = memoryview(data)[span.start * width : span.stop * width]
-    return array("d" if width == 8 else kind, part.tobytes()).tolist()
+def unpacked_rows(data: bytes, rows: Sequence[slice], kind: str) -> Iterator[list[Any]]:
+    """Yield the rows of packed numbers of a `kind` of `PER_TOKEN`."""
+    width = len(data) // rows[-1].stop if rows[-1].stop else 4
+    for row in rows:
+        part = memoryview(data)[row.start * width : row.stop * width]
+        yield array("d" if width == 8 else kind, part.tobytes()).tolist()
 
 
 def counted_scores(group: ScoredData | PackedGroup) -> list[float]:

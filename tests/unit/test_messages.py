@@ -297,12 +297,9 @@ def test_settings_are_a_line_each(tmp_path: Path) -> None:
 def test_a_group_that_is_refused(fields: dict[str, Any], text: str) -> None:
     group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0], **fields}
     service = asyncio.run(runner.started())
-    try:
+    with pytest.raises((ApiError, *groups.REFUSED)) as error:
         service.take(groups.read(msgspec.json.encode(group), wire.JSON))
-    except groups.REFUSED as error:
-        refused = groups.refusal(error, wire.JSON)
-    except ApiError as error:
-        refused = error
+    refused = error.value if isinstance(error.value, ApiError) else groups.refusal(error.value, wire.JSON)
     assert refused.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
 
 

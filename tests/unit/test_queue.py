@@ -640,7 +640,7 @@ class Life(RuleBasedStateMachine):
             assert list(ids) == min(before), "not the oldest batch"
         self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
         assert self.queue.run is not None
-        assert sum(group.size for group in (self.queue.groups[each] for each in ids)) == self.queue.run.trainer.batch_size
+        assert sum(self.queue.groups[each].size for each in ids) == self.queue.run.trainer.batch_size
         for each in ids:
             del self.waiting[each]
         mine = [each for lease in self.named & {*self.held} for each in self.held[lease]]
