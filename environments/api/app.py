@@ -36,7 +36,7 @@ from environments.api.http import (
     respond_bytes,
     stream,
 )
-from environments.api.queue import NotRegistered, RolloutQueue, Run
+from environments.api.queue import RolloutQueue, Run
 from environments.api.service import Service
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser
@@ -179,13 +179,12 @@ async def batch(
     wait: wire.Wait | None = None,
 ) -> object:
     """The next batch; with `wait` as soon as there is one."""
+    if service.queue.run is None:
+        return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
     until = service.timer() + _held(service, wait)
     while True:
         run = service.queue.run
-        try:
-            served = await service.next_batch(lease, request, uuid)
-        except NotRegistered as error:
-            return {"status": "error", "message": str(error), "batch": []}
+        served = await service.next_batch(lease, request, uuid)
         left = until - service.timer()
         if served is not None or left <= 0 or service.batch_waiters.ended:
             break

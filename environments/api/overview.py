@@ -46,9 +46,6 @@ class Explainer:
         Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
         counted for an environment that waits for news; `seen` is its answer's. If the environments' groups differ in
         size, their parts may make no batch; each environment then gets room for one more group.
-
-        Raises:
-            ApiError: it never registered (404).
         """
         queue, environment = self.queue, self.queue.environment(env_id)
         if self._at != queue.version:
@@ -80,7 +77,10 @@ class Explainer:
             for reserved in [int(self._batch_size * shares.get(-1 if env_id is None else env_id, 0.0))]
         }
         self._all_available = sum(self._available.values())
-        self._stuck = self._is_stuck()
+        # Environments stop at their parts of a batch. If the parts of several sizes are enough and make no batch, each
+        # environment posts one group more; reservations are exact, and need none.
+        enough = self._all_available >= self._batch_size > 0 and len(queue.alive) > 1 and not self._reserved
+        self._stuck = enough and not queue.batch_ready and can_make(self._batch_size, self._sizes())
 
     def _group_size(self, environment: Environment) -> int:
         return max(environment.request.group_size, *self.queue.sizes.get(environment.id, ()), 1)
@@ -101,19 +101,6 @@ class Explainer:
         """Return the groups of a batch, and an environment's part by its weight. It stops at either (`pace.py`)."""
         batch = self._batch_size / self._group_size(environment)
         return math.ceil(batch), math.ceil(batch * min(1.0, self._weight(environment)))
-
-    def _is_stuck(self) -> bool:
-        """Whether several environments without reservations have all stopped, and could make a batch with more.
-
-        While one of them still posts, the others must wait: a fast environment would post more than its weight.
-        """
-        queue = self.queue
-        if queue.run is None or len(queue.alive) < 2 or self._reserved or queue.batch_ready:
-            return False
-        for each in queue.alive:
-            if all(one < part for one, part in zip(self._queued(each), self._parts(each), strict=True)):
-                return False
-        return can_make(self._batch_size, self._sizes())
 
     def status(self, now: float) -> wire.Status:
         """Return everything that explains why the next batch comes or does not."""
@@ -233,7 +220,7 @@ class Explainer:
 
 
 class Point(Struct):
-    """Groups that came within `seconds` from `at` on (since the start), while the trainer had reached `step`.
+    """Groups that came while the trainer had reached `step`, from `at` on (seconds since the start).
 
     `mean`, `low` and `high` are of the groups' mean scores.
     """
@@ -244,52 +231,12 @@ class Point(Struct):
     groups: int = 0
     tokens: int = 0
     mean: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-
-
-class Sample(Struct, frozen=True):
-    """A group as the page shows it: its texts (cut), scores and lengths."""
-
-    id: int
-    env_id: int | None
-    scores: list[float]
-    lengths: list[int]
-    texts: list[str]
-    policy_version: int | None
-
-
-class Refusal(Struct, frozen=True):
-    """A request that was refused, `at` seconds after the start."""
-
-    at: float
-    request: str
-    status: int
-    detail: str
-
-
-class Overview(Struct, frozen=True):
-    """What the status page asks for every two seconds.
-
-    `run` is the folder that `--run-dir` names; `now` and `at` are seconds since the start.
-    """
-
-    run: str | None
-    has_report: bool
-    project: str | None
-    group: str | None
-    now: float
-    seconds_per_step: float | None
-    seconds_left: float | None
-    status: wire.Status
-    points: list[Point]
-    samples: list[Sample]
-    refusals: list[Refusal]
-    refused: int
+    low: float = math.inf
+    high: float = -math.inf
 
 
 class History:
-    """The last `STEPS` steps, the newest `SAMPLES` groups, and the newest refusals.
+    """What the status page shows: the last `STEPS` steps, the newest `SAMPLES` groups, and the newest refusals.
 
     Args:
         start: time from which it counts, on the clock of all later times.
@@ -297,64 +244,59 @@ class History:
 
     def __init__(self, start: float) -> None:
         self.start = start
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.groups = 0
-        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
-        self.refused = 0
+        self.groups = self.refused = 0
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
+        self.refusals: deque[dict[str, Any]] = deque(maxlen=REFUSALS)
         self._points: deque[Point] = deque([Point(0, 0.0)], maxlen=STEPS)
-        self._paced_from = 0.0  # when the trainer came; its first step has its start in it
-        self._paced = False
+        self._paced_from: float | None = None  # when the trainer came; its first step has its start in it
 
     def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
-        """Note a group that has come."""
-        point, score = self._current(now), group.mean_score
-        point.low = min(point.low, score) if point.groups else score
-        point.high = max(point.high, score) if point.groups else score
+        """Note a group that has come: its numbers, and its texts (cut)."""
+        self._points[-1].seconds = now - self.start - self._points[-1].at
+        point, score = self._points[-1], group.mean_score
+        point.low, point.high = min(point.low, score), max(point.high, score)
         point.groups += 1
         point.mean += (score - point.mean) / point.groups
         point.tokens += sum(packed.lengths)
         self.groups += 1
         self.samples.append(
-            Sample(
-                id=group.id,
-                env_id=group.env_id,
-                scores=packed.scores[:_SHOWN_SEQUENCES],
-                lengths=packed.lengths[:_SHOWN_SEQUENCES],
-                texts=[_text(conversation) for conversation in (packed.messages or [])[:_SHOWN_SEQUENCES]],
-                policy_version=group.oldest_version,
-            )
+            {
+                "id": group.id,
+                "env_id": group.env_id,
+                "scores": packed.scores[:_SHOWN_SEQUENCES],
+                "lengths": packed.lengths[:_SHOWN_SEQUENCES],
+                "texts": [_text(conversation) for conversation in (packed.messages or [])[:_SHOWN_SEQUENCES]],
+                "policy_version": group.oldest_version,
+            }
         )
 
     def refuse(self, request: str, status: int, detail: str, now: float, count: int = 1) -> None:
         """Note a request that is refused, or several in one entry."""
         self.refused += count
-        self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
+        refusal = {"at": now - self.start, "request": request[:100], "status": status, "detail": detail[:400]}
+        self.refusals.append(refusal)
 
     def reached(self, step: int, now: float) -> None:
         """Note the step of a trainer that has registered; it may be the one noted before."""
-        last = self._current(now)
-        if not self._paced or step < last.step:  # a trainer has come, or one was resumed
-            self._paced, self._paced_from = True, now - self.start
-        while step < last.step and self._points and self._points[-1].step >= step:
-            self._points.pop()  # it comes again
-        if not self._points or self._points[-1].step != step:
-            self._points.append(Point(step, now - self.start))
+        last, at = self._points[-1], now - self.start
+        last.seconds = at - last.at
+        if self._paced_from is None or step < last.step:  # a trainer has come, or one was resumed
+            self._paced_from = at
+        if step < last.step:  # later steps come again
+            self._points = deque((point for point in self._points if point.step < step), maxlen=STEPS)
+        if step != last.step:
+            self._points.append(Point(step, at))
 
     def points(self, now: float) -> list[Point]:
         """Return the steps in which groups came, oldest first."""
-        self._current(now)
+        self._points[-1].seconds = now - self.start - self._points[-1].at
         return [point for point in self._points if point.groups]
 
     @property
     def seconds_per_step(self) -> float | None:
         """Mean over the last `PACE_STEPS` steps; None before two are done, as the first one has the start in it."""
-        steps = [point for point in self._points if point.at > self._paced_from][-PACE_STEPS - 1 :]
+        steps = [point for point in self._points if point.at > (self._paced_from or 0.0)][-PACE_STEPS - 1 :]
         return (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step) if len(steps) > 1 else None
-
-    def _current(self, now: float) -> Point:
-        """Return the point of the step that the trainer works on."""
-        self._points[-1].seconds = now - self.start - self._points[-1].at
-        return self._points[-1]
 
 
 def _text(conversation: list[dict[str, Any]] | msgspec.Raw) -> str:

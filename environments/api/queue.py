@@ -13,8 +13,8 @@ must not get the same groups a second time. Such a lease ends when a trainer reg
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,17 +33,10 @@ _ENDED: Final[Mapping[wire.LeaseEnd, str]] = {
     "released": "was released: its groups are trained again",
     "acknowledged": "was acknowledged: it is trained",
 }
-R = TypeVar("R")
 
 
-class Tables(Protocol):
-    """Where records are kept: `(kind, record type)` gives a dictionary with what an earlier process put there."""
-
-    def __call__(self, kind: str, record: type[R]) -> dict[Any, R]: ...
-
-
-class NotRegistered(Exception):
-    """A batch was asked for before any trainer registered."""
+Tables: TypeAlias = Callable[[str, Any], dict[Any, Any]]
+"""Where records are kept: a kind and a type of records give a dictionary with those of an earlier process."""
 
 
 class Group(Struct, frozen=True):
@@ -203,14 +196,10 @@ class RolloutQueue:
         """Lease the oldest groups that make a batch for `lease` seconds; None where none can be made.
 
         The same `request` while its lease lasts gets the same batch again. With `uuid` the batch is that trainer's
-        until it gives it back, or a trainer registers.
-
-        Raises:
-            NotRegistered: no trainer has registered.
-            ApiError: another trainer than `uuid` has taken over (409).
+        until it gives it back, or a trainer registers; if another trainer has, this one is refused (409).
         """
         if self.run is None:
-            raise NotRegistered("Trainer not registered. Call /register first.")
+            return None
         if uuid is not None and uuid != self.run.uuid:
             wanted = f"{self.run.uuid}, the trainer that has taken over"
             problem = Problem("uuid", got=str(uuid), wanted=wanted, fix="POST /register to take over")
@@ -229,7 +218,7 @@ class RolloutQueue:
     def acknowledge(self, batch_id: str, step: int | None = None) -> tuple[int, ...]:
         """Note that a batch is trained. Return its groups' ids, to be forgotten; none where it was acknowledged before.
 
-        A lease that has expired may still be acknowledged while none of its groups was given out again.
+        After it has expired, this is possible while none of its groups was given out again.
         """
         if batch_id in self.leases:
             ids = self.leases[batch_id].groups
@@ -247,10 +236,9 @@ class RolloutQueue:
         return ids
 
     def extend(self, batch_id: str, now: float, lease: float, step: int | None = None) -> Lease:
-        """Hold a batch until `now + lease`; `step` is the step that training on it has led to.
+        """Hold a batch until `now + lease`, also after it has expired, as `acknowledge`.
 
-        A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one. A lease
-        that has expired begins again while none of its groups was given out again.
+        A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one.
         """
         if batch_id not in self.leases:
             self._hold(Lease(batch_id, self._expired(batch_id), lease), now)
@@ -268,10 +256,9 @@ class RolloutQueue:
     # The environments
 
     def register_environment(self, request: wire.RegisterEnv, now: float) -> Environment | None:
-        """Return the environment with its id and name; None while no trainer wants any.
+        """Return the environment with its id and name; None before a trainer's first request, and after its last step.
 
-        A trainer wants environments from its first request for a batch until its last step. An environment that comes
-        after one of the same desired name has left takes over its id and name: in a resumed run it is the same one.
+        An environment that comes after one of the same desired name has left takes over its id and name.
         """
         if self.run is None or not self.run.started or 0 < self.run.trainer.num_steps <= self.run.current_step:
             return None
@@ -440,10 +427,9 @@ class RolloutQueue:
         return self._chosen[1]
 
     def pools(self, target: int, minima: Mapping[int, int]) -> list[Pool]:
-        """Return the candidates for a batch; the first pool is of all without a reservation.
+        """Return the candidates for a batch: of each pool and size the oldest `target // size`, more fit into none.
 
-        No batch holds more than `target // size` groups of a size, so only the oldest of each pool and size are
-        candidates, and the rest of a long line is not walked.
+        The first pool is of all without a reservation. The rest of a long line is not walked.
         """
         kept = {env_id for env_id, minimum in minima.items() if minimum}
         wanted: Counter[tuple[int | None, int]] = Counter()

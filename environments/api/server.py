@@ -87,27 +87,19 @@ class Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket.
-
-    Raises:
-        SettingsError: the address is busy (with its holder) or not of this machine.
-    """
+    """Return a bound socket. Raises SettingsError: the address is busy (with its holder) or not of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise SettingsError(
-                "in use", field=f"--port {port}", got=port_holder(port), fix="stop it or give another port"
-            ) from None
+            fix = "stop it or give another port"
+            raise SettingsError("in use", field=f"--port {port}", got=port_holder(port), fix=fix) from None
         raise SettingsError(
             field=f"--host {host} --port {port}",
             got=error.strerror or error,
             wanted="an address of this machine",
             fix="give another",
         ) from None
+    listener.setblocking(False)
     return listener

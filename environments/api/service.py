@@ -9,13 +9,13 @@ from collections.abc import Callable
 from statistics import fmean
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from environments.api import wire
 from environments.api.errors import ApiError, StoreError
 from environments.api.groups import Posted
 from environments.api.http import Waiters, endpoint
-from environments.api.overview import Explainer, History, Overview
+from environments.api.overview import Explainer, History
 from environments.api.queue import Lease, RolloutQueue, Tables
 from environments.api.settings import Settings
 from environments.api.store import Payloads, Store
@@ -159,11 +159,7 @@ class Service:
     async def next_batch(
         self, lease: float | None = None, request: str | None = None, uuid: int | None = None
     ) -> Served | None:
-        """Return the next batch or None; without `lease` it counts as trained when this returns.
-
-        Raises:
-            NotRegistered, ApiError: as `RolloutQueue.next_batch`.
-        """
+        """Return the next batch or None; without `lease` it counts as trained when this returns."""
         version = self.queue.version
         granted = self.queue.next_batch(self.timer(), lease or PLAIN_LEASE_S, request, uuid)
         if granted is None:
@@ -185,21 +181,21 @@ class Service:
 
     @endpoint("POST", "/batch/{batch_id}/ack", fields=wire.Ack)
     async def acknowledge(self, batch_id: str, step: int | None = None) -> wire.LeaseResponse:
-        """Note that a batch is trained (raises as `RolloutQueue.acknowledge`)."""
+        """Note that a batch is trained."""
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
         await self.written()
         return wire.LeaseResponse(status="acknowledged", current_step=self.step)
 
     @endpoint("POST", "/batch/{batch_id}/extend")
     async def extend(self, batch_id: str, lease: wire.Seconds, step: wire.Id | None = None) -> wire.LeaseResponse:
-        """Hold a batch for longer, perhaps one that is trained (raises as `RolloutQueue.extend`)."""
+        """Hold a batch for longer, perhaps one that is trained."""
         self.queue.extend(batch_id, self.timer(), lease, step)
         await self.written()
         return wire.LeaseResponse(status="extended", current_step=self.step)
 
     @endpoint("POST", "/batch/{batch_id}/release")
     async def release(self, batch_id: str) -> wire.LeaseResponse:
-        """Put a batch back at once (raises as `RolloutQueue.release`)."""
+        """Put a batch back at once."""
         self.queue.release(batch_id)
         await self.written()
         return wire.LeaseResponse(status="released", current_step=self.step)
@@ -260,11 +256,7 @@ class Service:
         )
 
     def status_env(self, env_id: int, *, waits: bool = False) -> wire.StatusEnv:
-        """Return what the environment paces itself by; also its sign of life (raises ApiError: never registered).
-
-        Args:
-            waits: the request said `wait`; its answer has `leased` and `seen` as well.
-        """
+        """Return what the environment paces itself by, as it `waits` for news or not; also its sign of life."""
         environment = self.queue.hear(env_id, self.timer())
         environment.follows |= waits
         return self.explain.status_env(env_id, self.seen if waits else None)
@@ -275,14 +267,7 @@ class Service:
         return f"{self.queue.news & (1 << 64) - 1:x}"
 
     def take(self, posted: Posted, key: bytes | None = None) -> wire.ScoredDataResponse:
-        """Take a group in; answer the client only after `written`.
-
-        Args:
-            key: names this post: a second one with the same key is answered alike and not kept.
-
-        Raises:
-            ApiError: its env_id was never given out (422).
-        """
+        """Take a group in; answer the client only after `written`. A second post with the same `key` is not kept."""
         group, payload = posted.group, posted.payload
         if group.env_id is not None:
             self.queue.environment(group.env_id, status=422)
@@ -313,7 +298,7 @@ class Service:
 
     @endpoint("POST", "/evaluation")
     def take_evaluation(self, body: wire.Evaluation) -> wire.EvaluationResponse:
-        """Keep figures for the trainer to fetch; a restart forgets them (raises ApiError: never registered)."""
+        """Keep figures for the trainer to fetch; a restart forgets them."""
         name = self.queue.environment(body.env_id).name
         last = self.evaluations[-1].number if self.evaluations else 0
         number = max(last + 1, int(1000 * self.clock()))  # above all those of an earlier process
@@ -337,25 +322,24 @@ class Service:
         return [*self.explain.warnings(), *([full] if self.queue.waiting_bytes >= limit else [])]
 
     @endpoint("GET", "/overview")
-    def overview(self) -> Overview:
-        """Return what the status page shows."""
-        trainer, history, status = self.trainer, self.history, self.status()
+    def overview(self) -> dict[str, object]:
+        """Return what the status page asks for every two seconds; `now` and `at` are seconds since the start."""
+        history, status, now = self.history, self.status(), self.timer()
         report, pace = self.settings.report, history.seconds_per_step
         steps_left = max(0, status.num_steps - status.current_step)
-        return Overview(
-            run=str(self.settings.run_dir) if self.settings.run_dir else None,
-            has_report=report is not None and report.exists(),
-            project=trainer.wandb_project if trainer else None,
-            group=trainer.wandb_group if trainer else None,
-            now=self.timer() - history.start,
-            seconds_per_step=pace,
-            seconds_left=pace * steps_left if pace and status.num_steps > 0 else None,
-            status=status,
-            points=history.points(self.timer()),
-            samples=list(history.samples)[::-1],
-            refusals=list(history.refusals)[::-1],
-            refused=history.refused,
-        )
+        return {
+            "run": str(self.settings.run_dir) if self.settings.run_dir else None,
+            "has_report": report is not None and report.exists(),
+            **asdict(self.wandb_info()),
+            "now": now - history.start,
+            "seconds_per_step": pace,
+            "seconds_left": pace * steps_left if pace and status.num_steps > 0 else None,
+            "status": status,
+            "points": history.points(now),
+            "samples": list(history.samples)[::-1],
+            "refusals": list(history.refusals)[::-1],
+            "refused": history.refused,
+        }
 
     def refuse(self, request: str, status: int, detail: str, count: int = 1) -> None:
         """Note a request that is refused, or several that the page shows as one, for the status page."""

@@ -10,9 +10,9 @@ import os
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,27 +31,20 @@ R = TypeVar("R")
 Change = tuple[str, Sequence[object]]
 
 
-class Records(Protocol):
-    """Where a `Table` puts its records."""
-
-    def put(self, kind: str, key: Any, record: object) -> None: ...
-    def delete(self, kind: str, key: Any) -> None: ...
-
-
 class Table(dict[Any, R]):
-    """The records of one kind by key; items that are set or deleted are written with the next commit."""
+    """The records of one kind by key, written through: those that are set or deleted are put or deleted elsewhere."""
 
-    def __init__(self, records: Records, kind: str, known: dict[Any, R]) -> None:
+    def __init__(self, known: dict[Any, R], put: Callable[[Any, R], None], delete: Callable[[Any], None]) -> None:
         super().__init__(known)
-        self._records, self._kind = records, kind
+        self._put, self._delete = put, delete
 
     def __setitem__(self, key: Any, record: R) -> None:
         super().__setitem__(key, record)
-        self._records.put(self._kind, key, record)
+        self._put(key, record)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
-        self._records.delete(self._kind, key)
+        self._delete(key)
 
     def pop(self, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -85,14 +78,12 @@ class Store:
             self._lock = _lock(path)
             path.touch(mode=0o600)  # what models say is its owner's; SQLite gives its other files the same mode
             self._writer = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._writer.execute("PRAGMA journal_mode = WAL")
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
             _prepare(self._writer)
             self._file = _identity(path)
         except (sqlite3.Error, PermissionError, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
-        self._reading = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
@@ -109,18 +100,18 @@ class Store:
         """Return the records of a kind: those with numbers by number, others in the order in which they were put."""
         order = "CASE typeof(id) WHEN 'integer' THEN id END, rowid"
         try:
-            rows = self._reader.execute(f"SELECT id, body FROM items WHERE kind = ? ORDER BY {order}", (kind,))
-            return Table(self, kind, {key: msgspec.msgpack.decode(body, type=record) for key, body in rows})
+            rows = self._writer.execute(f"SELECT id, body FROM items WHERE kind = ? ORDER BY {order}", (kind,))
+            known = {key: msgspec.msgpack.decode(body, type=record) for key, body in rows}
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
 
-    # Changes: noted now, written with the next commit
+        def put(key: Any, record: R) -> None:
+            self._noted.append(("REPLACE INTO items VALUES (?, ?, ?)", (kind, key, _encode(record))))
 
-    def put(self, kind: str, key: Any, record: object) -> None:
-        self._noted.append(("REPLACE INTO items VALUES (?, ?, ?)", (kind, key, _encode(record))))
+        def delete(key: Any) -> None:
+            self._noted.append(("DELETE FROM items WHERE kind = ? AND id = ?", (kind, key)))
 
-    def delete(self, kind: str, key: Any) -> None:
-        self._noted.append(("DELETE FROM items WHERE kind = ? AND id = ?", (kind, key)))
+        return Table(known, put, delete)
 
     def put_payload(self, group_id: int, payload: bytes) -> None:
         """Note a group's bytes; they are readable once a `commit` has returned."""
@@ -147,9 +138,9 @@ class Store:
     def read_payloads(self, ids: Iterable[int]) -> dict[int, bytes]:
         """Return the bytes of committed groups. Call it from a separate thread, it may wait for the disk."""
         try:
-            with self._reading:
+            with contextlib.closing(sqlite3.connect(self.path)) as reader:
                 query = "SELECT body FROM payloads WHERE id = ?"
-                found = {each: self._reader.execute(query, (each,)).fetchone() for each in ids}
+                found = {each: reader.execute(query, (each,)).fetchone() for each in ids}
         except sqlite3.Error as error:
             raise self.damaged(error) from error
         if lost := [each for each, row in found.items() if row is None]:
@@ -161,7 +152,6 @@ class Store:
         """Write what is noted, and let the file go."""
         self._hand_over(None)
         self._thread.join()
-        self._reader.close()
         os.close(self._lock)
 
     def _hand_over(self, done: "asyncio.Future[None] | None") -> None:

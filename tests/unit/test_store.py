@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,28 +75,6 @@ def test_everything_is_there_again(tmp_path: Path):
     asyncio.run(after(asyncio.run(before())))
 
 
-def test_an_environment_that_was_killed_with_the_api_keeps_its_name(tmp_path: Path):
-    async def register(service: Service, count: int) -> list[str | None]:
-        return [(await service.register_environment(env(4))).wandb_name for _ in range(count)]
-
-    async def before() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
-        await service.register(trainer(8))
-        await service.next_batch()
-        assert await register(service, 2) == ["env_0", "env_1"]
-        service.close()
-
-    async def after() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
-        service.status_env(1)  # a sign of life: this one was not killed
-        assert await register(service, 2) == ["env_0", "env_2"]
-        assert [each.id for each in service.queue.alive] == [0, 1, 2]
-        service.close()
-
-    asyncio.run(before())
-    asyncio.run(after())
-
-
 def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(tmp_path: Path):
     async def life(timer: float, date: float, *, first: bool) -> list[int]:
         service = Service(Settings(store=tmp_path / "s"), clock=lambda: date, timer=lambda: timer)
@@ -115,36 +94,6 @@ def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(
 
     assert asyncio.run(life(5000.0, 1e9, first=True)) == [1]
     assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was restarted, and its clock was set
-
-
-@pytest.mark.parametrize("how", ["released", "taken over", "expired"])
-def test_groups_of_a_lease_that_has_ended_are_queued_again_after_a_restart(tmp_path: Path, how: str):
-    async def before() -> None:
-        service = Service(Settings(store=tmp_path / "s"), timer=lambda: 0.0)
-        await service.register(trainer(8))
-        for each in range(2):
-            service.take(posted(each))
-        grant = await service.next_batch(lease=100.0)
-        assert grant is not None and grant.lease is not None
-        match how:
-            case "released":
-                await service.release(grant.lease.batch_id)
-            case "taken over":
-                await service.register(trainer(8))
-            case _:
-                service.queue.tick(100.0)
-                await service.written()
-        service.close()
-
-    async def after() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
-        again = await service.next_batch(lease=100.0)
-        assert again is not None
-        assert numbers(again.payloads) == [0, 1]
-        service.close()
-
-    asyncio.run(before())
-    asyncio.run(after())
 
 
 FORMAT_1 = """
@@ -252,133 +201,6 @@ def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, d
     assert "Traceback" not in done.stderr and (tmp_path / "s").read_bytes() == damaged
 
 
-def test_ids_are_never_given_twice(tmp_path: Path):
-    async def life(posts: int) -> int:
-        service = Service(Settings(store=tmp_path / "s"))
-        await service.register(trainer(4))
-        for each in range(posts):
-            service.take(posted(each))
-            await service.written()
-            await service.next_batch()
-        last = service.queue.next_group
-        service.close()
-        return last
-
-    first = asyncio.run(life(3))
-    assert asyncio.run(life(0)) == first  # all groups were trained and deleted, their ids stay used
-
-
-def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path):
-    async def life(number: int) -> int:
-        service = Service(Settings(store=tmp_path / "s"))
-        service.take(posted(number))
-        await service.written()
-        size = service.status().queue_size
-        service.close()
-        return size
-
-    assert asyncio.run(life(1)) == 1
-    assert asyncio.run(life(1)) == 1  # the same post again after a crash: it was committed, only its answer was lost
-    assert asyncio.run(life(2)) == 2
-
-
-@pytest.mark.parametrize(("repeated", "queued"), [(100.0, 2), (400.0, 3)])
-def test_an_unanswered_post_is_known_after_a_second_crash(tmp_path: Path, repeated: float, queued: int):
-    async def life(date: float, number: int) -> int:
-        service = Service(Settings(store=tmp_path / "s"), clock=lambda: date)
-        service.take(posted(number))
-        await service.written()
-        size = service.status().queue_size
-        service.close()
-        return size
-
-    assert asyncio.run(life(0.0, 1)) == 1
-    assert asyncio.run(life(20.0, 2)) == 2  # another's post, later than the seconds that count as unanswered
-    assert asyncio.run(life(repeated, 1)) == queued
-
-
-def test_a_key_makes_a_post_count_once():
-    async def life() -> list[int]:
-        service = Service(Settings())
-        sizes = []
-        for number, key in ((1, b"a"), (1, b"a"), (1, b"b"), (1, None), (1, None)):
-            service.take(posted(number), key)
-            sizes.append(service.status().queue_size)
-        return sizes
-
-    assert asyncio.run(life()) == [1, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: bool):
-    async def life() -> None:
-        store = Store(tmp_path / "s") if durable else None
-        payloads = Payloads(store, memory_limit=250)
-        for each in range(5):
-            payloads.put(each, bytes([each]) * 100)
-        assert payloads.in_memory == 200
-        assert payloads.on_disk == 3
-        assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
-        payloads.drop([0, 1])
-        payloads.put(5, b"x" * 100)
-        assert payloads.in_memory == 100
-        payloads.close()
-
-    asyncio.run(life())
-
-
-def test_groups_that_a_trainer_has_lie_in_the_store_alone(tmp_path: Path):
-    async def life() -> None:
-        store = Store(tmp_path / "s")
-        payloads = Payloads(store, memory_limit=250)
-        for each in range(3):
-            payloads.put(each, bytes([each]) * 100)
-        payloads.leave([0, 1, 2])
-        assert (payloads.in_memory, payloads.on_disk) == (0, 3)
-        assert await payloads.get([2, 0]) == [bytes([2]) * 100, bytes([0]) * 100]
-        payloads.drop([0, 1, 2])
-        assert payloads.on_disk == 0
-        payloads.close()
-        without = Payloads(memory_limit=250)
-        without.put(0, b"x")
-        without.leave([0])
-        assert (without.in_memory, without.on_disk) == (1, 0)
-        without.close()
-
-    asyncio.run(life())
-
-
-def test_a_store_in_use_names_its_holder(tmp_path: Path):
-    store = Store(tmp_path / "s")
-    with pytest.raises(StoreError) as error:
-        Store(tmp_path / "s")
-    assert (error.value.field, error.value.got) == (f"--store {tmp_path / 's'}", f"process {os.getpid()}")
-    store.close()
-    Store(tmp_path / "s").close()
-
-
-def test_a_file_that_is_no_store_is_refused(tmp_path: Path):
-    path = tmp_path / "s"
-    path.write_bytes(b"certainly not SQLite" * 100)
-    with pytest.raises(StoreError) as error:
-        Store(path)
-    assert error.value.field == f"--store {path}" and isinstance(error.value.__cause__, sqlite3.DatabaseError)
-
-
-def test_a_commit_that_fails_is_told(tmp_path: Path):
-    async def life() -> None:
-        store = Store(tmp_path / "s")
-        store.put_payload(1, b"bytes")
-        await store.commit()
-        store.put_payload(1, b"others")  # the same id again: SQLite refuses it
-        with pytest.raises(StoreError) as error:
-            await store.commit()
-        assert "UNIQUE" in error.value.got
-        store.close()
-
-    asyncio.run(life())
-
-
 def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(tmp_path: Path):
     """A lease is so small that the disk may have room for it; the store would then have a lease of no group."""
 
@@ -432,3 +254,91 @@ def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path
     assert error.field == f"--store {path}"
     assert (error.got == "another file") == (how == "replaced")
     assert path.exists() == (how == "replaced")
+
+
+def test_an_environment_that_was_killed_with_the_api_keeps_its_name(tmp_path: Path) -> None:
+    async def life(heard: list[int], names: list[str]) -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        if not heard:
+            await service.register(trainer(8))
+            await service.next_batch()
+        for each in heard:
+            service.status_env(each)  # a sign of life: this one was not killed
+        assert [(await service.register_environment(env(4))).wandb_name for _ in names] == names
+        service.close()
+
+    asyncio.run(life([], ["env_0", "env_1"]))
+    asyncio.run(life([1], ["env_0", "env_2"]))
+
+
+def queue_sizes(path: Path, *lives: tuple[float, list[int]]) -> list[int]:
+    """The queue after each life of an API, which begins at a time and gets posts without a key."""
+
+    async def life(date: float, numbers: list[int]) -> int:
+        service = Service(Settings(store=path), clock=lambda: date)
+        for number in numbers:
+            service.take(posted(number))
+        await service.written()
+        size = service.status().queue_size
+        service.close()
+        return size
+
+    return [asyncio.run(life(*each)) for each in lives]
+
+
+@pytest.mark.parametrize(
+    ("lives", "sizes"),
+    [
+        ([(0.0, [1]), (1.0, [1]), (2.0, [2])], [1, 1, 2]),  # the same post after a crash: its answer was lost
+        ([(0.0, [1]), (1.0, [1, 1])], [1, 2]),  # once
+        ([(0.0, [1]), (20.0, [2]), (100.0, [1])], [1, 2, 2]),  # also after a second crash
+        ([(0.0, [1]), (20.0, [2]), (400.0, [1])], [1, 2, 3]),  # two minutes are over
+    ],
+)
+def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path, lives: Any, sizes: list[int]) -> None:
+    assert queue_sizes(tmp_path / "s", *lives) == sizes
+
+
+def test_ids_are_never_given_twice(tmp_path: Path) -> None:
+    async def life(posts: int) -> int:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(4))
+        for each in range(posts):
+            service.take(posted(each))
+            await service.next_batch()
+        service.close()
+        return service.queue.next_group
+
+    assert asyncio.run(life(3)) == asyncio.run(life(0)) == 3  # all groups were trained and deleted
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: bool) -> None:
+    async def life() -> None:
+        payloads = Payloads(Store(tmp_path / "s") if durable else None, memory_limit=250)
+        for each in range(5):
+            payloads.put(each, bytes([each]) * 100)
+        assert (payloads.in_memory, payloads.on_disk) == (200, 3)
+        assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
+        payloads.leave([0])  # a trainer has it: it need not be in memory if a store has it
+        assert (payloads.in_memory, payloads.on_disk) == ((100, 4) if durable else (200, 3))
+        assert await payloads.get([0]) == [bytes(100)]
+        payloads.drop([0, 1, 4])
+        payloads.put(5, b"x" * 100)
+        assert (payloads.in_memory, payloads.on_disk) == (100, 2)
+        payloads.close()
+
+    asyncio.run(life())
+
+
+def test_a_store_in_use_and_a_file_that_is_none_are_refused_by_name(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    with pytest.raises(StoreError) as error:
+        Store(tmp_path / "s")
+    assert (error.value.field, error.value.got) == (f"--store {tmp_path / 's'}", f"process {os.getpid()}")
+    store.close()
+    Store(tmp_path / "s").close()
+    (tmp_path / "x").write_bytes(b"certainly not SQLite" * 100)
+    with pytest.raises(StoreError) as error:
+        Store(tmp_path / "x")
+    assert error.value.field == f"--store {tmp_path / 'x'}" and isinstance(error.value.__cause__, sqlite3.DatabaseError)
