@@ -25,10 +25,10 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def last_run(page: str) -> list[str]:
-    """The words of the last `grpo run` of the page."""
+def runs(page: str) -> list[list[str]]:
+    """The words of each `grpo run` of the page."""
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return shlex.split([line for line in lines if line.startswith("grpo run ")][-1], comments=True)[2:]
+    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("grpo run ")]
 
 
 @pytest.fixture
@@ -45,18 +45,29 @@ def folder(demo_model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-OWN_PARTS = "--model runs/demo-model --data tasks.jsonl --reward my_rewards.py:right --seq-len 64 --run-dir runs/parts"
+OWN_PARTS = "--model runs/demo-model --data tasks.jsonl --reward my_rewards.py:right --seq-len 64"
 """Instead of the placeholders of the page's command."""
 
 
-@pytest.mark.parametrize("page", ["configs/quickstart.md", "configs/own_data.md", "docs/training.md"])
-def test_a_command_of_a_page_trains(folder: Path, page: str) -> None:
-    words = last_run(page)
+COMMANDS = {
+    "quickstart": runs("configs/quickstart.md")[-1],
+    "own data": runs("configs/own_data.md")[-1],
+    "own loss": runs("docs/training.md")[-1],
+    **{words[words.index("--weight-bridge-mode") + 1]: words for words in runs("docs/bridges.md")},
+}
+
+
+def test_bridges_are_shown() -> None:
+    assert {"shared_vllm", "broadcast", "lora_restart"} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_a_page_trains(folder: Path, name: str) -> None:
+    words = COMMANDS[name]
     if "MODEL" in words:
         words = [*words[: words.index("--model")], *OWN_PARTS.split()]
-    run_dir = folder / words[words.index("--run-dir") + 1]
-    log = folder / "log"
-    command = [sys.executable, "-m", "grpo_trainer", "run", *words, *MORE.split()]
+    run_dir, log = folder / "runs" / "here", folder / "log"
+    command = [sys.executable, "-m", "grpo_trainer", "run", *words, *MORE.split(), "--run-dir", str(run_dir)]
     with log.open("wb") as output:
         status = subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=400, check=False).returncode
     assert status == 0, tail(log)

@@ -6,6 +6,7 @@ import re
 import shlex
 import tomllib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ COUNTED = [
 EXAMPLES = sorted((ROOT / "configs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *COUNTED, *EXAMPLES]
 DEMO_PARAMETERS = 760_000
+FLAGS_ELSEWHERE = {
+    *("--min-lr", "--lr-schedul", "--some-flag"),  # of examples
+    *("--nproc-per-node", "--install-completion", "--allowed-origins", "--trust-remote-code"),  # of other programs
+}
 OF_EXAMPLES = ("grpo_trainer/weights/transports/shm.py", "environments/days.py")
 """Files that an example of CONTRIBUTING adds."""
 ENVIRONMENTS = (ArithmeticConfig, DatasetConfig, Gsm8kConfig, MultiTurnConfig, VerifiersConfig, WordProblemsConfig)
@@ -98,6 +103,7 @@ def commands_of(program: typer.Typer) -> list[Command]:
     return [*get_command(program).commands.values()]  # type: ignore[attr-defined]
 
 
+@cache
 def known_flags() -> set[str]:
     """Those of options, of environments' settings, and all that stand in sources of packages and scripts."""
     roots = {getattr(command, "root", RunSection) for each in (app, bench) for command in commands_of(each)}
@@ -183,6 +189,15 @@ def test_links_between_pages_lead_somewhere() -> None:
         for page, target, anchor in links
         if not target.exists() or (anchor and anchor not in anchors(target))
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_a_page_names_are_there(page: Path) -> None:
+    """But for those that the changelog says are gone, and those of other programs in the page on migration."""
+    if page.name not in ("CHANGELOG.md", "migration.md"):
+        named = {*re.findall(r"(?<![\w-])--[a-z][a-z0-9_.-]*[a-z0-9_]", page.read_text())}
+        known = known_flags() | FLAGS_ELSEWHERE
+        assert not {flag for flag in named - known if flag.replace("--no-", "--") not in known}
 
 
 def test_files_that_pages_name_are_there() -> None:
