@@ -6,7 +6,6 @@ The module needs no line that runs it: its one class of `BaseEnv` is found. `NAM
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import sys
@@ -19,17 +18,7 @@ from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.running.cli import CALLED_AS
 from environments.running.trial import fail_and_exit, report
-from environments.user_modules import import_file, user_code_failed
-
-
-def load(name: str) -> ModuleType:
-    """Import a module by its name, or by the path of its file, whose folder it may import from."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError("no such file", field="--env", got=name, wanted="a Python file", fix="correct the path")
-    return import_file(path)
+from environments.user_modules import module_named, module_of_file
 
 
 def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any, Any]]:
@@ -72,14 +61,13 @@ def main(arguments: list[str]) -> None:
     sys.path.insert(0, "")  # like `python -m`, also where the interpreter was started in another way
     report().doing("import")
     sys.argv = [given, *rest]  # a module that runs itself when it is imported reads them
+    load = module_of_file if name.endswith(".py") else module_named
     try:
-        env_cls = environment_class(load(name), wanted)
+        env_cls = environment_class(load(f"--env {name}", name), wanted)
     except ConfigError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, SyntaxError):
+            traceback.print_exception(error.__cause__)
         fail_and_exit(error, called)
-    except Exception as error:
-        if not isinstance(error, SyntaxError):
-            traceback.print_exc()
-        fail_and_exit(user_code_failed(error, "import"), called)
     env_cls.cli(rest)
 
 

@@ -60,8 +60,7 @@ from environments.trajectory import (
     check_whole_vocabulary,
     scored_group,
     truncated_of,
-    without_truncated,
-    without_unknown,
+    without,
 )
 from grpo_common.trace import stage
 
@@ -295,7 +294,10 @@ class BaseEnv(Generic[Item, Config]):
             return None
         for truncated in truncated_of(group):
             self.measures.add("truncated", truncated)
-        group, unknown = without_unknown(group, self._texts)
+        # A policy must not be rewarded for tokens without text, which no score sees.
+        unknown = [max(mask, default=-1) >= self._texts for mask in group.masks]
+        if any(unknown):
+            group = without(group, unknown, scored=False)
         if any(unknown) and not self._saw_unknown:
             self._saw_unknown = True
             log.warning(
@@ -308,7 +310,7 @@ class BaseEnv(Generic[Item, Config]):
         for is_unknown in unknown if self._saw_unknown else ():
             self.measures.add("unknown_tokens", is_unknown)
         if self.config.mask_truncated:
-            group = without_truncated(group)
+            group = without(group, truncated_of(group), scored=True)
         return group if self.teacher is None else await self.teacher.annotate(group)
 
     @cached_property

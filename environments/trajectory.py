@@ -170,34 +170,23 @@ def truncated_of(group: wire.ScoredData) -> list[bool]:
     return [bool(own.get(wire.TRUNCATED)) for own in group.overrides or [{}] * len(group.tokens)]
 
 
-def without_truncated(group: wire.ScoredData) -> wire.ScoredData:
-    """Return the group without trained tokens in its truncated sequences; their scores stay in the group."""
-    masks = [
-        [wire.IGNORED] * len(mask) if truncated else mask
-        for mask, truncated in zip(group.masks, truncated_of(group), strict=True)
-    ]
-    return msgspec.structs.replace(group, masks=masks)
+def without(group: wire.ScoredData, drop: Sequence[bool], *, scored: bool) -> wire.ScoredData:
+    """Return the group without trained tokens in some of its sequences.
 
-
-def without_unknown(group: wire.ScoredData, known: int) -> tuple[wire.ScoredData, list[bool]]:
-    """Leave out sequences that have a trained token from the id `known` on, which has no text.
-
-    A policy must not be rewarded for what no score sees. They count as unscored.
-
-    Returns:
-        The group, and for each sequence whether it is left out.
+    Args:
+        drop: for each sequence, whether to train on none of its tokens.
+        scored: their scores still count in the group's baseline.
     """
-    unknown = [max(mask, default=-1) >= known for mask in group.masks]
-    if not any(unknown):
-        return group, unknown
-    overrides = group.overrides or [{} for _ in group.tokens]
-    group = msgspec.structs.replace(
+    masks = [[wire.IGNORED] * len(mask) if dropped else mask for mask, dropped in zip(group.masks, drop, strict=True)]
+    if scored:
+        return msgspec.structs.replace(group, masks=masks)
+    overrides = zip(group.overrides or [{} for _ in drop], drop, strict=True)
+    return msgspec.structs.replace(
         group,
-        masks=[[wire.IGNORED] * len(mask) if drop else mask for mask, drop in zip(group.masks, unknown, strict=True)],
-        overrides=[{**own, wire.UNSCORED: True} if drop else own for own, drop in zip(overrides, unknown, strict=True)],
-        scores=[0.0 if drop else score for score, drop in zip(group.scores, unknown, strict=True)],
+        masks=masks,
+        overrides=[{**own, wire.UNSCORED: True} if dropped else own for own, dropped in overrides],
+        scores=[0.0 if dropped else score for score, dropped in zip(group.scores, drop, strict=True)],
     )
-    return group, unknown
 
 
 def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | None:

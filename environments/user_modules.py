@@ -82,7 +82,8 @@ def module_named(field: str, where: str) -> ModuleType:
         if not (missing and f"{where}.".startswith(f"{missing}.")):
             raise user_code_failed(error, "import", field) from error
     file = Path(*where.split(".")).with_suffix(".py")
-    fix = f"did you mean {file}:{field.rpartition(':')[2]}?" if file.is_file() else "correct it, or name a FILE.py"
+    _, colon, name = field.rpartition(":")
+    fix = f"did you mean {file}{colon}{name if colon else ''}?" if file.is_file() else "correct it, or name a FILE.py"
     raise ConfigError("no such module", field=field, got=where, wanted="a module", fix=fix)
 
 

@@ -119,28 +119,10 @@ def _unsound(peer: Peer, path: str, got: object, wanted: str, fix: str = "") -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """The kind of a server, and the requests for it.
-
-    Attributes:
-        model: What to sample; None: the newest version.
-        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
-    """
+class GrpoServer:
+    """`grpo serve`, which returns policy versions. `model` None: the newest version."""
 
     model: str | None
-    raw_logprobs: bool = False
-
-    async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions; raise as `Peer.request`, and PeerError for an unsound answer."""
-        raise NotImplementedError
-
-    async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """Return the likeliest tokens at each position of a sequence."""
-        raise NotImplementedError
-
-
-class GrpoServer(Kind):
-    """`grpo serve`, which returns policy versions."""
 
     async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /generate`. Request text only if `stop` strings need it: text is half of a token's CPU time."""
@@ -205,8 +187,16 @@ class _Completions(msgspec.Struct, frozen=True):
     choices: list[_Choice]
 
 
-class CompletionsServer(Kind):
-    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`."""
+@dataclass(frozen=True, slots=True)
+class CompletionsServer:
+    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`.
+
+    Attributes:
+        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
+    """
+
+    model: str
+    raw_logprobs: bool = False
 
     async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /v1/completions`, with the prompt as ids."""
@@ -249,6 +239,10 @@ class CompletionsServer(Kind):
         if len(answer.choices) != n:
             raise _unsound(peer, COMPLETIONS_ROUTE, f"{len(answer.choices)} completions", f"{n}")
         return answer.choices, headers.get("x-policy-version", "")
+
+
+Kind = GrpoServer | CompletionsServer
+"""The requests for one kind of server; `generate` raises as `Peer.request`, and PeerError for an unsound answer."""
 
 
 async def detect(peer: Peer, model: str | None) -> Kind:
@@ -333,7 +327,7 @@ class InferenceClient:
             PeerError: It is not an inference server, or its answer is not sound.
         """
         kind = await self._known_kind()
-        if kind.raw_logprobs and sampling.temperature not in (0.0, 1.0):
+        if isinstance(kind, CompletionsServer) and kind.raw_logprobs and sampling.temperature not in (0.0, 1.0):
             self._kind = replace(kind, raw_logprobs=False)  # warned once
             log.warning(
                 "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "

@@ -173,7 +173,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     await set_up(env)
     file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
     written, dropped = list[wire.ScoredData](), Counter[str]()
-    maker, unused = GroupMaker(env, lambda: dropped), 0
+    maker, unused = GroupMaker(env, dropped), 0
 
     async def make(item: object) -> None:
         if (group := await maker.make(item)) is not None:

@@ -6,7 +6,6 @@ import logging
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from environments.api import wire
@@ -106,14 +105,14 @@ class GroupMaker:
     equal): the task may be too easy or too hard, but the environment works.
 
     Args:
-        dropped: returns the current count of dropped groups by reason.
+        dropped: counts dropped groups by reason.
 
     Attributes:
         max_token_len: the trainer's longest sequence; -1: there is no limit.
         share: of the completions of recent groups, how many run at the same time.
     """
 
-    def __init__(self, env: BaseEnv[Any, Any], dropped: Callable[[], Counter[str]]) -> None:
+    def __init__(self, env: BaseEnv[Any, Any], dropped: Counter[str]) -> None:
         self.max_token_len = -1
         self.share = RunningShare()
         self._env = env
@@ -144,7 +143,7 @@ class GroupMaker:
             self.lose(reason or "failed", error if isinstance(error, UserError) else repr(error), is_logged=not reason)
             return None
         if group is None:
-            self._dropped()[NOTHING] += 1
+            self._dropped[NOTHING] += 1
             return None
         check_sampled_from_all(group, env.name)
         self.share.add([trained_tokens(mask) for mask in group.masks])
@@ -159,7 +158,7 @@ class GroupMaker:
                 fix="look for a score that returns nothing, and for columns that it misses",
             )
         if reason in (ALL_EQUAL, ALL_UNSCORED):
-            self._dropped()[reason] += 1
+            self._dropped[reason] += 1
         elif reason is not None:
             self.lose(reason, f"a group of {env.name} is not used: {reason}")
         return group if reason is None else None
@@ -170,10 +169,9 @@ class GroupMaker:
         Raises:
             EnvironmentFailed: One group after another was lost.
         """
-        dropped = self._dropped()
-        if not is_logged and not dropped[reason]:
+        if not is_logged and not self._dropped[reason]:
             log.warning("%s", trouble)
-        dropped[reason] += 1
+        self._dropped[reason] += 1
         self._lost += 1
         if self._lost >= LOST_IN_A_ROW:
             raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self._env.name, got=trouble)

@@ -5,11 +5,9 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 from environments.api import wire
@@ -19,54 +17,6 @@ from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_common.redaction import redacted
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts of sent groups, and of dropped groups by reason; `measures` are the environment's own figures."""
-
-    groups: int = 0
-    scores: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    versions: Counter[int] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    measures: dict[str, float] = field(default_factory=dict)
-
-    def add(self, group: wire.ScoredData) -> None:
-        """Count a group that was sent."""
-        self.groups += 1
-        self.scores += wire.counted_scores(group)
-        self.lengths += [trained_tokens(mask) for mask in group.masks]
-        self.versions.update(group.policy_versions or [])
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counts as metrics."""
-        metrics: dict[str, float] = {"groups_sent": self.groups, "groups_dropped": self.dropped.total()}
-        if self.scores:
-            metrics |= {"score_mean": fmean(self.scores), "completion_length_mean": fmean(self.lengths)}
-        if self.versions:
-            metrics["policy_version_oldest"] = min(self.versions)
-        metrics |= {f"groups_dropped/{reason}": count for reason, count in self.dropped.items()}
-        return metrics | self.measures
-
-    def line(self) -> str:
-        """Return the counts as text."""
-        parts = [f"{self.groups} groups sent"]
-        if self.scores:
-            parts.append(f"mean score {fmean(self.scores):.3f}, {fmean(self.lengths):.1f} tokens")
-        if self.versions:
-            oldest, newest = min(self.versions), max(self.versions)
-            parts.append(f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}")
-        parts += [f"{name} {value:.3f}" for name, value in self.measures.items()]
-        parts += [f"{count} dropped ({reason})" for reason, count in self.dropped.items()]
-        return ", ".join(parts)
-
-
-class Sink(Protocol):
-    """A destination of metrics besides the console: a file, or a run of W&B."""
-
-    def log(self, data: dict[str, Any], step: int) -> Any: ...
-    def finish(self) -> Any: ...
 
 
 class JsonlFile:
@@ -99,47 +49,75 @@ class JsonlFile:
         self._file.close()
 
 
-class JsonlSink(JsonlFile):
-    """Writes one JSON object a line: the step and the metrics."""
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        """Write one line."""
-        self.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **data}, default=float).encode())
-
-    finish = JsonlFile.close
-
-
 class Reporter:
-    """Keeps the tally of the current step and reports it when the step is over.
+    """Counts an environment's work since the trainer's last step, and reports it when the next step is there.
 
-    Args:
-        name: prefix of each metric's name in the sinks, which several environments may share.
+    Attributes:
+        name: prefix of each metric's name in the file and in W&B, which several environments may share.
+        file: one JSON object a line, the step and the metrics; None: there is none.
+        wandb: a run of W&B; None: there is none.
+        groups: groups that were sent.
+        dropped: groups that were not, by reason.
     """
 
-    def __init__(self, name: str, sinks: Sequence[Sink] = ()) -> None:
-        self.tally = Tally()
-        self._name = name
-        self._sinks = sinks
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.file: JsonlFile | None = None
+        self.wandb: Any = None
+        self.groups = 0
+        self.dropped = Counter[str]()
+        self._scores, self._lengths, self._versions = list[float](), list[int](), Counter[int]()
+
+    def add(self, group: wire.ScoredData) -> None:
+        """Count a group that was sent."""
+        self.groups += 1
+        self._scores += wire.counted_scores(group)
+        self._lengths += [trained_tokens(mask) for mask in group.masks]
+        self._versions.update(group.policy_versions or [])
+
+    def line(self, measures: dict[str, float]) -> str:
+        """Return the counts, and the environment's own figures, as text."""
+        parts = [f"{self.groups} groups sent"]
+        if self._scores:
+            parts.append(f"mean score {fmean(self._scores):.3f}, {fmean(self._lengths):.1f} tokens")
+        if self._versions:
+            oldest, newest = min(self._versions), max(self._versions)
+            parts.append(f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}")
+        parts += [f"{name} {value:.3f}" for name, value in measures.items()]
+        parts += [f"{count} dropped ({reason})" for reason, count in self.dropped.items()]
+        return ", ".join(parts)
 
     def end_step(self, step: int, measures: dict[str, float]) -> None:
-        """Report work and measures since the last call, and start a new tally."""
-        self.tally.measures = measures
-        log.info("step %d: %s", step, self.tally.line())
-        self.record(step, self.tally.metrics())
-        self.tally = Tally()
+        """Report counts and measures since the last call, and count from 0."""
+        log.info("step %d: %s", step, self.line(measures))
+        metrics: dict[str, float] = {"groups_sent": self.groups, "groups_dropped": self.dropped.total()}
+        if self._scores:
+            metrics |= {"score_mean": fmean(self._scores), "completion_length_mean": fmean(self._lengths)}
+        if self._versions:
+            metrics["policy_version_oldest"] = min(self._versions)
+        metrics |= {f"groups_dropped/{reason}": count for reason, count in self.dropped.items()}
+        self.record(step, metrics | measures)
+        self.groups = 0
+        for counts in (self.dropped, self._scores, self._lengths, self._versions):
+            counts.clear()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Pass metrics to the sinks."""
-        for sink in self._sinks:
-            sink.log({f"{self._name}/{key}": value for key, value in metrics.items()}, step=step)
+        """Write metrics to the file and to W&B."""
+        named = {f"{self.name}/{key}": value for key, value in metrics.items()}
+        if self.file is not None:
+            self.file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **named}, default=float).encode())
+        if self.wandb is not None:
+            self.wandb.log(named, step=step)
 
     def close(self) -> None:
-        """Finish the records."""
-        for sink in self._sinks:
-            sink.finish()
+        """Finish the file and W&B's run."""
+        if self.file is not None:
+            self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
-def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
+def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Any:
     """Return a W&B run in the trainer's project and group.
 
     An environment that starts again continues its run: the id is kept beside its metrics. WANDB_RUN_ID is the id of the

@@ -26,7 +26,7 @@ from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.data_record import keep
 from environments.running.groups import GroupMaker, set_up
-from environments.running.metrics import JsonlFile, JsonlSink, Reporter, Sink, open_wandb
+from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.state import FOLDER, StateFiles
 from grpo_common.trace import lane, stage
@@ -74,7 +74,7 @@ class Runner:
         self.config: BaseEnvConfig = env.config
         self.api = api
         self.reporter = Reporter(env.name)
-        self.groups = GroupMaker(env, lambda: self.reporter.tally.dropped)
+        self.groups = GroupMaker(env, self.reporter.dropped)
         path = self.config.data_path_to_save_groups
         self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
         self._registration: Registration | None = None
@@ -108,13 +108,12 @@ class Runner:
             registration = await self._register()
             if (files := self._state_files()) and registration.first_step:  # a resumed run
                 files.newest(registration.first_step, self.env.restore)
-            path, sinks = self.config.metrics_path, list[Sink]()
-            if path:
-                sinks.append(JsonlSink("--env.metrics_path", path))
+            self.reporter.name = registration.name
+            if path := self.config.metrics_path:
+                self.reporter.file = JsonlFile("--env.metrics_path", path)
             if self.config.use_wandb:
                 info = await self.api.wandb_info()
-                sinks.append(await asyncio.to_thread(open_wandb, self.config, registration.name, info))
-            self.reporter = Reporter(registration.name, sinks)
+                self.reporter.wandb = await asyncio.to_thread(open_wandb, self.config, registration.name, info)
             await self._work()
         finally:
             await self._leave()
@@ -248,7 +247,7 @@ class Runner:
                 self._tasks[task] = "posting"
                 if await self._post(group):
                     self.groups.used()
-                    self.reporter.tally.add(group)
+                    self.reporter.add(group)
                     self._posted[number] = self._in_flight[number]
         finally:
             del self._in_flight[number]
@@ -323,7 +322,7 @@ class Runner:
                 status.current_step,
                 status.queue_size,
                 len(self._in_flight),
-                self.reporter.tally.line(),
+                self.reporter.line({}),
             )
         if before is None or status.current_step == before.current_step:
             return
@@ -365,9 +364,8 @@ class Runner:
             log.warning("%d scored groups could not be posted", len(unsent))
         if self._registration is not None:
             await self._disconnect()
-        if self.reporter.tally.groups or self.reporter.tally.dropped:
-            self.reporter.tally.measures = self.env.measures.take()
-            log.info("since the last step: %s", self.reporter.tally.line())
+        if self.reporter.groups or self.reporter.dropped:
+            log.info("since the last step: %s", self.reporter.line(self.env.measures.take()))
         self.reporter.close()
         if self._file:
             self._file.close()

@@ -24,7 +24,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
 from environments.running.cli import process
 from environments.running.groups import EnvironmentFailed
-from environments.running.metrics import Reporter, open_wandb
+from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import local_api, registration, serving, trained
 
@@ -511,27 +511,14 @@ def test_groups_without_a_reward_are_dropped_and_nothing_else_ends_the_environme
     assert "None" in caught.value.got
 
 
-class Kept:
-    """A sink that keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, Any]]] = []
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        self.rows.append((step, data))
-
-    def finish(self) -> None:
-        self.rows.append((-1, {}))
-
-
-def test_metrics_are_of_one_step() -> None:
-    sink = Kept()
-    reporter = Reporter("sums_0", [sink])
-    reporter.tally.add(group((1.0, 0.0), length=2, version=3))
-    reporter.tally.add(group((1.0, 1.0), length=4, version=4))
-    reporter.tally.dropped["all scores equal"] += 2
+def test_metrics_are_of_one_step(tmp_path: Path) -> None:
+    reporter = Reporter("sums_0")
+    reporter.file = JsonlFile("--env.metrics_path", tmp_path / "metrics.jsonl")
+    reporter.add(group((1.0, 0.0), length=2, version=3))
+    reporter.add(group((1.0, 1.0), length=4, version=4))
+    reporter.dropped["all scores equal"] += 2
     # groups, mean score, mean length, oldest and newest version, groups dropped
-    assert re.findall(r"[\d.]+", reporter.tally.line()) == ["2", "0.750", "2.0", "3", "4", "2"]
+    assert re.findall(r"[\d.]+", reporter.line({})) == ["2", "0.750", "2.0", "3", "4", "2"]
     reporter.end_step(7, {})
     reporter.end_step(8, {"strict": 0.5})
     reporter.close()
@@ -544,7 +531,12 @@ def test_metrics_are_of_one_step() -> None:
         "sums_0/policy_version_oldest": 3,
     }
     second = {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0, "sums_0/strict": 0.5}
-    assert sink.rows == [(7, first), (8, second), (-1, {})]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row | figures == row) for row, figures in zip(rows, (first, second), strict=True)] == [
+        (7, True),
+        (8, True),
+    ]
+    assert not {"sums_0/score_mean"} & rows[1].keys()
 
 
 @pytest.fixture
