@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from environments.api.settings import Settings as ApiSettings
 from environments.arithmetic import ArithmeticConfig
 from environments.config import ServerConfig
 from environments.data_config import DataConfig
@@ -117,6 +118,7 @@ def known_flags() -> set[str]:
         for flag in option.opts
     }
     known |= {f"--{name}.{key}" for name, all_of in settings.items() for each in all_of for key in each.model_fields}
+    known |= {f"--{each.name.replace('_', '-').removesuffix('s')}" for each in fields(ApiSettings)}
     folders = ("grpo_common", "grpo_trainer", "vllm_server", "environments", "scripts")
     sources = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".sh")]
     known |= {"--distributed-executor-backend", "--micro", "--no-scoring"}  # vLLM's, and names that typer makes
