@@ -182,8 +182,3 @@ class BridgeConfig(SharedWeightsOptions, LoraOptions):
     def servers_may_change(self) -> bool:
         """Whether servers may leave and join during a run: each server is updated alone, and shares no memory."""
         return self.weight_bridge_mode in ("lora_only", "broadcast") and not self.shares_weights
-
-    @property
-    def keeps_master_weights(self) -> bool:
-        """Whether the optimizer keeps an fp32 copy of 16-bit weights."""
-        return self.weight_bridge_mode == "shared_vllm" and self.master_weights

@@ -48,9 +48,10 @@ SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Chosen:
-    """A sequence that is to be logged. `number` is its place among all samples of the batch."""
+    """A sequence that is to be logged."""
 
     number: int
+    """Its place among all samples of the batch."""
     group: int
     sample: Sample
     environment: int | None
@@ -69,10 +70,8 @@ class SampleLog:
     def __init__(
         self, path: Path, count: int, config: LossConfig, decode: Decode, steps_done: int = 0, *, longest: int
     ) -> None:
-        self._count, self._config, self._decode = count, config, decode
-        self._longest = longest
-        self._path = path
-        self._chosen: list[Chosen] = []
+        self._path, self._count, self._config = path, count, config
+        self._decode, self._longest, self._chosen = decode, longest, list[Chosen]()
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_steps(path, steps_done)
 
@@ -108,13 +107,8 @@ class SampleLog:
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
         return {
-            KEY: ROWS_FORMAT,
-            "step": step,
-            "version": sample.version,
-            "environment": chosen.environment,
-            "group": chosen.group,
-            "reward": sample.reward,
-            "advantage": chosen.advantage,
+            **{KEY: ROWS_FORMAT, "step": step, "version": sample.version, "environment": chosen.environment},
+            **{"group": chosen.group, "reward": sample.reward, "advantage": chosen.advantage},
             "prompt": self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
             "pieces": [text for text, _ in spans],
             "ratios": [ratios.get(place) for place in places],
@@ -142,13 +136,12 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
     order = sorted(range(len(groups)), key=lambda at: not groups[at].rewards or is_zero_variance(groups[at].rewards))
     found: list[Chosen] = []
     for at in order:
-        group = groups[at]
-        first = sum(len(before.samples) for before in groups[:at])
-        scored = [
-            Chosen(first + place, at, sample, group.environment, _advantage(sample, value))
-            for place, (sample, value) in enumerate(zip(group.samples, advantages_of(group, config), strict=True))
-            if not sample.unscored
-        ]
+        group, first, scored = groups[at], sum(len(before.samples) for before in groups[:at]), list[Chosen]()
+        for place, (sample, value) in enumerate(zip(group.samples, advantages_of(group, config), strict=True)):
+            own = sample.advantages  # the environment's, where it gave them: the mean over trained tokens
+            advantage = round(float(value if own is None or not len(own) else own.mean()), 4)
+            if not sample.unscored:
+                scored.append(Chosen(first + place, at, sample, group.environment, advantage))
         if scored:
             best = max(scored, key=lambda each: each.sample.reward)
             worst = min(scored, key=lambda each: each.sample.reward)
@@ -156,12 +149,6 @@ def choose(groups: Sequence[Group], count: int, config: LossConfig) -> list[Chos
         if len(found) >= count:
             break
     return found[:count]
-
-
-def _advantage(sample: Sample, of_group: float) -> float:
-    """The mean over trained tokens of the environment's own, where it gave them."""
-    given = sample.advantages
-    return round(float(of_group if given is None or not len(given) else given.mean()), 4)
 
 
 def whole_characters(tokens: Sequence[int], decode: Decode) -> Iterator[tuple[str, int]]:

@@ -180,17 +180,16 @@ def run_id(config: TrainConfig, steps_done: int) -> str:
     return kept
 
 
-class WandbSink:
-    """Weights & Biases; offline with WANDB_MODE=offline. A resumed run does not change steps that W&B has."""
+class RunSink:
+    """A program that logs runs. A resumed run does not change steps that it has."""
 
-    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
-        self._run = importlib.import_module("wandb").init(
-            id=os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done),
+    def __init__(self, program: str, config: TrainConfig, **more: Any) -> None:
+        self._run = importlib.import_module(program).init(
             resume="allow",
             project=config.wandb_project or DEFAULT_PROJECT,
             group=config.wandb_group,
-            dir=str(config.log_dir),
             config=public(config),
+            **more,
         )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -198,6 +197,26 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class WandbSink(RunSink):
+    """Weights & Biases; offline with WANDB_MODE=offline."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
+        own = os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done)
+        super().__init__("wandb", config, id=own, dir=str(config.log_dir))
+
+
+class TrackioSink(RunSink):
+    """trackio's database on this machine (TRACKIO_DIR, by default in Hugging Face's cache): `trackio show`."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
+        name = f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}"  # identifies the run
+        # Figures of the machine would be under keys that trackio chooses.
+        super().__init__("trackio", config, name=name, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        super().write(step, {key: value for key, value in numbers.items() if math.isfinite(value)})  # JSON has no NaN
 
 
 class TensorBoardSink:
@@ -213,29 +232,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class TrackioSink:
-    """trackio's database on this machine (TRACKIO_DIR, by default in Hugging Face's cache): `trackio show`."""
-
-    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
-        self._run = importlib.import_module("trackio").init(
-            name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # identifies the run
-            resume="allow",
-            project=config.wandb_project or DEFAULT_PROJECT,
-            group=config.wandb_group,
-            config=public(config),
-            embed=False,
-            auto_log_gpu=False,  # under keys that trackio chooses
-            auto_log_cpu=False,
-        )
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
-        self._run.log(finite, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}

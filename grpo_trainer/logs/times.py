@@ -30,26 +30,22 @@ the rest overlapped with a step."""
 def time_split(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds over all steps of a metrics.jsonl: by phase, with "other" for the rest, and of threads meanwhile."""
     rows = read_rows(path)
-
-    def seconds(key: str) -> float:
-        return sum(row.get(key) or 0.0 for row in rows)
-
-    split = {name: seconds(key) for name, key in PHASES.items()}
-    meanwhile = {name: seconds(key) for name, key in MEANWHILE.items()}
-    return {**split, "other": max(0.0, seconds("train/seconds") - sum(split.values()))}, meanwhile
+    seconds = {
+        name: sum(row.get(key) or 0.0 for row in rows)
+        for name, key in (*PHASES.items(), *MEANWHILE.items(), ("other", "train/seconds"))
+    }
+    split = {name: seconds[name] for name in PHASES}
+    other = max(0.0, seconds["other"] - sum(split.values()))
+    return {**split, "other": other}, {name: seconds[name] for name in MEANWHILE}
 
 
 def print_time_split(path: Path, console: Console) -> None:
     """A table of seconds and shares, and below it what went on meanwhile."""
     split, meanwhile = time_split(path)
     total = sum(split.values()) or 1.0
-    table = Table(title="where the time went")
-    table.add_column("phase")
+    table = Table("phase", title="where the time went")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    for name, seconds in split.items():
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
-    table.add_section()
-    for name, seconds in meanwhile.items():
-        table.add_row(f"meanwhile: {name}", f"{seconds:.1f}", f"{seconds / total:.0%}")
+    for name, seconds in [*split.items(), *((f"meanwhile: {name}", each) for name, each in meanwhile.items())]:
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}", end_section=name == "other")
     console.print(table)

@@ -192,9 +192,7 @@ class Outcome:
         is_clear = abs(rise) > 2 * math.sqrt((self.first_spread**2 + self.last_spread**2) / self.steps)
         if is_clear and rise < 0:
             return "it got worse"
-        if self.harm is not None:
-            return "not healthy"
-        return "it learnt" if is_clear else "no clear change"
+        return "not healthy" if self.harm is not None else "it learnt" if is_clear else "no clear change"
 
     def __str__(self) -> str:
         harm = f", {self.harm.short}" if self.verdict == "not healthy" and self.harm else ""

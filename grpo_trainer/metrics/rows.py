@@ -52,52 +52,39 @@ def a_sample(row: Row) -> Row | None:
     numbers = all(is_number(row.get(key)) for key in ("group", "cut", "reward", "advantage"))
     numbers &= row["version"] is None or is_number(row["version"])
     is_named = row["environment"] is None or isinstance(row["environment"], int)
-    pieces, ratios, trained = (row.get(key) for key in ("pieces", "ratios", "trained"))
+    lists = [row.get(key) for key in ("pieces", "ratios", "trained")]
     if not (numbers and is_named and isinstance(row.get("prompt"), str)):
         return None
-    if not (isinstance(pieces, list) and isinstance(ratios, list) and isinstance(trained, list)):
+    if not all(isinstance(each, list) for each in lists) or len({len(each or ()) for each in lists}) > 1:
         return None
-    each = [*zip(pieces, ratios, trained, strict=False)]
-    is_whole = len(each) == len(pieces) == len(ratios) == len(trained)
-    is_right = all(isinstance(piece, str) and (ratio is None or is_number(ratio)) for piece, ratio, _ in each)
-    return row if is_whole and is_right else None
+    pieces, ratios, _ = lists
+    is_right = all(isinstance(piece, str) for piece in pieces or ())
+    return row if is_right and all(ratio is None or is_number(ratio) for ratio in ratios or ()) else None
 
 
 def read_file(path: Path, check: Check = figures) -> Rows:
     """Return a file's rows, without an incomplete last line of a running or killed writer; none if there is no file.
 
     Raises:
-        FormatError: a newer version wrote one of them.
+        FormatError: a newer version wrote one of them. All that read rows raise it.
     """
     return read_lines(path, path.read_bytes(), check) if path.exists() else Rows([])
 
 
-def read_lines(path: Path, content: bytes, check: Check = figures) -> Rows:
-    """Return the rows in a part of a file that begins with a line.
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file of metrics; none if nothing has written the file yet."""
+    return read_file(path).rows
 
-    Raises:
-        FormatError: a newer version wrote one of them.
-    """
+
+def read_lines(path: Path, content: bytes, check: Check = figures) -> Rows:
+    """Return the rows in a part of a file that begins with a line."""
     rows = [parse_row(path, line, check) for line in _lines(content)[:-1]]
     found = [row for row in rows if row is not None]
     return Rows(found, len(rows) - len(found))
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file of metrics; none if nothing has written the file yet.
-
-    Raises:
-        FormatError: a newer version wrote one of them.
-    """
-    return read_file(path).rows
-
-
 def last_rows(path: Path) -> Rows:
-    """Return the last rows of a file, `ENDS` or more where it has them; none if there is no file.
-
-    Raises:
-        FormatError: a newer version wrote one of them.
-    """
+    """Return the last rows of a file, `ENDS` or more where it has them; none if there is no file."""
     if not path.is_file():
         return Rows([])
     with path.open("rb") as file:
@@ -108,11 +95,7 @@ def last_rows(path: Path) -> Rows:
 
 
 def parse_row(path: Path, line: bytes, check: Check = figures) -> Row | None:
-    """Return a row of the file; None: the line is none.
-
-    Raises:
-        FormatError: a newer version wrote it.
-    """
+    """Return a row of the file; None: the line is none."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
         if isinstance(row, dict):

@@ -65,14 +65,11 @@ class EffectiveShare(_Totals):
 
     It is 1 if all weights are equal, and 1 / count if one outweighs all others (Kong 1992; Owen, Monte Carlo theory,
     methods and examples, section 9.3).
-
-    Attributes:
-        total, squares: sums of the weights, and of their squares.
-        count: number of weights.
     """
 
     total: SupportsFloat
     squares: SupportsFloat
+    """Sum of the weights' squares."""
     count: SupportsFloat
 
     def value(self) -> float:
