@@ -83,11 +83,10 @@ class RunConsole:
     def __enter__(self) -> RunConsole:
         if self._is_live:
             self._live.start(refresh=True)
-            handlers = logging.getLogger().handlers if sys.stderr.isatty() else ()
-            streams = [each for each in handlers if isinstance(each, logging.StreamHandler)]
-            self._handlers = [each for each in streams if each.stream is sys.stderr]
-            for handler in self._handlers:
-                handler.setStream(_LogStream(self.say))
+            for handler in logging.getLogger().handlers if sys.stderr.isatty() else ():
+                if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                    self._handlers.append(handler)
+                    handler.setStream(_LogStream(self.say))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,9 +143,8 @@ class RunConsole:
         learnt = "grpo/mean_ratio" in numbers
         if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
             self._explained = True
-            self.say(
-                "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)", style="dim"
-            )
+            text = "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)"
+            self.say(text, style="dim")
 
     def _render(self) -> Table:
         """Return the live line; the thread that refreshes it calls this."""
@@ -207,17 +205,16 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
     Args:
         left: seconds that the run still takes, if they are known.
     """
-    served = "publish/served_version" if "publish/served_version" in numbers else "publish/version"
 
-    def part(form: str, key: str) -> str:
-        return form.format(numbers[key]) if key in numbers else ""
+    def part(form: str, *keys: str) -> str:
+        return next((form.format(numbers[key]) for key in keys if key in numbers), "")
 
     learnt = [part("loss {:+.4f}", "train/loss"), part("ratio {:.3f}", "grpo/mean_ratio")]
-    seconds = [
+    seconds = (
         part("wait {:.2f}", "train/data_fetch_time"),
         part("step {:.2f}", "train/step_time"),
         part("publish {:.3f} s", "train/sync_time"),
-    ]
+    )
     parts = [
         f"Step {step:>{len(str(total))}}/{total}",
         part("reward {:.3f}", "reward/mean"),
@@ -226,7 +223,7 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
         part("zero-var {:.0%}", "batch/zero_variance_share"),
         part("{:,.0f} tok/s", "train/tokens_per_second"),
         " ".join(filter(None, seconds)),
-        part("v{:.0f}", served),  # older than what was published, where restarts are far between
+        part("v{:.0f}", "publish/served_version", "publish/version"),  # restarts serve older ones than were published
         f"{duration(left)} left" if left else "",
         f"OUT OF RANGE: {', '.join(unusual)}" if (unusual := flagged(numbers)) else "",
     ]

@@ -75,8 +75,7 @@ def summary(run: Run) -> dict[str, Any]:
     """Return the figures that say how a run goes; None where nothing was measured.
 
     `verdict` is None for a run of too few steps. `unhealthy` has a row for each figure that left its usual range, in
-    the order in which they did; `evaluations` each environment's main figure: the one with a confidence interval, or
-    its first; `last` the last value of each figure.
+    the order in which they did; `last` has the last value of each figure.
     """
     found = outcome(run.rows)
     rewards, speeds = run.numbers("reward/mean"), run.numbers("train/tokens_per_second")
@@ -103,7 +102,7 @@ def summary(run: Run) -> dict[str, Any]:
             "last": statistics.fmean(rewards[-ENDS:]) if rewards else None,
             **_best(run, "reward/mean"),
         },
-        "evaluations": {key.removeprefix("eval/"): _evaluation(run, key) for key in _main_evaluations(run)},
+        "evaluations": _evaluations(run),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "seconds": sum(run.numbers("train/seconds")),
         "version": None if published is None else int(published),
@@ -112,18 +111,19 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _main_evaluations(run: Run) -> list[str]:
+def _evaluations(run: Run) -> dict[str, dict[str, Any]]:
+    """Each environment's main figure: the one with a confidence interval, or its first."""
     own: dict[str, list[str]] = {}
     for key in sorted(key for key in run.series if key.startswith("eval/") and run.numbers(key)):
         if not key.endswith(("_low", "_high", "/samples")):
             own.setdefault(key.split("/")[1], []).append(key)
-    return [next((key for key in keys if f"{key}_low" in run.series), keys[0]) for keys in own.values()]
-
-
-def _evaluation(run: Run, key: str) -> dict[str, Any]:
-    pairs = zip(run.series[key].values, run.series[key].steps, strict=True)
-    last, step = [(value, step) for value, step in pairs if value is not None][-1]
-    return {"last": last, "step": step, **_best(run, key)}
+    found: dict[str, dict[str, Any]] = {}
+    for keys in own.values():
+        key = next((key for key in keys if f"{key}_low" in run.series), keys[0])
+        pairs = zip(run.series[key].values, run.series[key].steps, strict=True)
+        last, step = [(value, step) for value, step in pairs if value is not None][-1]
+        found[key.removeprefix("eval/")] = {"last": last, "step": step, **_best(run, key)}
+    return found
 
 
 def _best(run: Run, key: str) -> dict[str, float | None]:

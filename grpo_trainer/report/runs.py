@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,24 +30,21 @@ MODEL_WIDTH = 26
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as one line.
-
-    Attributes:
-        total_steps: what it set out to do; None: not known.
-        reward: mean of the last five steps; None: no step has one.
-        state: running, done (all steps are taken) or stopped; unknown: another user's, which may be running; damaged:
-            its options or some of its last rows cannot be read; newer: a newer version of this program wrote it.
-        changed: when its last step was written, Unix seconds.
-    """
+    """A run as one line."""
 
     folder: str
     mode: str | None
     model: str | None
     steps: int
     total_steps: int | None
+    """What it set out to do; None: not known."""
     reward: float | None
+    """Mean of the last five steps; None: no step has one."""
     state: str
+    """running, done (all steps are taken) or stopped; unknown: another user's, which may be running; damaged: its
+    options or some of its last rows cannot be read; newer: a newer version of this program wrote it."""
     changed: float
+    """When its last step was written, Unix seconds."""
 
 
 def list_runs(folder: Path) -> list[Listed]:
@@ -70,28 +68,27 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _listed(folder: Path) -> Listed:
+    settings: dict[str, Any] = {}
+    checkpoints, is_damaged = folder / "checkpoints", False
     try:
-        settings, is_damaged = read_settings(folder), False
+        settings = read_settings(folder)
     except (ValueError, RecursionError):
-        settings, is_damaged = {}, True
+        is_damaged = True
     try:
         rows, unreadable = last_rows(folder / METRICS_FILE)
-        last = final_step(folder / "checkpoints")
+        last = final_step(checkpoints)
     except FormatError:
         return Listed(str(folder), None, None, 0, None, None, "newer", folder.stat().st_mtime)
     steps = rows[-1]["step"] if rows else 0
     mode, model, total = (settings.get(key) for key in ("weight_bridge_mode", "model_name", "training_steps"))
     total = total if isinstance(total, int) else None
     rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
-    checkpoints = folder / "checkpoints"
     done = is_done(steps, total, last)
     try:
         running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
         state = "running" if running else "done" if done else "stopped"
     except PermissionError:
         state = "done" if done else "unknown"
-    state = "damaged" if (is_damaged or unreadable) and state != "running" else state
-    newest = folder / METRICS_FILE if rows else folder
     return Listed(
         folder=str(folder),
         mode=str(mode or "none") if settings else None,
@@ -99,18 +96,13 @@ def _listed(folder: Path) -> Listed:
         steps=steps,
         total_steps=total,
         reward=round(statistics.fmean(rewards), 4) if rewards else None,
-        state=state,
-        changed=newest.stat().st_mtime,
+        state="damaged" if (is_damaged or unreadable) and state != "running" else state,
+        changed=(folder / METRICS_FILE if rows else folder).stat().st_mtime,
     )
 
 
 def as_json(runs: Sequence[Listed]) -> str:
     return json.dumps([asdict(run) for run in runs], indent=1)
-
-
-def _short(model: str) -> str:
-    """A model's name or path; of a long one the last part."""
-    return model if len(model) <= MODEL_WIDTH else f"…/{Path(model).name}"
 
 
 def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
@@ -120,9 +112,9 @@ def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
         justify = "right" if name in ("steps", "reward") else "left"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name != "model")
     for run in runs:
+        model = run.model or "–"
+        model = model if len(model) <= MODEL_WIDTH else f"…/{Path(model).name}"
         steps = f"{run.steps}/{run.total_steps}" if run.total_steps else str(run.steps)
         reward = "–" if run.reward is None else f"{run.reward:.3f}"
-        table.add_row(
-            os.path.relpath(run.folder, folder), run.mode or "–", _short(run.model or "–"), steps, reward, run.state
-        )
+        table.add_row(os.path.relpath(run.folder, folder), run.mode or "–", model, steps, reward, run.state)
     console.print(table if runs else f"no run in {folder}", markup=False, highlight=False)

@@ -92,6 +92,20 @@ WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     (of_file, {"server": {"port": 9}, "trainer": {"server": {"port": 8}}}, "--server.port", "leave one out"),
     (of_flags, {"vllm_dtype": "float16", "server.dtype": "bfloat16"}, "--server.dtype", "leave one out"),
     (of_flags, {**LORA, "lora_r": "8", "lora_rank": "16"}, "--lora-rank", "one"),
+    # what other programs call ours, or what is like nothing
+    *(
+        (of_words, f"run --model m {word} 1", word, helps)
+        for word, helps in {
+            **{"--port": "did you mean --api.port or --server.port?", "--max-steps": "--training-steps?"},
+            **{
+                "--output-dir": "--run-dir?",
+                "--sever.port": "--server.port?",
+                "--num-iterations": "--updates-per-batch?",
+            },
+            **dict.fromkeys(("--iterations-per-step", "--sync-ref-model", "--bf16", "--length"), "--help lists them"),
+        }.items()
+    ),
+    *((of_file, {"trainer": {name: 8}}, name, "--env.") for name in ("group_size", "num_generation", "temprature")),
     # an option of another mode
     (of_train, {"lora_r": 8}, "--lora-r", "--weight-bridge-mode lora_only, lora_restart"),
     (of_train, {**LORA, "train_layer_indices": "1"}, "--train-layer-indices", "--weight-bridge-mode none, shared_vllm"),
@@ -415,18 +429,23 @@ def rows_of(lines: Sequence[str]) -> set[str]:
     return {flag for row in rows if row for flag in row[1].split(", ")}
 
 
-def test_flags_of_every_kind_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_every_kind_and_of_other_programs_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[Any] = []
     monkeypatch.setattr("grpo_trainer.run.run", lambda config, _: configs.append(config))
     of_words(
         "run --model m --no-proof --benchmark --no-gradient-checkpointing --lora_rank=8 --server.extra-args --seed,7 "
-        "--api.port 0 --no-try --num-generations 16 --env.seed=2 --reward-funcs math --dataset rows.jsonl"
+        "--api.port 0 --no-try --learning_rate=3e-4 --beta 0.04 --eval_steps 5 --prompts_per_step 5 --log_kl "
+        "--server.max_model_len 99 --num-generations 4 --temperature=0.7 --max-completion-length 64 "
+        "--mask_truncated_completions=true --env.seed=2 --reward_funcs math --dataset_name=rows.jsonl"
     )
     (config,) = configs
     trainer, (environment,) = config.trainer, config.environments
     assert (trainer.proof, trainer.benchmark, trainer.gradient_checkpointing) == (False, True, False)
-    assert trainer.lora_r == 8 and config.server.extra_args == ("--seed", "7") and config.api.port == 0
-    assert not config.options.try_environments and environment.env == {"group_size": "16", "seed": "2"}
+    assert (trainer.lora_r, trainer.lr, trainer.kl_beta, trainer.eval_every, trainer.log_kl) == (8, 3e-4, 0.04, 5, True)
+    assert (config.server.extra_args, config.server.max_model_len) == (("--seed", "7"), 99) and config.api.port == 0
+    assert not config.options.try_environments and config.options.prompts_per_step == 5
+    answers = {"group_size": "4", "temperature": "0.7", "max_tokens": "64", "mask_truncated": "true"}
+    assert environment.env == {**answers, "seed": "2"}
     assert (environment.rewards, environment.data) == (("math",), {"path": "rows.jsonl"})
 
 

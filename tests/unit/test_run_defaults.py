@@ -1,4 +1,4 @@
-"""What `grpo run` chooses where nothing is said, the names that it takes, and its start."""
+"""What `grpo run` chooses where nothing is said, and what its start says."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from grpo_trainer.bench.models import SHAPES
-from grpo_trainer.cli import app
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
@@ -41,15 +39,6 @@ def made(
     flags: dict[str, Any] | None = None, file: dict[str, Any] | None = None, words: tuple[str, ...] = ()
 ) -> RunConfig:
     return build_run(file or {}, {"model_name": "m", **(flags or {})}, words)
-
-
-def parsed(*words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> RunConfig:
-    """What `grpo run` would run."""
-    found: list[RunConfig] = []
-    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: found.append(config))
-    monkeypatch.chdir(folder)
-    CliRunner().invoke(app, ["run", "--model", "m", *words], catch_exceptions=False)
-    return found[0]
 
 
 # bridge -----------------------------------------------------------------------------------------------------
@@ -210,69 +199,6 @@ def test_the_start_says_what_is_trained() -> None:
     assert all(part in rows for part in ("dataset", "rows.jsonl", "r.py:f", "r.py:g=0.5"))
     older = described(made({"batch_size": 4, "weight_bridge_mode": "none"}), CPU, None)
     assert "all weights" in older and "128 answers" in older
-
-
-# names ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "path", "value"),
-    [
-        (["--learning-rate", "3e-4"], "trainer.lr", 3e-4),
-        (["--learning_rate=3e-4"], "trainer.lr", 3e-4),
-        (["--beta", "0.04"], "trainer.kl_beta", 0.04),
-        (["--eval-steps", "5"], "trainer.eval_every", 5),
-        (["--eval_steps", "5"], "trainer.eval_every", 5),
-        (["--prompts_per_step", "5"], "options.prompts_per_step", 5),
-        (["--server.max_model_len", "99"], "server.max_model_len", 99),
-        (["--log_kl"], "trainer.log_kl", True),
-        (["--num-generations", "4"], "env.group_size", "4"),
-        (["--num_generations=4"], "env.group_size", "4"),
-        (["--group-size", "4"], "env.group_size", "4"),
-        (["--env.group-size", "4"], "env.group_size", "4"),
-        (["--temperature", "0.7"], "env.temperature", "0.7"),
-        (["--max-completion-length", "99"], "env.max_tokens", "99"),
-        (["--mask_truncated_completions=true"], "env.mask_truncated", "true"),
-        (["--dataset", "d.jsonl", "--reward-funcs", "exact_match"], "data.path", "d.jsonl"),
-        (["--dataset_name=d.jsonl", "--reward_funcs", "r.py:f"], "rewards", ("r.py:f",)),
-    ],
-)
-def test_names_that_people_bring_are_accepted(
-    words: list[str], path: str, value: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found: Any = parsed(*words, monkeypatch=monkeypatch, folder=tmp_path)
-    if path.split(".")[0] in ("env", "data", "rewards"):
-        found = found.environments[0].model_dump()
-    for name in path.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    assert found == value
-
-
-@pytest.mark.parametrize(
-    ("word", "fix"),
-    [
-        ("--port", "did you mean --api.port or --server.port?"),
-        ("--max-steps", "did you mean --training-steps?"),
-        ("--output-dir", "did you mean --run-dir?"),
-        ("--sever.port", "did you mean --server.port?"),
-        ("--num-iterations", "did you mean --updates-per-batch?"),
-        ("--iterations-per-step", "--help lists them"),
-        ("--sync-ref-model", "--help lists them"),
-        ("--bf16", "--help lists them"),
-        ("--length", "--help lists them"),
-    ],
-)
-def test_what_is_not_known_gets_the_right_hint_or_none(word: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        made(words=(word, "1"))
-    assert (error.value.field, error.value.fix) == (word, fix)
-
-
-@pytest.mark.parametrize("name", ["group_size", "num_generation", "max_completion_length", "temperature", "temprature"])
-def test_an_environments_option_in_the_trainers_table_is_named(name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        made(file={"trainer": {name: 8}})
-    assert error.value.field == name and "--env." in error.value.fix
 
 
 # the size of the server's key-value cache, where the memory plan is to fix it -------------------------------
