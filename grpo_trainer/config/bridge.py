@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import field_validator
 
-from grpo_trainer.config.options import Section, option
-from grpo_trainer.config.values import Ranges, parse_ranges
+from grpo_common.errors import Problem
+from grpo_trainer.config.options import Ranges, Section, format_ranges, option, parse_ranges
 from grpo_trainer.errors import ConfigError
-from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, Staging, Transport, WeightTransport
+from vllm_server.protocol import (
+    DEFAULT_LORA_NAME,
+    LEGAL_LORA_RANKS,
+    InFlight,
+    Staging,
+    Transport,
+    WeightTransport,
+    servable_rank,
+)
+from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol.flat import decode_header, read_header
 
 log = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+ADAPTER_FLAG = "--lora-adapter"
 
 SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -32,29 +50,17 @@ MODES = MappingProxyType(
 """What each mode stands for."""
 ADAPTER_MODES = ("lora_only", "lora_restart")
 ALL_WEIGHTS_MODES = ("none", "shared_vllm", "broadcast")
-MODE_OF = MappingProxyType(
+MODE_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "vllm_restart_interval": ("none", "lora_restart"),
-        "train_layer_indices": ALL_WEIGHTS_MODES,
-        "broadcast_transport": ("broadcast",),
-        "broadcast_staging": ("broadcast",),
-        "broadcast_root": ("broadcast",),
+        **dict.fromkeys(("lora_r", "lora_alpha", "lora_rslora", "lora_dropout", "lora_target_modules"), ADAPTER_MODES),
+        **dict.fromkeys(("lora_layer_indices", "lora_adapter", "lora_name"), ADAPTER_MODES),
+        **dict.fromkeys(("share_base", "lora_keep_versions", "lora_transport", "lora_root"), ("lora_only",)),
+        **dict.fromkeys(("broadcast_transport", "broadcast_staging", "broadcast_root"), ("broadcast",)),
+        **dict.fromkeys(("single_copy", "master_weights"), ("shared_vllm",)),
         "in_flight": ("shared_vllm", "broadcast"),
         "vllm_config_path": ("shared_vllm", "lora_only"),
-        "single_copy": ("shared_vllm",),
-        "master_weights": ("shared_vllm",),
-        "lora_r": ADAPTER_MODES,
-        "lora_alpha": ADAPTER_MODES,
-        "lora_rslora": ADAPTER_MODES,
-        "lora_dropout": ADAPTER_MODES,
-        "lora_target_modules": ADAPTER_MODES,
-        "lora_layer_indices": ADAPTER_MODES,
-        "lora_adapter": ADAPTER_MODES,
-        "lora_name": ADAPTER_MODES,
-        "share_base": ("lora_only",),
-        "lora_keep_versions": ("lora_only",),
-        "lora_transport": ("lora_only",),
-        "lora_root": ("lora_only",),
+        "vllm_restart_interval": ("none", "lora_restart"),
+        "train_layer_indices": ALL_WEIGHTS_MODES,
     }
 )
 """The modes of each option that not every mode has. In another mode the option is refused, and its value means
@@ -182,3 +188,107 @@ class BridgeConfig(SharedWeightsOptions, LoraOptions):
     def servers_may_change(self) -> bool:
         """Whether servers may leave and join during a run: each server is updated alone, and shares no memory."""
         return self.weight_bridge_mode in ("lora_only", "broadcast") and not self.shares_weights
+
+
+# An adapter to start from: a PEFT checkpoint, read without torch, so that a wrong one is refused early -----------
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A servable LoRA checkpoint."""
+
+    path: Path
+    r: int
+    alpha: float
+    rslora: bool
+    """The scale is alpha / r, or alpha / sqrt(r) with rslora."""
+    modules: tuple[str, ...]
+    """Names of the adapted modules within the base model."""
+    layers: tuple[int, ...] | None
+    """Numbers of the layers that it is restricted to; None: no restriction."""
+    base_model: str | None
+    """What it says it was trained on."""
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Last parts of the modules' names, sorted."""
+        return tuple(sorted({module.rpartition(".")[2] for module in self.modules}))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that it decides, by their names."""
+        return {
+            "lora_r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_rslora": self.rslora,
+            "lora_target_modules": list(self.target_modules),
+            "lora_layer_indices": None if self.layers is None else format_ranges(self.layers),
+        }
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """Read the checkpoint in a folder.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or vLLM could not serve it; the message names every reason.
+    """
+    config = _read_config(path)
+    where, why = f"{ADAPTER_FLAG} {path}", "vLLM can't serve it"
+    if refused := refusals(config, LEGAL_LORA_RANKS[-1]):
+        raise ConfigError.of([Problem(f"{where}: {r.field}", r.got, r.wanted, r.fix, why) for r in refused])
+    if config["r"] not in LEGAL_LORA_RANKS:
+        fix = f"train one of rank {servable_rank(config['r'])}"
+        raise ConfigError(why, field=f"{where}: r", got=config["r"], wanted=f"one of {SERVED_RANKS}", fix=fix)
+    names = (tensor.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for tensor in _tensor_names(path))
+    modules = tuple(sorted({*names}))
+    layers = sorted({int(found[1]) for module in modules if (found := re.search(r"\.(\d+)\.", module))})
+    restricted = config.get("layers_to_transform") is not None or layers != list(range(len(layers)))
+    return AdapterFile(
+        path=path,
+        r=config["r"],
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        modules=modules,
+        layers=tuple(layers) if restricted else None,
+        base_model=config.get("base_model_name_or_path"),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError):
+        wanted = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        raise ConfigError("no adapter there", field=ADAPTER_FLAG, got=path, wanted=wanted) from None
+    except ValueError as error:
+        raise _damaged(path / CONFIG_FILE, f"no JSON ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
+        raise _damaged(path / CONFIG_FILE, "another file than PEFT's")
+    return {"lora_alpha": 8, **config}  # PEFT's own default
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors in the weights' file; only its header is read."""
+    file = path / WEIGHTS_FILE
+    try:
+        with file.open("rb") as stream:
+            names = [span.name for span in decode_header(read_header(stream)).spans]
+    except FileNotFoundError:
+        fix = "save it by save_pretrained(folder, safe_serialization=True)"
+        wanted = f"{CONFIG_FILE} and {WEIGHTS_FILE}"
+        raise ConfigError(field=f"{ADAPTER_FLAG} {path}", got=f"no {WEIGHTS_FILE}", wanted=wanted, fix=fix) from None
+    except ValueError as error:
+        raise _damaged(file, f"a damaged file ({error})") from None
+    if strange := [name for name in names if not re.search(r"\.lora_[AB]\.weight$", name)]:
+        why = "vLLM serves adapters on embeddings for some architectures only"
+        wanted = "only lora_A and lora_B of linear modules"
+        raise ConfigError(why, field=f"{ADAPTER_FLAG} {path}", got=strange[0], wanted=wanted)
+    if not names:
+        raise _damaged(file, "no tensors")
+    return names
+
+
+def _damaged(file: Path, got: str) -> ConfigError:
+    return ConfigError(
+        field=f"{ADAPTER_FLAG} {file}", got=got, wanted="a file of PEFT's", fix="save it by save_pretrained()"
+    )

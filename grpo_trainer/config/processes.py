@@ -19,10 +19,9 @@ from environments.running.settings_check import BUILT_IN
 from grpo_common.errors import Problem, collected
 from grpo_common.roster import FOLDER
 from grpo_common.suggest import OF_FILES, nearest
-from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.options import LARGEST_PORT, Arguments, Section, option
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.config.values import LARGEST_PORT, Arguments
 from grpo_trainer.errors import ConfigError
 
 RUNS = Path("runs")

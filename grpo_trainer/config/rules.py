@@ -18,13 +18,12 @@ from environments.running.settings_check import BUILT_IN, group_size
 from grpo_common.errors import Problem
 from grpo_common.http import address
 from grpo_common.sharing import unreceivable, unshareable
-from grpo_trainer.config.adapter_file import read_adapter
+from grpo_trainer.config.bridge import read_adapter
 from grpo_trainer.config.loss import LOSSES
-from grpo_trainer.config.options import key_of, shown
+from grpo_trainer.config.options import LARGEST_PORT, key_of, shown
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import DEGREES, SHORT, arguments
 from grpo_trainer.config.train import TrainConfig, usual_rates
-from grpo_trainer.config.values import LARGEST_PORT
 from grpo_trainer.errors import ConfigError
 
 SET_BY_THE_RUN = MappingProxyType(

@@ -41,7 +41,7 @@ from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
 from grpo_common.suggest import nearest
 from grpo_trainer.config.bridge import ADAPTER_MODES
-from grpo_trainer.config.options import Given, Layer, Section, dump, make, merged, options_of, read, shown
+from grpo_trainer.config.options import Given, Layer, Section, at_home, dump, make, merged, options_of, read, shown
 from grpo_trainer.config.processes import (
     PROMPTS,
     ApiProcess,
@@ -55,7 +55,6 @@ from grpo_trainer.config.processes import (
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, holds_run, read_stored
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.config.values import at_home
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 from pydantic import field_validator
 
 from grpo_common.http import address
-from grpo_trainer.config.options import Section, key_of, option
-from grpo_trainer.config.values import COMMA_SEPARATED, LARGEST_PORT, Arguments, from_variable
+from grpo_trainer.config.options import COMMA_SEPARATED, LARGEST_PORT, Arguments, Section, from_variable, key_of, option
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 

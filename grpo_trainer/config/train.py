@@ -15,12 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import ADAPTER_MODES, MODE_OF, BridgeConfig
+from grpo_trainer.config.bridge import ADAPTER_MODES, MODE_OF, BridgeConfig, read_adapter
 from grpo_trainer.config.loss import LossConfig
-from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.options import COMMA_SEPARATED, Section, at_home, from_variable, option
 from grpo_trainer.config.server import Server
-from grpo_trainer.config.values import COMMA_SEPARATED, at_home, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 

@@ -11,7 +11,7 @@ from collections.abc import Container
 
 from grpo_common.errors import Problem
 from grpo_common.ports import port_holder, try_to_bind
-from grpo_trainer.config.values import LARGEST_PORT
+from grpo_trainer.config.options import LARGEST_PORT
 from grpo_trainer.errors import PortBusyError
 
 FREE_PORTS = range(20_000, 30_000)

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo_common.models import from_anywhere
-from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
-from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.config.bridge import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, BridgeConfig, read_adapter
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
 from grpo_trainer.model.export import PEFT_PREFIX

@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_trainer.config.adapter_file import read_adapter
+from grpo_trainer.config.bridge import read_adapter
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.lora import adapter_weights, decoder_layers

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_common.model_files import TOKENIZER_CONFIG_FILE, make_readable
 from grpo_common.models import from_anywhere
-from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
+from grpo_trainer.config.bridge import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.check import read_config

@@ -23,7 +23,7 @@ from environments.peers.inference import Completion, Inference, Sampling
 from environments.scoring import settled
 from environments.tokenizers import load_tokenizer
 from environments.word_problems import WordProblemsEnv
-from grpo_trainer.config.adapter_file import CONFIG_FILE
+from grpo_trainer.config.bridge import CONFIG_FILE
 
 ENVIRONMENTS: dict[str, type[BaseEnv[Any, Any]]] = {"gsm8k": Gsm8kEnv, "word_problems": WordProblemsEnv}
 ROWS = {"cuda": 512, "cpu": 64}

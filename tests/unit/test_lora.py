@@ -14,8 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.config.bridge import BridgeConfig, read_adapter
 from grpo_trainer.config.options import build, dump
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError

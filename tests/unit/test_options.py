@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 from environments.running.settings_check import BUILT_IN
 from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import build, dump, make, merged, options_of, read
+from grpo_trainer.config.options import build, dump, format_ranges, make, merged, options_of, parse_ranges, read
 from grpo_trainer.config.processes import RunSection
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
-from grpo_trainer.config.values import format_ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
 
