@@ -29,7 +29,7 @@ from environments.config import BaseEnvConfig, ConfigError
 from environments.dataset.data import read_source
 from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
-from environments.maths.judge import MathJudge, Verdict
+from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
 from environments.running.evaluation import with_interval
 from environments.trajectory import Message
@@ -131,22 +131,6 @@ def too_long(tokens: int, room: int, free: float) -> float:
     return 1.0 if tokens >= room else (tokens - start) / (room - start)
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A completion and its judgement.
-
-    Attributes:
-        verdict: The judge's; strict only if the answer ended before its limit.
-        formed: The answer is one number in the form that was asked for, right or wrong.
-        ended: The answer ended before its limit.
-    """
-
-    completion: Completion
-    verdict: Verdict
-    formed: bool
-    ended: bool
-
-
 class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     """GSM8K: word problems whose answer is a number."""
 
@@ -191,28 +175,30 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     async def score_group(self, item: Question, completions: Sequence[Completion]) -> list[float]:
         """Return 1 for a right answer, plus the format's reward and minus the length's penalty."""
         judged = await asyncio.gather(*(self._judge(item, completion) for completion in completions))
-        scores = [self._score(one) for one in judged]
-        for one, score in zip(judged, scores, strict=True):
-            figures = {"strict": one.verdict.strict, "lenient": one.verdict.lenient, "formed": one.formed}
-            figures |= {"ended": one.ended, "unjudged": not one.verdict.judged, "score": score}
+        for figures in judged:
             for name, value in figures.items():
                 self.measures.add(name, value)
-        return scores
+        return [figures["score"] for figures in judged]
 
-    async def _judge(self, item: Question, completion: Completion) -> Judged:
+    async def _judge(self, item: Question, completion: Completion) -> dict[str, float]:
+        """Return an answer's figures. Only one that ended before its limit is strictly right, or formed: one number in
+        the form that was asked for, right or wrong."""
         assert self.judge is not None, "set up"
-        answer, form = self.answer_of(completion), self.config.answer_form
-        found = await self.judge.judge(item.gold, answer, form)
-        ended, final = completion.finish_reason != "length", in_the_asked_form(answer, form)
-        formed = ended and final is not None and read_number(final) is not None
-        return Judged(completion, replace(found, strict=found.strict and ended), formed, ended)
-
-    def _score(self, judged: Judged) -> float:
-        config, completion = self.config, judged.completion
-        right = judged.verdict.strict if config.reward == "strict" else judged.verdict.lenient
+        config, answer = self.config, self.answer_of(completion)
+        verdict = await self.judge.judge(item.gold, answer, config.answer_form)
+        ended, final = completion.finish_reason != "length", in_the_asked_form(answer, config.answer_form)
+        strict, formed = verdict.strict and ended, ended and final is not None and read_number(final) is not None
         room = self.sampling(config.max_token_length - len(completion.prompt_token_ids)).max_tokens
         excess = too_long(len(completion.token_ids), room, config.length_free)
-        return right + config.format_reward * judged.formed - config.length_penalty * excess
+        right = strict if config.reward == "strict" else verdict.lenient
+        return {
+            "strict": strict,
+            "lenient": verdict.lenient,
+            "formed": formed,
+            "ended": ended,
+            "unjudged": not verdict.judged,
+            "score": right + config.format_reward * formed - config.length_penalty * excess,
+        }
 
     async def evaluate(self) -> dict[str, float]:
         """Return the share of right answers to test questions, with its 95 % confidence interval.
@@ -222,23 +208,24 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         if not self._test:
             self._test = await asyncio.to_thread(self._questions, "test")
         asked, failed = await self.examine_each(self._test[: self.config.eval_questions], self._examine)
-        judged = [one for answers in asked for one in answers]
+        judged = [figures for answers in asked for figures in answers]
         return {
-            **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(asked)),
-            **with_interval("lenient", fmean(one.verdict.lenient for one in judged), len(asked)),
-            "ended": fmean(one.ended for one in judged),
-            "length_mean": fmean(len(one.completion.token_ids) for one in judged),
+            **with_interval("accuracy", fmean(each["strict"] for each in judged), len(asked)),
+            **with_interval("lenient", fmean(each["lenient"] for each in judged), len(asked)),
+            "ended": fmean(each["ended"] for each in judged),
+            "length_mean": fmean(each["length"] for each in judged),
             "questions": len(asked),
             **failed,
             "samples": len(judged),
         }
 
-    async def _examine(self, question: Question) -> list[Judged]:
+    async def _examine(self, question: Question) -> list[dict[str, float]]:
         prompt = self.encode(self.prompt(question))
         sampling = self.sampling(self.config.max_token_length - len(prompt))
         sampling = replace(sampling, temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
-        return list(await asyncio.gather(*(self._judge(question, completion) for completion in completions)))
+        judged = await asyncio.gather(*(self._judge(question, completion) for completion in completions))
+        return [{**each, "length": len(done.token_ids)} for each, done in zip(judged, completions, strict=True)]
 
 
 if __name__ == "__main__":

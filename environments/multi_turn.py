@@ -1,25 +1,7 @@
 """`MultiTurnEnv`: environments that talk with the policy for several turns, and give it tools.
 
-    class Guess(MultiTurnEnv[int]):
-        name = "guess"
-
-        async def get_next_item(self) -> int:
-            return random.randint(1, 100)
-
-        def opening(self, item: int) -> list[Message]:
-            return [{"role": "user", "content": "Guess my number from 1 to 100."}]
-
-        async def respond(self, item: int, talk: Conversation) -> list[Message] | None:
-            guess = number_in(talk.messages[-1]["content"])
-            if guess == item:
-                return None
-            talk.reward(-0.1)  # of this turn; the score is that of the end
-            return [{"role": "user", "content": "Higher." if guess < item else "Lower."}]
-
-        async def score_conversation(self, item: int, talk: Conversation) -> float:
-            return float(number_in(talk.messages[-1]["content"]) == item)
-
-`tools()` returns Python functions that the policy may call. Their results become messages to the policy.
+A class has `opening`, `respond` and `score_conversation`; docs/environments.md shows one. `tools()` returns Python
+functions that the policy may call. Their results become messages to the policy.
 """
 
 from __future__ import annotations

@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
-from environments.dataset.data import Data, Row, listed
+from environments.dataset.data import Data, Row, listed, shown
 from environments.maths.answer_form import read_number
 from environments.trajectory import Message
 from grpo_common.suggest import nearest
 
 PROMPT_COLUMNS: Final = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS: Final = ("answer", "solution", "label")
-KINDS: Final = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 Prompt = str | list[Message]
 
@@ -70,14 +71,14 @@ class Columns:
         if self.template is not None:
             for name in _names_in(self.template):
                 if not isinstance(row[name], str | int | float):
-                    raise UnusableRow(field=name, got=_shown(row[name]), wanted="text or a number")
+                    raise UnusableRow(field=name, got=shown(row[name]), wanted="text or a number")
             return self.template.format_map(row)
         assert self.prompt is not None, "a column or a template"
         value = row[self.prompt]
         if self.as_messages:
             return _messages(self.prompt, value)
         if not isinstance(value, str) or not value.strip():
-            raise UnusableRow(field=self.prompt, got=_shown(value), wanted="text, as in the first row")
+            raise UnusableRow(field=self.prompt, got=shown(value), wanted="text, as in the first row")
         return value
 
     def answer_of(self, row: Row) -> str | None:
@@ -91,7 +92,7 @@ class Columns:
         if self.answer is None or (value := row[self.answer]) is None:
             return None
         if not isinstance(value, str | int | float):
-            raise UnusableRow(field=self.answer, got=_shown(value), wanted="text or a number")
+            raise UnusableRow(field=self.answer, got=shown(value), wanted="text or a number")
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
         before, marker, after = text.rpartition("\n")[2].rpartition("####")
         if marker and (after := after.strip()):
@@ -122,29 +123,23 @@ def _chosen(flag: str, named: str | None, usual: Sequence[str], there: Iterable[
     raise ConfigError("no such column", field=f"{flag} {named}", wanted=f"one of {listed(there)}", fix=fix)
 
 
+class _Message(msgspec.Struct):
+    role: str
+    content: Any = None
+
+
 def _messages(column: str, value: Any) -> list[Message]:
     """Return messages without keys that are None: a table has each key in all messages."""
-    wanted = 'a list of messages, {"role": …, "content": …}'
-    if not isinstance(value, list) or not value:
-        raise UnusableRow(field=column, got=_shown(value), wanted=f"{wanted}, as in the first row")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UnusableRow(field=f"{column}, message {number}", got=_shown(message), wanted=wanted)
-        if message.get("content") is None and message["role"] != "assistant":
-            raise UnusableRow(field=f"{column}, message {number}", got="no content", wanted="content")
+    wanted = 'a list of messages, {"role": …, "content": …}, as in the first row'
+    try:
+        found = msgspec.convert(value, type=list[_Message])
+    except msgspec.ValidationError as error:
+        raise UnusableRow(field=column, got=f"{shown(value)}: {error}", wanted=wanted) from None
+    if empty := [each.role for each in found if each.content is None and each.role != "assistant"]:
+        raise UnusableRow(field=column, got=f"a message of {empty[0]} without content", wanted=wanted)
     messages = [{key: each for key, each in message.items() if each is not None} for message in value]
-    if messages[-1]["role"] == "assistant":
+    if found and found[-1].role == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise UnusableRow(field=column, got="only an answer of the assistant", wanted="a message before it")
+        raise UnusableRow(field=column, got="no message, or only an answer of the assistant", wanted=wanted)
     return messages
-
-
-def _shown(value: object) -> str:
-    """Return a value's kind, as JSON names it, and its beginning."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, str) and not value.strip():
-        return "empty text"
-    kind, shown = KINDS.get(type(value), "text" if isinstance(value, str) else f"a {type(value).__name__}"), repr(value)
-    return f"{kind}, {shown if len(shown) <= 40 else shown[:40] + '…'}"

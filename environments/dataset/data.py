@@ -86,7 +86,7 @@ class Rows:
         """
         part, own = self._find(number)
         value, why = part.values[own], ""
-        shown, fix = repr(value) if part.unit == "row" else value.decode(errors="replace"), f"correct the {part.unit}"
+        text, fix = repr(value) if part.unit == "row" else value.decode(errors="replace"), f"correct the {part.unit}"
         if part.unit == "line":
             try:
                 value = _decode(value)
@@ -96,7 +96,7 @@ class Rows:
         if isinstance(value, dict):
             return dict.fromkeys(self.columns) | value
         field = f"{self._field}, {self.place(number)}"
-        raise UnusableRow(field=field, got=f"{_short(shown)}{why}", wanted="one JSON object", fix=fix)
+        raise UnusableRow(field=field, got=f"{_short(text)}{why}", wanted="one JSON object", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,8 @@ def read_source(
         if path.is_file():
             for flag, value in ((split_flag, None if split == "train" else split), ("--data.subset", subset)):
                 if value is not None:
-                    fix = f"omit {flag}, or name a file"
-                    raise ConfigError(
-                        "a file has no splits and no subsets", field=f"{flag} {value}", got=str(path), fix=fix
-                    )
+                    what, fix = "a file has no splits and no subsets", f"omit {flag}, or name a file"
+                    raise ConfigError(what, field=f"{flag} {value}", got=str(path), fix=fix)
             data = _file(field, path)
         elif path.is_dir():
             data = _folder(field, path, split, subset, split_flag)
@@ -177,11 +175,9 @@ def read_source(
 
 
 def _file(field: str, path: Path) -> Data:
-    kind, size, options = _kind(path), path.stat().st_size, dict[str, Any]()
-    if not size:
-        raise ConfigError(field=field, got="an empty file", wanted="one row or more")
+    kind, whole, options = _kind(path), path.stat().st_size <= CHECKED_WHOLE, dict[str, Any]()
     if kind in JSON_ENDS:
-        rows = _json_rows(field, {"": path}, whole=size <= CHECKED_WHOLE)
+        rows = _json_rows(field, {"": path}, whole=whole)
     elif kind in TABLE_ENDS:
         if TABLE_ENDS[kind] == "csv":  # an empty cell is None; NA and null are text, as in any other file
             options = {"keep_default_na": False, "na_values": [""], "sep": "\t" if kind == ".tsv" else ","}
@@ -189,10 +185,8 @@ def _file(field: str, path: Path) -> Data:
         rows = _table_rows(field, _load(field, lambda library: library.load_dataset(**options), path))
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
-        raise ConfigError(
-            "not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="rename or convert it"
-        )
-    return Data(str(path), rows, size <= CHECKED_WHOLE, _hash_files([path]))
+        raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
+    return Data(str(path), rows, whole, _hash_files([path]))
 
 
 def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
@@ -202,20 +196,19 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
         files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
     if not files:
         raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
-    whole = sum(each.stat().st_size for each in files) <= CHECKED_WHOLE
+    whole, source = sum(each.stat().st_size for each in files) <= CHECKED_WHOLE, str(path.absolute())
     card = path / "README.md"  # it may say which files are which split
     cards = card.is_file() and "\nconfigs:" in card.read_text(errors="replace").partition("\n---")[0]
-    source = str(path.absolute())
     if not (saved or subset or cards) and all(_kind(each) in JSON_ENDS for each in files):
         found = _load(field, lambda library: _splits_of(library, source, files), path)
         chosen, part = _split_of(field, found, split, split_flag)
         rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
     else:
-        if saved:
-            found = _load(field, lambda library: library.load_from_disk(source), path)
-        else:
-            found = _load(field, lambda library: library.load_dataset(source, subset), path)
-        table, part = _split_of(field, found, split, split_flag)
+
+        def load(library: Any) -> Any:
+            return library.load_from_disk(source) if saved else library.load_dataset(source, subset)
+
+        table, part = _split_of(field, _load(field, load, path), split, split_flag)
         rows = _table_rows(field, table)
     return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
 
@@ -403,6 +396,12 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     names = list(names)
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(_short, names[:most])) + more
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Return the beginning of a foreign value, and its type, for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= most else text[:most] + '…'} ({type(value).__name__})"
 
 
 def _first_line(error: BaseException) -> str:

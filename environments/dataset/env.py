@@ -241,14 +241,12 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
 
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[Score]:
         """Return the weighted sum of the rewards for each answer; None where none applies."""
-        scores, metrics, extras = await self._scores_of(self._source, item, completions)
-        for reward, of_reward in zip(self._rewards, scores, strict=True):
-            metrics += [(f"reward_{reward.config.label}", score) for score in of_reward if score is not None]
+        totals, metrics, extras = await self._scores_of(self._source, item, completions)
         for name, value in metrics:
             self.measures.add(name, value)
         for place, completion in enumerate(completions if extras else ()):
             self._extras[id(completion)] = {name: values[place] for name, values in extras.items()}
-        return weighted_sum(self._rewards, scores)
+        return totals
 
     def trajectory(self, prompt: str | list[Message], completion: Completion, score: Score) -> Trajectory:
         """Return a completion with its score; its last message has what functions passed to `log_extra`."""
@@ -259,8 +257,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
 
     async def _scores_of(
         self, data: Data, number: int, completions: Sequence[Completion]
-    ) -> tuple[list[list[Score]], list[tuple[str, float]], dict[str, list[str]]]:
-        """Return each reward's scores, and what the functions passed to `log_metric` and to `log_extra`."""
+    ) -> tuple[list[Score], list[tuple[str, float]], dict[str, list[str]]]:
+        """Return the answers' weighted sums; the metrics: each reward's scores, and what functions passed to
+        `log_metric`; and what they passed to `log_extra`."""
         row, prompt = self._prompt(data, number)
         texts, count = [self.decode(completion) for completion in completions], len(completions)
         metrics: list[tuple[str, float]] = []
@@ -286,7 +285,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         }
         finals = [self.answer_of(completion) for completion in completions]
         asked = Asked(keywords, texts, finals, self.columns.answer_of(row))
-        return list(await asyncio.gather(*(each.scores(asked) for each in self._rewards))), metrics, extras
+        scores = await asyncio.gather(*(each.scores(asked) for each in self._rewards))
+        for reward, of_reward in zip(self._rewards, scores, strict=True):
+            metrics += [(f"reward_{reward.config.label}", score) for score in of_reward if score is not None]
+        return weighted_sum(self._rewards, scores), metrics, extras
 
     # ------------------------------------------------------------ evaluation
 
@@ -320,14 +322,13 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         work = self._scores_of(self._evaluated, number, completions)
-        scores, metrics, _ = await self.scoring.within(number, work)
-        values: defaultdict[str, list[Score]] = defaultdict(list, {"reward": weighted_sum(self._rewards, scores)})
-        if len(self._rewards) > 1:
-            values |= {f"reward_{each.config.label}": own for each, own in zip(self._rewards, scores, strict=True)}
-        for name, value in metrics:
-            values[name].append(value)
-        means = {name: [value for value in each if value is not None] for name, each in values.items()}
-        return {name: fmean(each) for name, each in means.items() if each}
+        totals, metrics, _ = await self.scoring.within(number, work)
+        only = f"reward_{self._rewards[0].config.label}" if len(self._rewards) == 1 else ""  # it is the reward itself
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for name, value in [*(("reward", total) for total in totals if total is not None), *metrics]:
+            if name != only:
+                values[name].append(value)
+        return {name: fmean(each) for name, each in values.items()}
 
 
 def _bytes_of(prompt: Prompt) -> int:

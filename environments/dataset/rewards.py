@@ -1,17 +1,8 @@
-"""Reward functions of TRL's signature, and the built-in ones.
+"""Reward functions of TRL's signature (its GRPOTrainer's `_calculate_rewards`), and the built-in ones.
 
-A function is called once for each group, with keywords:
-
-    completions      the answers: texts, or [{"role": "assistant", "content": …}] where the prompts are messages
-    prompts          the prompt, repeated for each answer
-    completion_ids   the answers' token ids
-    trainer_state    .global_step, .max_steps
-    log_extra        log_extra(column, values): text for the pages that show samples
-    log_metric       log_metric(name, value): a metric of the environment
-    COLUMN           each column of the data set, repeated for each answer, except a column named prompt
-
-and returns a score for each answer, or None or NaN where it does not apply. Source: TRL's GRPOTrainer,
-`_calculate_rewards`.
+A function is called once for each group, with the keywords of `OURS` and each column of the data set, repeated for
+each answer; `**kwargs` leaves out a column named prompt. It returns a score for each answer, or None or NaN where it
+does not apply.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from typing import Any, Final
 
 from environments.config import ConfigError
 from environments.data_config import REGEX, RewardConfig
-from environments.dataset.data import listed
+from environments.dataset.data import listed, shown
 from environments.maths.answer_form import final_number, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge
 from environments.scoring import Threads, settled
@@ -38,7 +29,8 @@ from grpo_common.suggest import did_you_mean
 
 Score = float | None
 OURS: Final = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Keywords that every function may have besides the columns."""
+"""Keywords that every function may have besides the columns. `log_extra(column, values)` is text for the pages that
+show samples, `log_metric(name, value)` a metric."""
 NOT_PASSED: Final = ("prompt", "completion")
 """Columns that functions get only by name, and not by `**kwargs`, as in TRL."""
 OF_THREADS: Final = ("signal only works in main thread", "doesn't support threaded environment")
@@ -90,7 +82,7 @@ class Reward:
         given = await self.compute(asked)
         count, field = len(asked.texts), f"--reward {self.config.function}"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-            raise RewardError(field=field, got=_shown(given), wanted=f"a list of {count} numbers")
+            raise RewardError(field=field, got=shown(given), wanted=f"a list of {count} numbers")
         values = list(given)
         if len(values) != count:
             raise RewardError(field=field, got=f"{len(values)} scores", wanted=f"{count}, one for each answer")
@@ -104,7 +96,7 @@ def _score(field: str, value: Any) -> Score:
         score = math.inf
     if math.isinf(score):
         raise RewardError(
-            field=field, got=_shown(value), wanted="a finite number, or None or NaN where the reward does not apply"
+            field=field, got=shown(value), wanted="a finite number, or None or NaN where the reward does not apply"
         )
     return None if math.isnan(score) else score  # TRL turns None into NaN, so functions return both
 
@@ -245,8 +237,3 @@ async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
 def boxed_or_all(answer: str) -> str:
     r"""Return what a right answer has in its last `\boxed{…}`, or all of it, without dollar signs around it."""
     return (in_the_asked_form(answer, "boxed") or answer).strip().strip("$").strip()
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:60] + '…'} ({type(value).__name__})"

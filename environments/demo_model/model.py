@@ -8,9 +8,9 @@ reinforcement learning closes the gap.
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -76,8 +76,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
+class Examples(NamedTuple):
     """Prompt, answer and end token of many problems, left-padded to one length.
 
     Attributes:
@@ -90,18 +89,13 @@ class Examples:
     attention_BT: torch.Tensor
     answer_BT: torch.Tensor
 
-    @classmethod
-    def of(cls, problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> "Examples":
-        """Tokenize the problems with their answers."""
-        encoded = tokenizer([p.prompt + p.answer + END for p in problems], padding=True, return_tensors="pt")
-        tokens_BT, attention_BT = encoded["input_ids"], encoded["attention_mask"]
-        answer_lengths_B = torch.tensor([len(p.answer) + 1 for p in problems])
-        from_right_T = torch.arange(tokens_BT.shape[1], 0, -1)
-        return cls(tokens_BT, attention_BT, from_right_T[None, :] <= answer_lengths_B[:, None])
 
-    def take(self, rows: torch.Tensor) -> "Examples":
-        """Return the examples of these rows."""
-        return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
+def encode(problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> Examples:
+    """Tokenize problems with their answers."""
+    encoded = tokenizer([p.prompt + p.answer + END for p in problems], padding=True, return_tensors="pt")
+    lengths_B = torch.tensor([len(p.answer) + 1 for p in problems])
+    from_right_T = torch.arange(encoded["input_ids"].shape[1], 0, -1)
+    return Examples(encoded["input_ids"], encoded["attention_mask"], from_right_T[None, :] <= lengths_B[:, None])
 
 
 def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
@@ -144,7 +138,7 @@ def warm_up(
     accuracy, started = 0.0, time.monotonic()
     for step in range(1, recipe.max_steps + 1):
         rows_B = torch.randint(len(train.tokens_BT), (recipe.batch_size,), generator=generator)
-        loss = smoothed_loss(model, train.take(rows_B), digits_D, recipe.label_smoothing)
+        loss = smoothed_loss(model, Examples(*(each[rows_B] for each in train)), digits_D, recipe.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,7 +174,7 @@ def build(out: Path, recipe: Recipe) -> str:
     model = build_model(tokenizer, recipe.seed)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on", flush=True)
-    train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
+    train, held_out = (encode(part, tokenizer) for part in (problems.train, problems.held_out))
     digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     steps, accuracy = warm_up(model, train, held_out, digits_D, recipe)
     summary = f"accuracy {accuracy:.1%} at temperature 1 on {len(problems.held_out)} held-out problems, {steps} steps"

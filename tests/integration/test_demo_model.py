@@ -17,6 +17,7 @@ from environments.demo_model.model import (
     Examples,
     build_model,
     build_tokenizer,
+    encode,
     expected_accuracy,
     smoothed_loss,
     warm_up,
@@ -127,7 +128,7 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_equal_seeds_give_equal_models_and_others_do_not() -> None:
     tokenizer = build_tokenizer()
-    train, held_out = (Examples.of(part[:64], tokenizer) for part in (PROBLEMS.train, PROBLEMS.held_out))
+    train, held_out = (encode(part[:64], tokenizer) for part in (PROBLEMS.train, PROBLEMS.held_out))
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
 
     def weights(seed: int) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Certain(torch.nn.Module):
 
 def test_accuracy_and_loss_by_hand() -> None:
     tokenizer = build_tokenizer()
-    examples = Examples.of((Problem(12, 34), Problem(5, 4)), tokenizer)  # 46 and 9: two digits and one
+    examples = encode((Problem(12, 34), Problem(5, 4)), tokenizer)  # 46 and 9: two digits and one
     assert examples.answer_BT.sum(dim=1).tolist() == [3, 2]  # the digits and the end
     vocabulary = len(tokenizer)  # 258
     logit = torch.tensor(257.0).log().item()  # the right token's probability is 257 / (257 + 257) = 1/2

@@ -1,0 +1,556 @@
+"""The tasks of the built-in environments: problems, prompts, scores and evaluations; and one of them as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem, ProblemSet, reward
+from environments.config import ConfigError, PromptTooLong
+from environments.demo_model.model import build_tokenizer
+from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question, read_questions, too_long
+from environments.peers.inference import Completion, Sampling
+from environments.running.evaluation import wilson
+from environments.synthetic import SyntheticConfig, SyntheticEnv, draw_length
+from environments.word_problems import (
+    HELD_OUT,
+    LEVELS,
+    TRAIN,
+    Ladder,
+    Part,
+    WordProblem,
+    WordProblemsConfig,
+    WordProblemsEnv,
+    held_out_problems,
+    is_right,
+    levels_of,
+    make_problem,
+)
+from tests.stand_ins import Asked, Reply, Scripted, answering
+
+pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
+END = "<|endoftext|>"
+TOKENIZER = build_tokenizer()
+PLAIN = build_tokenizer()
+PLAIN.chat_template = None
+
+
+def environment(cls: Any, config: Any, texts: Sequence[str], *, plain: bool = False, **changes: Any) -> Any:
+    tokenizer = PLAIN if plain else TOKENIZER
+    settings = config(**({"tokenizer_name": "demo", "group_size": len(texts)} | changes))
+    return cls(settings, Scripted(tokenizer, lambda _: texts), tokenizer)
+
+
+def result(env: Any, work: Callable[[], Any]) -> Any:
+    """What the environment's coroutine gives after `setup`."""
+
+    async def scene() -> Any:
+        try:
+            await env.setup()
+            return await work()
+        finally:
+            await env.close()
+
+    return asyncio.run(scene())
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def arithmetic(*texts: str, **changes: Any) -> ArithmeticEnv:
+    return environment(ArithmeticEnv, ArithmeticConfig, texts, **changes)
+
+
+def test_arithmetic_prompt_answer_and_reward() -> None:
+    for problem, prompt, answer in (
+        (Problem(12, 34), "12+34=", "46"),
+        (Problem(12, 34, "-"), "12-34=", "-22"),
+        (Problem(7, 8, "*"), "7*8=", "56"),
+    ):
+        assert (problem.prompt, problem.answer) == (prompt, answer)
+    worth = {text: reward(Problem(12, 34), text) for text in ("46", " 46\n", "", "45", "046", "46.", "46 46", "x46")}
+    assert [text for text, value in worth.items() if value] == ["46", " 46\n"] and set(worth.values()) == {0.0, 1.0}
+
+
+@given(st.integers(-50, 50), st.integers(3, 12), st.sampled_from(["+", "-", "*"]))
+def test_arithmetic_every_pair_is_in_one_part(low: int, width: int, operation: Any) -> None:
+    problems = ProblemSet.of(low, low + width, operation)
+    every, operands = problems.train + problems.held_out, range(low, low + width + 1)
+    assert sorted((each.left, each.right) for each in every) == [(a, b) for a in operands for b in operands]
+    assert {each.operation for each in every} == {operation}
+
+
+def test_arithmetic_splits_the_same_every_time_and_leaves_a_problem_in_each_part() -> None:
+    first = ProblemSet.of(10, 49)
+    assert first == ProblemSet.of(10, 49)
+    assert (len(first.train), len(first.held_out)) == (1440, 160)  # 40 * 40 pairs, a tenth held out
+    assert (first.train[0].prompt, first.held_out[0].prompt) == ("36+18=", "12+11=")  # as in earlier versions
+    for low, high, got in ((5, 4, "5 to 4, which has 0 problems"), (5, 5, "5 to 5, which has 1 problems")):
+        with pytest.raises(ConfigError) as error:
+            ProblemSet.of(low, high)
+        assert (error.value.field, error.value.got) == ("low, high", got)
+
+
+def test_arithmetic_a_group_has_the_servers_tokens_and_exact_scores() -> None:
+    env = arithmetic("46" + END, "<|pad|>46" + END)
+    group = result(env, lambda: env.collect_trajectories(Problem(12, 34)))
+    prompt, digits, end, pad = TOKENIZER.encode("12+34="), TOKENIZER.encode("46"), [1], [0]
+    assert group.tokens == [prompt + digits + end, prompt + pad + digits + end]
+    assert group.masks == [[-100] * 6 + digits + end, [-100] * 6 + pad + digits + end]
+    assert group.inference_logprobs == [[1.0] * 6 + [-0.25] * 3, [1.0] * 6 + [-0.25] * 4]
+    assert group.scores == [1.0, 0.0]  # padding that a reader would not see is no part of the answer
+    assert group.policy_versions == [4, 4]
+    assert group.messages[0] == [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]
+
+
+def test_arithmetic_evaluation_is_the_share_of_right_samples() -> None:
+    env = arithmetic("46" + END, "x" + END, eval_samples=4)
+    metrics = result(env, env.evaluate)
+    right = sum(problem.answer == "46" for problem in env.problems.held_out)
+    # 160 problems, four samples each, two of which say 46.
+    assert right > 0 and metrics == {"accuracy": 2 * right / 640, "samples": 640, "rows_failed": 0}
+
+
+def test_arithmetic_answers_are_as_long_as_the_longest_number_needs() -> None:
+    for changes, tokens in (({}, 4), ({"high": 99}, 5), ({"max_tokens": 7}, 7)):  # digits, end, one more
+        env = arithmetic("1", **changes)
+        asyncio.run(env.setup())
+        assert env.sampling(room=100).max_tokens == tokens
+    with pytest.raises(PromptTooLong) as error:
+        arithmetic("1", max_token_length=6).encode("12+34=")
+    assert (error.value.field, error.value.got) == ("--env.max_token_length", "6")
+
+
+# ---------------------------------------------------------------- word problems
+
+LEVEL = st.sampled_from(sorted(LEVELS))
+TOM = WordProblem(1, "Tom has 7 apples. He buys 5 more. How many apples does Tom have now?", 12)
+
+
+def words(*texts: str, **changes: Any) -> WordProblemsEnv:
+    env = environment(WordProblemsEnv, WordProblemsConfig, texts, **changes)
+    asyncio.run(env.setup())
+    return env
+
+
+def solved(text: str) -> int:
+    """The answer, read from the sentences alone."""
+    number = None
+    for sentence in re.split(r"(?<=[.?]) ", text):
+        found = [int(each) for each in re.findall(r"\d+", sentence)]
+        if re.search(r"years old|holidays|chairs|bus to town|lives at", sentence) or not found:
+            continue
+        if number is None:
+            number = found[0] * found[1] if len(found) == 2 else found[0]
+        elif re.search(r"gives away|loses|sells|drops|takes|break|stolen|borrows", sentence):
+            number -= found[0]
+        else:
+            number += found[0]
+    assert number is not None, text
+    return number
+
+
+@given(LEVEL, st.sampled_from(["train", "held_out"]), st.integers(0, 10**6))
+def test_word_problems_sentences_say_what_the_answer_is(level: int, part: Part, seed: int) -> None:
+    problem = make_problem(level, part, random.Random(seed))
+    assert problem.level == level and problem.answer > 0
+    assert solved(problem.text) == problem.answer
+    assert max(map(int, re.findall(r"\d+", problem.text))) <= LEVELS[level].largest
+    assert len(re.findall(r"[.?](?: |$)", problem.text)) <= LEVELS[level].steps + LEVELS[level].distractors + 2
+    assert make_problem(level, part, random.Random(seed)) == problem
+
+
+def test_word_problems_held_out_ones_are_the_same_every_time_and_share_nothing_with_others() -> None:
+    problems = held_out_problems([1, 2], 50)
+    assert problems == held_out_problems([1, 2], 50) and len({problem.text for problem in problems}) == 50
+    assert {problem.level for problem in problems} == {1, 2}
+    for field in ("people", "things", "starts", "packs", "gains", "losses", "distractors", "questions"):
+        assert not set(getattr(TRAIN, field)) & set(getattr(HELD_OUT, field)), field
+
+
+def test_word_problems_the_last_number_counts() -> None:
+    texts = ("7 + 5 = 12", "12.", "He has 12 apples", "12 or 13", "twelve", "")
+    assert [text for text in texts if is_right(TOM, text)] == ["7 + 5 = 12", "12.", "He has 12 apples"]
+
+
+def test_word_problems_levels() -> None:
+    assert [levels_of(said) for said in ("auto", "3", "1-2")] == [[1, 2, 3, 4, 5, 6], [3], [1, 2]]
+    for said in ("", "0", "7", "2-1", "1-", "-1", "1-9", "hard", "1-2-3"):
+        with pytest.raises(ConfigError) as caught:
+            levels_of(said)
+        assert caught.value.field == "--env.level" and caught.value.got == said
+
+
+@pytest.mark.parametrize(
+    ("means", "drawn"),
+    [
+        ({}, [1]),  # nothing is known: the easiest
+        ({1: 0.1}, [1]),  # too hard, and there is nothing easier
+        ({1: 0.5}, [1]),
+        ({1: 0.9}, [2]),
+        ({1: 0.7, 2: 0.3, 3: 0.1}, [1, 2]),
+        ({1: 0.9, 2: 0.1, 3: 0.1}, [2]),
+        ({1: 0.9, 2: 0.9, 3: 0.9}, [3]),  # all solved: the hardest
+    ],
+)
+def test_word_problems_levels_with_mixed_groups_are_drawn(means: dict[int, float], drawn: list[int]) -> None:
+    assert Ladder([1, 2, 3], means).candidates() == drawn
+
+
+def test_word_problems_a_policy_that_becomes_better_climbs() -> None:
+    ladder, rng, able = Ladder([1, 2, 3]), random.Random(0), {1: 1.0, 2: 1.0, 3: 0.5}
+    ladder.note(1, 0.5)
+    ladder.note(1, 1.0)
+    assert ladder.means == {1: 0.53125}  # a sixteenth of each new group's mean enters a level's mean
+    drawn = [0]
+    for _ in range(300):
+        drawn.append(ladder.draw(rng))
+        ladder.note(drawn[-1], able[drawn[-1]])
+    assert drawn[-100:].count(3) >= 90
+
+
+def test_word_problems_an_answer_counts_if_it_is_right_and_has_ended() -> None:
+    env = words("12" + END, "It is 12", "13" + END)
+    group = asyncio.run(env.collect_trajectories(TOM))
+    assert group is not None and group.scores == [1.0, 0.0, 0.0]
+    assert env.ladder.means == {1: pytest.approx(1 / 3)}
+    assert env.measures.take() == {"level": 1.0, "accuracy_level_1": pytest.approx(1 / 3)}
+    question = f"{TOM.text} End with the number."
+    assert env.prompt(TOM) == [{"role": "user", "content": question}]
+    assert words("1", plain=True).prompt(TOM) == f"{question}\nAnswer:"
+
+
+@pytest.mark.parametrize(("level", "drawn"), [("2-3", {2, 3}), ("auto", {4, 5})])
+def test_word_problems_are_of_the_chosen_levels_or_of_those_with_mixed_groups(level: str, drawn: set[int]) -> None:
+    env, means = words("1", level=level), {"1": 0.9, "2": 0.9, "3": 0.9, "4": 0.5, "5": 0.1}
+    env.restore({"position": 0, "means": means})
+
+    async def levels() -> set[int]:
+        return {(await env.get_next_item()).level for _ in range(60)}
+
+    assert asyncio.run(levels()) == drawn  # auto: level 4, and 1 time in 8 the one above
+    kept = {each: mean for each, mean in means.items() if level == "auto" or int(each) in drawn}
+    assert env.state() == {"position": 60, "means": kept}
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("in one row"), KeyboardInterrupt(), SystemExit(0)])
+def test_word_problems_evaluation_keeps_the_other_rows_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    problems = held_out_problems([1, 2], 20)
+    env = words(f"{problems[0].answer}{END}", level="1-2", eval_questions=20)
+    encode, lost = env.encode, env.prompt(problems[3])
+
+    def encode_but_one(prompt: Any) -> list[int]:
+        if error is not None and prompt == lost:
+            raise error
+        return encode(prompt)
+
+    monkeypatch.setattr(env, "encode", encode_but_one)
+    found = asyncio.run(env.evaluate())
+    scored = [problem for problem in problems if error is None or problem is not problems[3]]
+    share = sum(problem.answer == problems[0].answer for problem in scored) / len(scored)
+    assert (found["questions"], found["rows_failed"]) == (len(scored), 20 - len(scored))
+    assert found["accuracy"] == share > 0 and {"accuracy_level_1", "accuracy_level_2"} <= set(found)
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(share, len(scored))
+
+
+# ---------------------------------------------------------------- GSM8K
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "test"):
+        shutil.copy(ROWS, folder / f"{split}.jsonl")
+    return folder
+
+
+def gsm8k(*texts: str, **changes: Any) -> Gsm8kEnv:
+    return environment(Gsm8kEnv, Gsm8kConfig, texts, **({"judge_workers": 1} | changes))
+
+
+def questions_of(path: Path, split: Any = "train") -> list[Question]:
+    return read_questions(Gsm8kConfig(tokenizer_name="demo", dataset_path=path), split)
+
+
+ASKED = Question("How many?", "18")
+
+
+@pytest.mark.parametrize(
+    ("question", "written", "gold"),
+    [
+        *(("How many?", written, written) for written in ("18", "-3", "2.50", "1/2")),
+        *(("How many?", written, "1200") for written in ("$1,200", "1 200", " 1200 dollars.\n")),
+        ("How many?", "5 %", "5%"),
+        ("What percentage of them left?", "60", "60%"),
+        ("What is the percent of red ones?", "60", "60%"),
+        ("If 20 percent left, how many stayed?", "60", "60"),
+    ],
+)
+def test_gsm8k_a_gold_answer_is_read_as_a_number(question: str, written: str, gold: str) -> None:
+    assert Question.of(question, f"12 * 100\n#### {written}").gold == gold
+
+
+@pytest.mark.parametrize(
+    ("content", "split", "at", "got"),
+    [
+        (None, "train", "", "rows.jsonl"),
+        ('{"question": "q", "answer": "#### 1"}\n', "test", "", "rows.jsonl"),
+        ('{"question": "q", "answer": "18"}\n', "train", " FILE, line 1", "'#### NUMBER'"),
+        ('{"question": "q"}\n', "train", " FILE, line 1", "answer"),
+        ('\n{"question": \n', "train", " FILE, line 2", '{"question":'),
+        *(
+            ('\n{"question": "q", "answer": "#### GOLD"}\n'.replace("GOLD", gold), "train", " FILE, line 2", "NUMBER")
+            for gold in ("eighteen", "17+1", "18 or 19", "x = 18", "18 19", "")
+        ),
+    ],
+)
+def test_gsm8k_what_is_no_data_set_is_named(tmp_path: Path, content: str | None, split: Any, at: str, got: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        questions_of(file, split)
+    assert caught.value.field == "--env.dataset_path" + at.replace("FILE", str(file)) and got in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores"),
+    [
+        ({}, [1.0, 0.0, 0.0, 0.0, 1.0]),
+        ({"reward": "lenient"}, [1.0, 1.0, 0.0, 1.0, 1.0]),
+        ({"format_reward": 0.25}, [1.25, 0.0, 0.25, 0.0, 1.25]),
+    ],
+)
+def test_gsm8k_strict_and_lenient_are_measured_and_one_of_them_is_paid(
+    data: Path, changes: dict[str, Any], scores: list[float]
+) -> None:
+    thinks = "<think>\\boxed{17}</think>\\boxed{18}" + END
+    answers = ["\\boxed{18}" + END, "It is 18." + END, "\\boxed{17}" + END, "\\boxed{18}", thinks]  # the 4th is cut off
+    env = gsm8k(*answers, dataset_path=data, **changes)
+    group = result(env, lambda: env.collect_trajectories(ASKED))
+    assert group.scores == scores
+    figures = {"strict": 0.4, "lenient": 0.8, "formed": 0.6, "ended": 0.8, "unjudged": 0.0, "score": sum(scores) / 5}
+    assert env.measures.take() == pytest.approx(figures)
+
+
+def test_gsm8k_length_costs_from_its_free_share_on(data: Path) -> None:
+    parts = [too_long(tokens, room=20, free=0.5) for tokens in (0, 10, 15, 20, 30)]
+    assert parts == [0.0, 0.0, 0.5, 1.0, 1.0]
+    changes = {"format_reward": 0.2, "length_penalty": 0.5, "length_free": 0.5, "max_tokens": 20}
+    env = gsm8k("\\boxed{17}" + END, "x" * 20, dataset_path=data, **changes)
+    # 11 tokens of 20: 0.2 - 0.5 * (11 - 10) / 10; 20 of 20: -0.5
+    assert result(env, lambda: env.collect_trajectories(ASKED)).scores == pytest.approx([0.15, -0.5])
+
+
+def test_gsm8k_the_prompt_is_a_chat_where_there_is_a_template() -> None:
+    chat = gsm8k("1", answer_form="hashes").prompt(ASKED)
+    assert isinstance(chat, list) and [message["role"] for message in chat] == ["system", "user"]
+    assert "####" in chat[0]["content"] and chat[1]["content"] == "How many?"
+    silent = gsm8k("1", system_prompt="")
+    assert silent.asked(silent.prompt(ASKED)) == chat[1:]
+    plain = gsm8k("1", system_prompt="Say it.", plain=True)
+    assert plain.asked(plain.prompt(ASKED)) == "Say it.\n\nQuestion: How many?\nAnswer:"
+
+
+def test_gsm8k_evaluation_asks_the_test_questions_greedily(data: Path) -> None:
+    env = gsm8k("\\boxed{18}" + END, dataset_path=data, eval_questions=8, max_tokens=20)
+    metrics = result(env, env.evaluate)
+    questions = questions_of(ROWS)
+    assert len(questions) == 32 and questions[0].text.startswith("Janet’s ducks")
+    share = sum(question.gold == "18" for question in questions[:8]) / 8
+    assert metrics["accuracy"] == metrics["lenient"] == share > 0 and metrics["questions"] == metrics["samples"] == 8
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == wilson(share, 8) and metrics["length_mean"] == 11
+    assert isinstance(env.server, Scripted)
+    assert {(how.temperature, how.max_tokens, n) for _, n, how in env.server.asked} == {(0.0, 20, 1)}
+
+
+def test_gsm8k_questions_that_leave_no_room_are_skipped_or_refused(data: Path) -> None:
+    lengths = {question.text: len(TOKENIZER.encode(question.text)) for question in questions_of(ROWS)}
+    longest = sorted(lengths.values())[15]  # sixteen of them leave eight tokens
+    env = gsm8k("1", dataset_path=data, system_prompt="", max_token_length=longest + 8)
+    asyncio.run(env.setup())
+    assert {next(env.items).text for _ in range(64)} == {text for text, each in lengths.items() if each <= longest}
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(gsm8k("1", dataset_path=data, max_token_length=20).setup())
+    assert (error.value.field, error.value.got) == ("--env.max_token_length", "20")
+
+
+@pytest.mark.parametrize(
+    ("share", "trials", "low", "high"),
+    [(0.5, 100, 0.4038, 0.5962), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0)],  # textbook values
+)
+def test_wilsons_interval(share: float, trials: int, low: float, high: float) -> None:
+    assert wilson(share, trials) == pytest.approx((low, high), abs=5e-5)
+    for each in (1, 3, 48, 1319):
+        assert wilson(0.0, each)[0] == 0.0 and wilson(1.0, each)[1] == 1.0
+
+
+def test_gsm8k_the_shipped_configurations_are_understood() -> None:
+    tables = [tomllib.loads(path.read_text()).get("environments", []) for path in (ROOT / "configs").glob("*.toml")]
+    settings = [each.get("env", {}) for table in tables for each in table if each["name"] == "gsm8k"]
+    assert settings and all(Gsm8kConfig(tokenizer_name="model", **each) for each in settings)
+
+
+def test_gsm8k_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
+    command = "environments/gsm8k.py serve --env.tokenizer_name no/model --env.use_wandb False "
+    command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
+    command += "--openai.api_key x --slurm False --env.batch_size 12"
+    offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = program(*command.split(), env=offline)
+    # Everything was understood: it got as far as the model that there is not.
+    assert done.returncode == 2 and "--env.tokenizer_name: got no/model " in done.stderr, done.stderr
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+class Drawn(random.Random):
+    """Draws these numbers."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.random = iter(numbers).__next__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_synthetic_lengths_are_geometric_together_with_the_end_token() -> None:
+    # 1/2 of all tokens are the last, 1/10 are the end token: the limit ends 4/9 of the others, 1/2 = 9/10 * 5/9
+    # P(length > 1) = 5/9 = 0.556, P(length > 2) = 25/81 = 0.309
+    lengths = [draw_length(Drawn(1 - above), 2.0, 10) for above in (1.0, 0.56, 0.55, 0.31, 0.30)]
+    assert lengths == [1, 1, 2, 2, 3]
+    assert draw_length(Drawn(0.99), 1.0, 10) == 1  # each token is the last
+    assert draw_length(Drawn(0.5), 1000.0, 10) > 10**6  # the end token alone is too frequent
+
+
+class Answering(Scripted):
+    """A server whose completions have the lengths that they may have."""
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        self.asked.append((prompt_token_ids, n, sampling))
+        length = sampling.max_tokens
+        return [Completion(prompt_token_ids, [5] * length, [-0.5] * length, "", "length", 3)] * n
+
+
+def test_synthetic_groups() -> None:
+    settings = {"prompt_tokens": 20, "completion_mean": 12, "max_token_length": 50}
+    env = environment(SyntheticEnv, SyntheticConfig, ["", "", ""], **settings)
+    env.server = server = Answering(TOKENIZER, lambda _: [])
+
+    async def scene() -> list[Any]:
+        items = [next(env.items) for _ in range(400)]
+        return [*[await env.collect_trajectories(item) for item in items], await env.evaluate()]
+
+    *groups, evaluation = result(env, scene)
+    lengths = [sampling.max_tokens for _, _, sampling in server.asked]
+    assert [[len(tokens) - 20 for tokens in group.tokens] for group in groups[:2]] == [lengths[:3], lengths[3:6]]
+    assert groups[0].scores == [float(length % 2 == 0) for length in lengths[:3]]  # even lengths are paid for
+    assert evaluation == {"accuracy": pytest.approx(sum(length % 2 == 0 for length in lengths[-3:]) / 3)}
+    # the limit ends a token with p = (1/12 - 1/258) / (1 - 1/258) = 0.0798: mean (1 - (1 - p)^30) / p = 11.5
+    assert (min(lengths), max(lengths)) == (1, 30) and 10.5 < sum(lengths) / len(lengths) < 12.5
+    prompts = {tuple(prompt) for prompt, _, _ in server.asked}
+    assert len(prompts) == 401 and {len(prompt) for prompt in prompts} == {20}
+
+
+# ---------------------------------------------------------------- as a program
+
+
+def program(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120, env=env)
+
+
+def generate(asked: Asked) -> Reply:
+    """The answers of an inference server: 20 or 21, another token, and the end."""
+    body = asked.json()
+    ids = [[20 + i % 2, 21, 1] for i in range(body["n"])]
+    answer = {"text": [""] * len(ids), "prompt": None, "finish_reasons": ["stop"] * len(ids), "policy_version": 0}
+    answer |= {"model": "m", "prompt_token_ids": body["prompt"]["prompt_token_ids"], "token_ids": ids}
+    return Reply(json={**answer, "logprobs": [[[{str(t): -1.0}] for t in row] for row in ids]})
+
+
+@pytest.fixture
+def api() -> Iterator[httpx.Client]:
+    command = [sys.executable, "-m", "environments.api", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    found = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)))
+    with httpx.Client(base_url=found[0], timeout=60) as client:
+        yield client
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+def command(name: str, model: str, server: str, *more: str) -> list[str]:
+    servers = ["--openai.base_url", f"{server}/v1", "--openai.server_type", "vllm"]
+    return ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, *servers, *more]
+
+
+@pytest.mark.usefixtures("warm_trainers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_program_serves_and_ends_when_asked(model: str, api: httpx.Client, number: signal.Signals) -> None:
+    trainer: dict[str, Any] = {"wandb_group": "g", "wandb_project": "p", "batch_size": 16, "max_token_len": 64}
+    trainer |= {"checkpoint_dir": "c", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 100}
+    api.post("/register", json=trainer).raise_for_status()
+    with answering(generate) as server:
+        arguments = command("serve", model, server, "--env.rollout_server_url", str(api.base_url))
+        process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        batches = 0
+        while batches < 2 and process.poll() is None:
+            batches += api.get("/batch").json()["batch"] is not None
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, batches) == (0, 2) and "Traceback" not in said, said
+    (environment,) = api.get("/status").json()["environments"]
+    assert (environment["name"], environment["connected"]) == ("arithmetic_0", False)
+
+
+@pytest.mark.usefixtures("warm_trainers")
+@pytest.mark.parametrize(("name", "peer"), [("serve", "the rollout API"), ("evaluate", "the inference server")])
+def test_program_servers_that_never_come_are_named(model: str, name: str, peer: str) -> None:
+    nobody = "http://127.0.0.1:9"  # the discard port: nothing listens there
+    more = ("--env.retry_timeout", "0.5", "--env.rollout_server_url", nobody)
+    done = program(*command(name, model, nobody, *more))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{peer} at {nobody}: " in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("warm_trainers")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), ["COMMAND: ", "serve, process, evaluate"]),
+        (("serv",), ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
+        (("serve", "--env.grup_size", "4"), ["--env.grup_size: ", "--env.group_size"]),
+        (("serve", "--env.tokenizer_name", "/no/such"), ["--env.tokenizer_name: ", "/no/such"]),
+        (("serve", "--openai.model_name", "/no/such"), ["--env.tokenizer_name: ", "/no/such"]),
+    ],
+)
+def test_program_mistakes_end_with_status_2_and_one_line(arguments: tuple[str, ...], says: list[str]) -> None:
+    done = program("-m", "environments.arithmetic", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in says)
