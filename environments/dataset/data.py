@@ -86,15 +86,15 @@ class Rows:
         """
         part, own = self._find(number)
         value, why = part.values[own], ""
-        text, fix = repr(value) if part.unit == "row" else value.decode(errors="replace"), f"correct the {part.unit}"
         if part.unit == "line":
             try:
                 value = _decode(value)
             except (ValueError, RecursionError) as error:
                 value, why = None, f" ({_first_line(error)})"
-            fix = "put each row on a line, as {…}" if isinstance(value, list) else "correct or remove the line"
         if isinstance(value, dict):
             return dict.fromkeys(self.columns) | value
+        text = part.values[own].decode(errors="replace") if part.unit == "line" else repr(value)
+        fix = "put each row on a line, as {…}" if isinstance(value, list) else f"correct or remove the {part.unit}"
         field = f"{self._field}, {self.place(number)}"
         raise UnusableRow(field=field, got=f"{_short(text)}{why}", wanted="one JSON object", fix=fix)
 

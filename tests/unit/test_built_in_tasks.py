@@ -52,7 +52,7 @@ PLAIN = build_tokenizer()
 PLAIN.chat_template = None
 
 
-def environment(cls: Any, config: Any, texts: Sequence[str], *, plain: bool = False, **changes: Any) -> Any:
+def environment(cls: Any, config: Any, texts: Sequence[str], plain: Any = False, **changes: Any) -> Any:
     tokenizer = PLAIN if plain else TOKENIZER
     settings = config(**({"tokenizer_name": "demo", "group_size": len(texts)} | changes))
     return cls(settings, Scripted(tokenizer, lambda _: texts), tokenizer)

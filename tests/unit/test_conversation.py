@@ -14,7 +14,6 @@ from transformers import Qwen2Tokenizer
 
 from environments.api import wire
 from environments.api.groups import read
-from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
@@ -56,51 +55,35 @@ def talk(tokenizer: Qwen2Tokenizer, *turns: str, versions: tuple[int, ...] = (1,
     return made
 
 
-def test_the_tokens_are_those_of_the_template_and_what_was_sampled_is_trained(tokenizer: Qwen2Tokenizer) -> None:
+def test_conversation_the_tokens_are_those_of_the_template_and_what_was_sampled_is_trained(
+    tokenizer: Qwen2Tokenizer,
+) -> None:
     made = talk(tokenizer, "one" + END, "two" + END)
     rendered = tokenizer.apply_chat_template(made.messages, tokenize=False)
-    assert isinstance(rendered, str)
-    assert tokenizer.decode(made.tokens) == rendered.removesuffix("\n")
+    assert isinstance(rendered, str) and tokenizer.decode(made.tokens) == rendered.removesuffix("\n")
     sampled = [token for token, trained in zip(made.tokens, made.trained, strict=True) if trained]
     assert tokenizer.decode(sampled) == "one" + END + "two" + END
-    assert [lp == -0.5 for lp in made.rollout_logprobs] == made.trained
-    assert all(lp in (-0.5, 1.0) for lp in made.rollout_logprobs)
+    assert made.rollout_logprobs == [-0.5 if trained else 1.0 for trained in made.trained]
+    thought = talk(tokenizer, "<think>hm</think>one" + END, "two" + END)
+    assert "<think>hm</think>one" in tokenizer.decode(thought.tokens)
+    assert "<think>" not in tokenizer.apply_chat_template(thought.messages, tokenize=False)  # would be other tokens
 
 
-def test_what_the_policy_thought_stays_as_it_was_sampled(tokenizer: Qwen2Tokenizer) -> None:
-    made = talk(tokenizer, "<think>hm</think>one" + END, "two" + END)
-    assert "<think>hm</think>one" in tokenizer.decode(made.tokens)
-    assert "<think>" not in tokenizer.apply_chat_template(made.messages, tokenize=False)  # which would be other tokens
-
-
-def test_a_turn_that_was_cut_off_is_closed_by_the_template_untrained(tokenizer: Qwen2Tokenizer) -> None:
+def test_conversation_a_turn_that_was_cut_off_is_closed_by_the_template_untrained(tokenizer: Qwen2Tokenizer) -> None:
     made = talk(tokenizer, "on", "two" + END)
-    text = tokenizer.decode(made.tokens)
-    assert "on" + END + "\n<|im_start|>user\nyes" in text
+    assert "on" + END + "\n<|im_start|>user\nyes" in tokenizer.decode(made.tokens)
     ends = [t for t, token in enumerate(made.tokens) if token == tokenizer.eos_token_id]
     assert [made.trained[place] for place in ends] == [False, False, False, True]
 
 
-def test_a_completion_of_something_else_is_refused(tokenizer: Qwen2Tokenizer) -> None:
-    made = talk(tokenizer)
-    with pytest.raises(ValueError, match="prompt_token_ids"):
-        made.say(completion(tokenizer, [1, 2], "x"), "x")
-
-
-def test_the_version_is_the_oldest_and_unknown_if_one_is(tokenizer: Qwen2Tokenizer) -> None:
+def test_conversation_the_version_is_the_oldest_and_unknown_if_one_is(tokenizer: Qwen2Tokenizer) -> None:
     assert talk(tokenizer, "a" + END, "b" + END, versions=(5, 4)).trajectory(1.0).policy_version == 4
     made = talk(tokenizer, "a" + END)
     made.hear([{"role": "user", "content": "yes"}])
     made.say(Completion(made.tokens, [9], [-1.0], "x", "stop", None), "x")
     assert made.trajectory(1.0).policy_version is None
-
-
-def test_a_model_without_a_template_is_refused() -> None:
-    plain = build_tokenizer()
-    plain.chat_template = None
-    with pytest.raises(ConfigError) as error:
-        Conversation(plain, [{"role": "user", "content": "Hi"}])
-    assert error.value.field == "--env.tokenizer_name" and "chat_template" in error.value.got
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        made.say(completion(tokenizer, [1, 2], "x"), "x")
 
 
 def trajectory(score: float, *turn_rewards: TurnReward) -> Trajectory:
@@ -109,7 +92,7 @@ def trajectory(score: float, *turn_rewards: TurnReward) -> Trajectory:
     return Trajectory([0] * 6, trained, [1.0] * 6, score, 1, [], turn_rewards=turn_rewards)
 
 
-def test_a_turns_reward_goes_to_the_tokens_before_its_end() -> None:
+def test_turn_advantages_a_reward_goes_to_the_tokens_before_its_end() -> None:
     one = trajectory(1.0, TurnReward(3, 1.0))  # the first turn earned 1, the end nothing
     two = trajectory(3.0, TurnReward(3, 0.0))  # the end earned 3
     # all rewards: 1, 0, 0, 3: mean 1, variance (0 + 1 + 1 + 4) / 4 = 3/2
@@ -120,7 +103,7 @@ def test_a_turns_reward_goes_to_the_tokens_before_its_end() -> None:
     assert advantages[1] == pytest.approx([0, nought + three, nought + three, 0, three, three])
 
 
-def test_an_end_that_earned_nothing_counts_beside_ends_that_did() -> None:
+def test_turn_advantages_an_end_that_earned_nothing_counts_beside_ends_that_did() -> None:
     """As in the guessing game of docs/environments.md: one guess costs 0.1, then it is right; the others give up."""
     found, gave_up = trajectory(0.9, TurnReward(3, -0.1)), trajectory(0.0)
     advantages = turn_advantages([found, gave_up, gave_up])
@@ -129,17 +112,16 @@ def test_an_end_that_earned_nothing_counts_beside_ends_that_did() -> None:
     assert sum(each[1] for each in advantages) == pytest.approx(0.0)
 
 
-def test_where_only_turns_earn_an_end_does_not_count() -> None:
+def test_turn_advantages_where_only_turns_earn_an_end_does_not_count() -> None:
     advantages = turn_advantages([trajectory(value, TurnReward(3, value)) for value in (1.0, 0.0)])
     assert advantages == [pytest.approx([0, 1, 1, 0, 0, 0]), pytest.approx([0, -1, -1, 0, 0, 0])]
     silent = turn_advantages([trajectory(-0.1, TurnReward(3, -0.1)), trajectory(0.0)])  # one turn cost, no end earned
     assert silent is not None and silent[0][1] < 0.0 < silent[1][1]
-
-
-def test_without_rewards_of_turns_the_trainer_makes_the_advantages() -> None:
-    assert turn_advantages([trajectory(1.0), trajectory(0.0)]) is None
-    equal = turn_advantages([trajectory(1.0, TurnReward(3, 1.0))] * 2)
-    assert equal == [[0.0] * 6] * 2
+    lost = Trajectory([0] * 3, [False] * 3, [1.0] * 3, None, 1, [])
+    pair = [trajectory(1.0, TurnReward(3, 1.0)), trajectory(0.0, TurnReward(3, 0.0))]
+    assert turn_advantages([*pair, lost]) == [*(turn_advantages(pair) or ()), [0.0] * 3]
+    assert turn_advantages([trajectory(1.0), trajectory(0.0)]) is None  # the trainer makes them
+    assert turn_advantages([trajectory(1.0, TurnReward(3, 1.0))] * 2) == [[0.0] * 6] * 2
 
 
 def add(a: int, b: int) -> int:
@@ -188,7 +170,7 @@ def sums(tokenizer: Qwen2Tokenizer, turns: list[str], **changes: Any) -> tuple[S
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>' + END
 
 
-def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None:
+def test_multi_turn_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None:
     env, prompts = sums(tokenizer, [CALL, "It is 5." + END])
     group = asyncio.run(env.collect_trajectories(5))
     assert group is not None and group.scores == [1.0] and group.policy_versions == [4]
@@ -205,7 +187,7 @@ def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None
     assert env.measures.take() == {"turns": 2.0, "failed": 0.0}
 
 
-def test_a_template_that_ignores_tools_is_warned_of_once(
+def test_multi_turn_a_template_that_ignores_tools_is_warned_of_once(
     tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaf = copy.deepcopy(tokenizer)
@@ -221,7 +203,7 @@ def test_a_template_that_ignores_tools_is_warned_of_once(
     assert not caplog.records
 
 
-def test_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
+def test_multi_turn_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
     env, prompts = sums(tokenizer, [CALL] * 9, max_turns=3)
     asyncio.run(env.collect_trajectories(5))
     assert len(prompts) == 3
@@ -233,20 +215,10 @@ def test_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
         group = asyncio.run(env.collect_trajectories(5))
         assert group is not None and len(prompts) == 1
         assert group.tokens[0] == tokenizer.encode(prompts[0] + CALL)
+        assert group.messages is not None and group.messages[0][-1]["role"] == "assistant"  # not the tool
 
 
-def test_what_a_tool_said_last_is_no_answer_of_the_policy(tokenizer: Qwen2Tokenizer) -> None:
-    """The tool's result is the right answer; the policy has no room left to give one."""
-    env, prompts = sums(tokenizer, [CALL.replace("3", "4"), "It is 6." + END])
-    asyncio.run(env.collect_trajectories(6))
-    room = len(tokenizer.encode(prompts[1]))
-    env, prompts = sums(tokenizer, [CALL.replace("3", "4")], max_token_length=room)
-    group = asyncio.run(env.collect_trajectories(6))
-    assert group is not None and len(prompts) == 1 and group.scores == [0.0]
-    assert group.messages is not None and group.messages[0][-1]["role"] == "assistant"
-
-
-def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:
+def test_conversation_groups_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:
     made = talk(tokenizer, "one" + END, "two" + END)
     half: Any = np.float32(0.5)  # rewards are any kind of number
     made.reward(half)
@@ -307,11 +279,3 @@ def test_multi_turn_a_group_whose_conversations_all_fail_raises_their_error(toke
     with pytest.raises(ZeroDivisionError):
         asyncio.run(env.scored(1))
     assert env.calls == 6
-
-
-def test_turn_advantages_leave_unscored_trajectories_out() -> None:
-    one, two = trajectory(1.0, TurnReward(3, 1.0)), trajectory(0.0, TurnReward(3, 0.0))
-    lost = Trajectory([0] * 3, [False] * 3, [1.0] * 3, None, 1, [])
-    alone, with_lost = turn_advantages([one, two]), turn_advantages([one, two, lost])
-    assert alone is not None and with_lost is not None
-    assert with_lost == [*alone, [0.0] * 3]

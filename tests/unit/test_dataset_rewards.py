@@ -15,15 +15,7 @@ from typer.testing import CliRunner
 from environments.config import ConfigError, Settings, parse_settings
 from environments.data_config import DataConfig, RewardConfig, TableError, read_reward
 from environments.dataset.env import DatasetConfig
-from environments.dataset.rewards import (
-    Asked,
-    Reward,
-    RewardError,
-    TrainerState,
-    boxed_or_all,
-    load_reward,
-    weighted_sum,
-)
+from environments.dataset.rewards import Asked, Reward, RewardError, TrainerState, load_reward, weighted_sum
 from environments.maths.judge import MathJudge
 from environments.scoring import Threads
 from environments.tokenizers import after_thinking
@@ -33,52 +25,36 @@ from grpo_trainer.config.processes import RunConfig
 # ---------------------------------------------------------------- how they are written
 
 
-@pytest.mark.parametrize(
-    ("text", "function", "weight"),
-    [
-        ("my.py:f", "my.py:f", None),
-        ("my.py:f=0.1", "my.py:f", 0.1),
-        ("folder=1/my.py:f", "folder=1/my.py:f", None),
-        ("my_package.rewards:f=-2", "my_package.rewards:f", -2.0),
-        ("math", "math", None),
-        ("exact_match=1e-1", "exact_match", 0.1),
-        ("regex:x=5", "regex:x=5", None),  # all of it is the pattern
-        ("regex:a:b=0.5", "regex:a:b=0.5", None),
-        ("regex=0.5:x=5", "regex:x=5", 0.5),
-        (r"regex:^\d{1,3}$", r"regex:^\d{1,3}$", None),
-    ],
-)
-def test_a_reward_is_a_function_and_perhaps_a_weight(text: str, function: str, weight: float | None) -> None:
-    assert read_reward(text) == (function, weight)
+def test_rewards_are_a_function_and_perhaps_a_weight() -> None:
+    found = {
+        "my.py:f": ("my.py:f", None),
+        "my.py:f=0.1": ("my.py:f", 0.1),
+        "folder=1/my.py:f": ("folder=1/my.py:f", None),
+        "my_package.rewards:f=-2": ("my_package.rewards:f", -2.0),
+        "math": ("math", None),
+        "exact_match=1e-1": ("exact_match", 0.1),
+        "regex:x=5": ("regex:x=5", None),  # all of it is the pattern
+        "regex:a:b=0.5": ("regex:a:b=0.5", None),
+        "regex=0.5:x=5": ("regex:x=5", 0.5),
+    }
+    assert {text: read_reward(text) for text in found} == found
 
 
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        ("my.py", "'my.py'"),
-        ("my.py:", "'my.py:'"),
-        (":f", "':f'"),
-        ("mth", "'mth'"),
-        ("my.py:f=abc", "the weight 'abc'"),
-        ("my.py:f=", "the weight ''"),
-        ("my.py:f=nan", "the weight 'nan'"),
-        ("regex:", "no pattern"),
-        ("regex=0.5", "no pattern"),
-        ("regex=x:a", "the weight 'x'"),
-        ("regex:(", "'('"),
-    ],
-)
-def test_a_reward_that_cannot_be_read_is_named(text: str, got: str) -> None:
-    with pytest.raises(TableError) as caught:
-        read_reward(text)
-    assert (caught.value.field, caught.value.got) == (f"--reward {text}", got)
+def test_rewards_that_cannot_be_read_are_named() -> None:
+    got = {text: repr(text) for text in ("my.py", "my.py:", ":f", "mth")}
+    got |= {f"my.py:f={weight}": f"the weight {weight!r}" for weight in ("abc", "", "nan")}
+    got |= {"regex:": "no pattern", "regex=0.5": "no pattern", "regex=x:a": "the weight 'x'", "regex:(": "'('"}
+    for text, part in got.items():
+        with pytest.raises(TableError) as caught:
+            read_reward(text)
+        assert (caught.value.field, caught.value.got) == (f"--reward {text}", part)
 
 
 def settings(*arguments: str) -> Settings[Any]:
     return parse_settings(Settings[DatasetConfig], "test", ["--env.tokenizer_name", "model", *arguments])
 
 
-def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
+def test_tables_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         'rewards = ["my.py:f", {function = "regex:[a,b]=1", weight = 0.5}]\n'
@@ -97,7 +73,7 @@ def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"\d+\\", "\"x\" 'y'", "é→𝕏", "a=5", "[a,b]{1,2}", '{"a": 1}', "null", " x "])
-def test_a_pattern_means_the_same_in_every_command(
+def test_rewards_a_pattern_means_the_same_in_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
     needed = ["--data", "rows.jsonl", f"--reward=regex=0.5:{pattern}"]
@@ -111,37 +87,23 @@ def test_a_pattern_means_the_same_in_every_command(
     assert tuple(map(RewardConfig.model_validate, runs[0].environments[0].rewards)) == (reward,)
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (r"{q}\nAnswer:\n\nso", "{q}\nAnswer:\n\nso"),
-        (r"{q} \times \text{{x}} \\", r"{q} \times \text{{x}} \\"),
-        (r"{q}: \neq, \nabla f, \nu", r"{q}: \neq, \nabla f, \nu"),
-        (r"{q} \\next", r"{q} \\next"),
-        (r"{q}\nnew\tab", "{q}\nnew\\tab"),
-    ],
-)
-def test_only_a_new_line_is_an_escape_in_a_template(template: str, text: str) -> None:
-    found = settings("--data", "d", "--data.prompt_template", template).data
-    assert found.prompt_template == text
-    assert DataConfig(path="d", prompt_template=text) == found  # a second reading changes nothing
+def test_tables_only_a_new_line_is_an_escape_in_a_template() -> None:
+    texts = {
+        r"{q}\nAnswer:\n\nso": "{q}\nAnswer:\n\nso",
+        **{same: same for same in (r"{q} \times \text{{x}} \\", r"{q}: \neq, \nabla f, \nu", r"{q} \\next")},
+        r"{q}\nnew\tab": "{q}\nnew\\tab",
+    }
+    for template, text in texts.items():
+        found = settings("--data", "d", "--data.prompt_template", template).data
+        assert found.prompt_template == text
+        assert DataConfig(path="d", prompt_template=text) == found  # a second reading changes nothing
 
 
-@pytest.mark.parametrize(
-    ("template", "got"),
-    [
-        ("{a.b}", "{a.b}"),
-        ("{a[0]}", "{a[0]}"),
-        ("{}", "{}"),
-        ("x {0}", "{0}"),
-        ("{a!r}", "{a!r}"),
-        ("{a:x>3}", "{a:x>3}"),
-    ],
-)
-def test_a_template_names_columns_and_nothing_else(template: str, got: str) -> None:
+@pytest.mark.parametrize("template", ["{a.b}", "{a[0]}", "{}", "{0}", "{a!r}", "{a:x>3}"])
+def test_tables_a_template_names_columns_and_nothing_else(template: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings("--data", "d", "--data.prompt_template", template)
-    assert (caught.value.field, caught.value.got) == ("--data.prompt_template", got)
+        settings("--data", "d", "--data.prompt_template", f"x {template}")
+    assert (caught.value.field, caught.value.got) == ("--data.prompt_template", template)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +117,7 @@ def test_a_template_names_columns_and_nothing_else(template: str, got: str) -> N
         (["--data", "x", "--data.prompt_template", "{a"], "--data.prompt_template", "column names in braces"),
     ],
 )
-def test_wrong_tables_are_named(arguments: list[str], field: str, wanted: str) -> None:
+def test_tables_that_are_wrong_are_named(arguments: list[str], field: str, wanted: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(*arguments)
     assert caught.value.field == field and caught.value.wanted.startswith(wanted)
@@ -367,6 +329,7 @@ def test_rewards_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
         ("regex:a=5", None, ["a=5", "a"], [1.0, 0.0]),
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"so it is $\frac{2}{4}$", "three"], [1.0, 1.0, 0.0]),
         ("math", r"First … \boxed{12}", ["The answer is 12.", "13"], [1.0, 0.0]),
+        ("math", "$4$", ["4", "5"], [1.0, 0.0]),
         ("math", "18", [r"\boxed{18}", "17, no: 18.", r"18 is \boxed{17}", "17=18 or 19"], [1.0, 1.0, 0.0, 0.0]),
         ("math", "18", [r"\boxed{1+17}", r"\boxed{17=18}", r"\boxed{\$18}"], [0.0, 0.0, 1.0]),
         ("math", None, ["4"], [None]),
@@ -411,13 +374,6 @@ def test_rewards_that_compare_need_right_answers(function: str) -> None:
     with pytest.raises(ConfigError) as caught:
         named(function, ("prompt",), None)
     assert caught.value.field == f"--reward {function}" and "answer_column" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"), [(r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), ("$4$", "4"), ("12", "12"), ("", "")]
-)
-def test_rewards_the_gold_of_a_solution_is_what_it_boxes(answer: str, gold: str) -> None:
-    assert boxed_or_all(answer) == gold
 
 
 def test_rewards_none_and_nan_leave_a_reward_out_of_the_sum(tmp_path: Path) -> None:

@@ -15,24 +15,13 @@ from environments.maths.judge import UNJUDGED, MathJudge, Verdict
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
-from environments.maths.judge_worker import judge
 
-
-@pytest.mark.parametrize(
-    ("answer", "form", "final"),
-    [
-        ("so \\boxed{18}", "boxed", "18"),
-        ("\\boxed{17} no, \\boxed{\\frac{36}{2}}", "boxed", "\\frac{36}{2}"),
-        ("\\boxed{18", "boxed", None),
-        ("\\boxed{}", "boxed", None),
-        ("18", "boxed", None),
-        ("it is\n#### 18\nAnd so on", "hashes", "18"),
-        ("\\boxed{18}", "hashes", None),
-        ("####", "hashes", None),
-    ],
-)
-def test_the_form_that_was_asked_for(answer: str, form: AnswerForm, final: str | None) -> None:
-    assert in_the_asked_form(answer, form) == final
+def test_answer_in_the_form_that_was_asked_for() -> None:
+    boxed = {"so \\boxed{18}": "18", "\\boxed{17} no, \\boxed{\\frac{36}{2}}": "\\frac{36}{2}"}
+    boxed_none = ("\\boxed{18", "\\boxed{}", "18")
+    assert [in_the_asked_form(answer, "boxed") for answer in (*boxed, *boxed_none)] == [*boxed.values(), *[None] * 3]
+    hashes = ("it is\n#### 18\nAnd so on", "\\boxed{18}", "####")
+    assert [in_the_asked_form(answer, "hashes") for answer in hashes] == ["18", None, None]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +109,10 @@ ANSWERS = [
 @pytest.mark.parametrize(("gold", "answer", "right"), ANSWERS)
 def test_a_strict_answer_is_one_number_with_one_unit_at_most(gold: str, answer: str, right: bool) -> None:
     forms: list[tuple[AnswerForm, str]] = [("boxed", f"so \\boxed{{{answer}}}"), ("hashes", f"so\n#### {answer}")]
+    number = read_number(gold)
     for form, text in forms if "\n" not in answer else forms[:1]:
-        assert judge(gold, text, form)["strict"] is right
+        final = in_the_asked_form(text, form)
+        assert number is not None and (final is not None and number.accepts(read_number(final))) is right
 
 
 @pytest.mark.timeout(60)

@@ -112,17 +112,11 @@ def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, sa
     assert answer.status_code == status and says in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "normal"),
-    [
-        (["--env-id", "x", "--env.group_size", "4"], ["serve", "--env.env_id", "x", "--env.group_size", "4"]),
-        (["process", "--env-id=x"], ["process", "--env.env_id=x"]),
-        (["--help"], ["--help"]),
-        ([], []),
-    ],
-)
-def test_the_command_line_may_be_short(arguments: list[str], normal: list[str]) -> None:
-    assert normalised(arguments) == normal
+def test_command_line_may_be_short() -> None:
+    short = ["--env-id", "x", "--env.group_size", "4"]
+    assert normalised(short) == ["serve", "--env.env_id", "x", "--env.group_size", "4"]
+    assert normalised(["process", "--env-id=x"]) == ["process", "--env.env_id=x"]
+    assert normalised(["--help"]) == ["--help"] and normalised([]) == []
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["install", "-h"], 0), ([], 2)])
