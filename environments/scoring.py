@@ -78,17 +78,20 @@ class Scoring:
         Raises:
             ScoreTimeout: It took too long.
         """
-        return await self.call(f"the group of {_SHORT.repr(item)}", work)
+        return await self.call(lambda: f"the group of {_SHORT.repr(item)}", work)
 
-    async def call(self, name: str, work: Awaitable[T]) -> T:
+    async def call(self, name: Callable[[], str], work: Awaitable[T]) -> T:
         """Return the result of another call of the environment's code; raise as `within`."""
-        late = ScoreTimeout(
-            "code of the environment is given up",
-            field="--env.score_timeout",
-            got=name,
-            wanted=f"an end within {self.seconds:g} s",
-            fix="raise the time-out if the code needs longer",
-        )
+
+        def late() -> ScoreTimeout:
+            return ScoreTimeout(
+                "code of the environment is given up",
+                field="--env.score_timeout",
+                got=name(),
+                wanted=f"an end within {self.seconds:g} s",
+                fix="raise the time-out if the code needs longer",
+            )
+
         try:
             return await _within(self.seconds, work, late)
         except (KeyboardInterrupt, SystemExit) as error:
@@ -120,7 +123,7 @@ class Threads:
         def limited(work: Awaitable[Any]) -> Awaitable[Any]:
             if timeout is None:
                 return work
-            return _within(timeout, work, TimeoutError(f"no answer within {timeout:g} s"))
+            return _within(timeout, work, lambda: TimeoutError(f"no answer within {timeout:g} s"))
 
         if inspect.iscoroutinefunction(function):
             return await limited(function(*args))
@@ -129,7 +132,7 @@ class Threads:
         return await limited(result) if inspect.isawaitable(result) else result
 
 
-async def _within(seconds: float, work: Awaitable[T], late: TimeoutError) -> T:
+async def _within(seconds: float, work: Awaitable[T], late: Callable[[], TimeoutError]) -> T:
     """Return the result of `work`, or raise the error `late` if it takes longer."""
     limit = asyncio.timeout(seconds)
     token = _LIMIT.set(limit)
@@ -143,7 +146,7 @@ async def _within(seconds: float, work: Awaitable[T], late: TimeoutError) -> T:
             raise
     finally:
         _LIMIT.reset(token)
-    raise late
+    raise late()
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -121,7 +121,7 @@ class GroupMaker:
 
     async def next_item(self) -> Any:
         """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
-        return await self._env.scoring.call("get_next_item()", settled(self._env.get_next_item()))
+        return await self._env.scoring.call(lambda: "get_next_item()", settled(self._env.get_next_item()))
 
     async def make(self, item: Any) -> wire.ScoredData | None:
         """Return the item's group for the trainer; None if there is none, which is counted.

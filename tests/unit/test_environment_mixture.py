@@ -242,6 +242,13 @@ def test_the_page_of_groups_stands_alone_and_shows_them_as_they_are() -> None:
     Requests(groups_page("no text", [msgspec.structs.replace(group, messages=None)]))
 
 
+def test_process_keeps_groups_in_a_file_that_is_named_like_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "groups.html"
+    asyncio.run(cli.process(Numbers(7, data_path_to_save_groups=path), 2))
+    assert [len(json.loads(line)["tokens"]) for line in path.read_text().splitlines()] == [2, 2]
+    assert "answers</small><b>4</b>" in (tmp_path / "groups.page.html").read_text()
+
+
 def test_process_drops_groups_without_a_reward_as_serve_does(tmp_path: Path) -> None:
     class Rarely(Numbers):
         made = 0

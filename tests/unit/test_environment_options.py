@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -253,17 +254,26 @@ def test_a_variable_that_is_an_argument_of_transformers_is_refused() -> None:
 
 
 def test_template_variables_on_the_command_line() -> None:
-    def parse(text: str) -> dict[str, Any]:
-        arguments = ["--env.tokenizer_name", "m", "--env.chat_template_kwargs", text]
-        return parse_settings(
-            settings_class(BaseEnvConfig, processes=False), "grpo env x serve", arguments
-        ).env.chat_template_kwargs
-
-    assert parse('{"enable_thinking": false}') == {"enable_thinking": False}
+    settings = parse(*TOKENIZER, "--env.chat_template_kwargs", '{"enable_thinking": false}')
+    assert settings.env.chat_template_kwargs == {"enable_thinking": False}
     for text in ("{enable", "[1]", "7"):
         with pytest.raises(ConfigError) as error:
-            parse(text)
+            parse(*TOKENIZER, "--env.chat_template_kwargs", text)
         assert error.value.field == "--env.chat_template_kwargs"
+
+
+class ListConfig(BaseEnvConfig):
+    """An environment's own settings."""
+
+    places: tuple[int, ...] = ()
+    limit: int | None = 3
+
+
+@pytest.mark.parametrize("text", ["1,2", "[1, 2]"])
+def test_lists_and_none_on_the_command_line(text: str) -> None:
+    arguments = [*TOKENIZER, "--env.places", text, "--env.limit", "None"]
+    env: Any = parse_settings(settings_class(ListConfig, processes=False), "prog", arguments).env
+    assert (env.places, env.limit) == ((1, 2), None)
 
 
 def test_a_conversations_longest_turn_has_its_older_name() -> None:
@@ -314,10 +324,7 @@ def test_a_group_of_truncated_answers_is_sent() -> None:
     config = BaseEnvConfig(tokenizer_name="demo", group_size=1)
     empty = wire.ScoredData(tokens=[[1, 2]], masks=[[wire.IGNORED] * 2], scores=[1.0])
     assert unfit(empty, config, 99) is not None
-    truncated = wire.ScoredData(
-        **{**{f: getattr(empty, f) for f in ("tokens", "masks", "scores")}, "overrides": [{"truncated": True}]}
-    )
-    assert unfit(truncated, config, 99) is None
+    assert unfit(msgspec.structs.replace(empty, overrides=[{"truncated": True}]), config, 99) is None
 
 
 @pytest.mark.parametrize("clean", [True, False])

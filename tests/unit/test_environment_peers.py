@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +39,6 @@ def ask(url: str, method: str = "GET", path: str = "/", *, patience: float = 30.
             await peer.close()
 
     return asyncio.run(scene())
-
-
-def ask_one_that_says(replies: Iterator[Reply | None], method: str = "GET", path: str = "/") -> Answer:
-    with answering(lambda _: next(replies)) as url:
-        return ask(url, method, path)
 
 
 def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,34 +87,30 @@ def test_an_attempt_ends_where_the_server_is_silent() -> None:
     ],
 )
 def test_a_refusal_is_told_at_once_with_its_reason(reply: Reply, reason: str, key: str | None) -> None:
-    with pytest.raises(PeerRefused) as caught:
-        ask_one_that_says(iter([reply]), "POST", "/here")  # a second attempt would find none
+    replies = iter([reply])  # a second attempt would find none
+    with answering(lambda _: next(replies)) as url, pytest.raises(PeerRefused) as caught:
+        ask(url, "POST", "/here")
     assert caught.value.field.startswith(f"{NAME} at http://") and "POST /here" in caught.value.summary
     assert str(reply.status) in caught.value.got and reason in caught.value.got
     assert (caught.value.status, caught.value.key) == (reply.status, key)
 
 
-def test_patience_ends() -> None:
+def test_peer_is_gone_after_the_patience_and_half_of_it_is_worth_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"http://127.0.0.1:{free_port()}"  # nobody listens there
     with pytest.raises(PeerGone) as gone:
         ask(url, patience=0.01)
     assert gone.value.field == f"{NAME} at {url}" and gone.value.got.startswith("ClientConnectorError: ")
-    assert "0 s" in gone.value.summary
-
-
-def test_an_absence_is_a_warning_when_half_of_the_patience_is_used_up(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog.clear()
     monkeypatch.setattr("environments.peers.http._SAY_AGAIN_AFTER_S", 0.0)
-    seconds = iter(
-        [0.0, 0.0, 29.0, 30.0, 31.0]
-    )  # of the request, three failures and the answer: how long they take here says nothing
+    seconds = iter([0.0, 0.0, 29.0, 30.0, 31.0])  # of the request, three failures and the answer
     monkeypatch.setattr("environments.peers.http.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     replies = iter([Reply(503), Reply(503), Reply(503), Reply()])
     with caplog.at_level(logging.INFO), answering(lambda _: next(replies)) as url:
         ask(url, patience=60.0)
     levels = [record.levelno for record in caplog.records if record.name == "environments.peers.http"]
-    assert levels == [logging.INFO, logging.INFO, logging.WARNING, logging.INFO]  # the last says that it is back
+    assert levels == [logging.INFO, logging.INFO, logging.WARNING, logging.INFO]  # the last reports that it is back
 
 
 def test_what_is_asked_goes_out_as_it_was_given() -> None:
@@ -189,15 +180,12 @@ class Tapped:
         return await Response(status_code=502)(scope, again, send)
 
 
-def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        api = RolloutApi(CONFIG.model_copy(update={"rollout_server_url": url}))
-        try:
-            return await work(api)
-        finally:
-            await api.close()
-
-    return run()
+async def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
+    api = RolloutApi(CONFIG.model_copy(update={"rollout_server_url": url}))
+    try:
+        return await work(api)
+    finally:
+        await api.close()
 
 
 def with_api(work: Callable[[RolloutApi], Awaitable[Any]], tapped: Tapped | None = None) -> Any:
@@ -269,24 +257,18 @@ def test_an_api_of_the_original_protocol_gets_json_gzipped_where_long(repeats: i
     assert wire.decode_group(body, wire.JSON) == group
 
 
-def test_an_unknown_environment_is_told_apart_from_other_refusals() -> None:
-    async def ask_status(api: RolloutApi) -> None:
-        await api.status(3)
+def test_rollout_api_names_the_key_of_a_refusal() -> None:
+    async def work(api: RolloutApi) -> list[str | None]:
+        with pytest.raises(NotRegistered):
+            await api.status(3)
+        keys = []
+        for change in ({"scores": [float("nan"), 0.0]}, {"env_id": 3}):
+            with pytest.raises(PeerRefused) as refused:
+                await api.post(msgspec.structs.replace(GROUP, **change))
+            keys.append(refused.value.key)
+        return keys
 
-    async def post_nan(api: RolloutApi) -> None:
-        await api.post(msgspec.structs.replace(GROUP, scores=[float("nan"), 0.0]))
-
-    async def post_for_another(api: RolloutApi) -> None:
-        await api.post(msgspec.structs.replace(GROUP, env_id=3))
-
-    with pytest.raises(NotRegistered):
-        with_api(ask_status)
-    with pytest.raises(PeerRefused) as nan:
-        with_api(post_nan)
-    assert nan.value.key == "scores"
-    with pytest.raises(PeerRefused) as unknown:
-        with_api(post_for_another)
-    assert unknown.value.key == "env_id"
+    assert with_api(work) == ["scores", "env_id"]
 
 
 def test_another_kind_of_server_is_named() -> None:
