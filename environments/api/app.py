@@ -45,13 +45,7 @@ from grpo_common.pages.document import document, plotting
 log = logging.getLogger("rollout-api")
 
 T = TypeVar("T")
-_EMPTY_EXAMPLE: dict[str, list[object]] = {
-    name: []
-    for name in (
-        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
-        *("inference_logprobs", "messages", "images"),
-    )
-}
+_EXAMPLE = "tokens masks scores advantages ref_logprobs generation_params inference_logprobs messages images"
 _STATIC = Path(__file__).parent / "static"
 _STYLE, _SCRIPTS = plotting()
 STATUS_HTML = document(
@@ -61,6 +55,8 @@ STATUS_HTML = document(
     scripts=[*_SCRIPTS, (_STATIC / "status.js").read_text()],
     asks="'self'",
 )
+_FREQUENT = ("/scored_data", "/status-env", "/batch")
+"""Routes are tried in turn: these come first."""
 PAGE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself says the rest
@@ -202,7 +198,9 @@ async def batch(
 @endpoint("GET", "/latest_example")
 def latest_example(service: Service, http: Request) -> object:
     """The newest group, or empty lists."""
-    return _EMPTY_EXAMPLE if service.latest is None else stream(http, json_group(service.latest), wire.JSON)
+    if service.latest is None:
+        return {name: [] for name in _EXAMPLE.split()}
+    return stream(http, [json_group(service.latest)], wire.JSON)
 
 
 @endpoint("POST", "/reset_data")
@@ -331,7 +329,7 @@ def build_app(service: Service) -> ASGIApp:
     settings = service.settings
     cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
-        routes=ROUTES,
+        routes=sorted(ROUTES, key=lambda route: route.path not in _FREQUENT),
         middleware=[cors] if settings.cors_origins else [],
         exception_handlers=dict.fromkeys((ClientDisconnect, HTTPException, ApiError, StoreError, Exception), _refused),
         lifespan=lifespan,

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from environments.api import wire
 from environments.api.errors import ApiError
-from environments.api.groups import REFUSED, UnreadGroup, refusal
+from environments.api.groups import REFUSED, refusal
 from grpo_common.disconnects import unless_disconnected
 from grpo_common.errors import Problem
 from grpo_common.http import is_msgpack
@@ -76,7 +76,9 @@ def endpoint(
         )
 
         async def answer(http: Request) -> Response:
-            given = http.path_params | asdict(_decoded_query(http, query))
+            given: dict[str, object] = dict(http.path_params)
+            if query.__struct_fields__:
+                given |= asdict(_decoded_query(http, query))
             if fields is not None:
                 given |= asdict(await read_message(http, fields, optional=True))
             if "body" in hints:
@@ -109,9 +111,11 @@ async def read_message(request: Request, message_type: type[T], *, optional: boo
             raise refusal(error, content_type) from None
 
 
-def _decoded_query(request: Request, query_type: type[T]) -> T:
-    for name, value in request.query_params.items():
-        if value.lower() == "null":  # the decoder would read it as an absent field: a lease that nobody asked for
+def _decoded_query(request: Request, query_type: type[Struct]) -> Struct:
+    for name in query_type.__struct_fields__:
+        if (
+            value := request.query_params.get(name, "")
+        ).lower() == "null":  # the decoder would read it as an absent field: a lease that nobody asked for
             raise ApiError(422, Problem(name, value, "a value", "leave the field out"), name)
     try:
         return msgspec.convert(dict(request.query_params), query_type, strict=False)
@@ -264,41 +268,18 @@ def packed_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterat
 
 
 def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
-    """Yield `wire.Batch`, a piece per sequence and field."""
+    """Yield `wire.Batch`, a piece per group."""
     yield msgspec.json.encode({**fields, "batch": []})[:-2]
     for i, payload in enumerate(payloads):
-        if i:
-            yield b","
-        yield from json_group(payload)
+        yield b"," * (i > 0) + json_group(payload)
     yield b"]}"
 
 
-def json_group(payload: bytes) -> Iterator[bytes]:
-    """Yield a group in JSON with the original's 14 keys, and ours where the environment sent them."""
-    group = msgspec.msgpack.decode(payload, type=UnreadGroup)
-    rows = wire.spans(group.lengths)
-    opening = b"{"
-    for name in wire.ScoredData.__struct_fields__:
-        value = getattr(group, name)
-        if name in ("policy_versions", "routed_experts") and value is None:
-            continue
-        yield opening + b'"%s":' % name.encode()
-        opening = b","
-        if name in wire.PER_TOKEN and value is not None:
-            yield from _json_list(map(msgspec.json.encode, wire.unpacked_rows(value, rows, wire.PER_TOKEN[name])))
-        elif name in ("messages", "distill_token_ids", "distill_logprobs") and value is not None:
-            yield from _json_list(msgspec.json.encode(msgspec.msgpack.decode(row)) for row in value)
-        else:
-            yield msgspec.json.encode(value)
-    yield b"}"
-
-
-def _json_list(items: Iterable[bytes]) -> Iterator[bytes]:
-    opening = b"["
-    for item in items:
-        yield opening + item
-        opening = b","
-    yield b"]" if opening == b"," else b"[]"
+def json_group(payload: bytes) -> bytes:
+    """Return a group in JSON with the original's 14 keys, and ours where the environment sent them."""
+    fields = asdict(wire.decode_group(payload))
+    absent = [name for name in ("policy_versions", "routed_experts") if fields[name] is None]
+    return msgspec.json.encode({name: value for name, value in fields.items() if name not in absent})
 
 
 # Waiting

@@ -178,16 +178,16 @@ class Explainer:
                     f"{name} reserves {share} of {target} sequences and gets {minimum}:"
                     f" more does not fit with the others in whole groups of {request.group_size}"
                 )
-        for each in queue.environments.values():
-            if buffer := queue.buffer_of(each.id):
-                found.append(
-                    f"{each.name}: {len(buffer)} groups ({sum(group.size for group in buffer)} sequences) are buffered"
-                    f" until some sum to its group_size {each.request.group_size}"
-                )
+        for env_id, buffer in queue.buffers.items():
+            name, request = queue.environments[env_id or 0].name, queue.environments[env_id or 0].request
+            found.append(
+                f"{name}: {len(buffer)} groups ({sum(group.size for group in buffer)} sequences) are buffered until"
+                f" some sum to its group_size {request.group_size}"
+            )
         return found
 
     def _environments(self, now: float) -> list[wire.EnvStatus]:
-        queue, minima = self.queue, self.queue.minima()
+        queue, minima, buffers = self.queue, self.queue.minima(), self.queue.buffers
         return [
             wire.EnvStatus(
                 env_id=each.id,
@@ -201,7 +201,7 @@ class Explainer:
                 reserved=minima.get(each.id, 0),
                 queued_groups=sum(queue.sizes.get(each.id, {}).values()),
                 queued_sequences=queue.sequences_of(each.id),
-                buffered_sequences=sum(group.size for group in queue.buffer_of(each.id)),
+                buffered_sequences=sum(group.size for group in buffers.get(each.id, ())),
                 received_groups=each.received,
                 follows=each.follows,
             )

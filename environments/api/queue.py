@@ -326,10 +326,10 @@ class RolloutQueue:
             self._enqueue([group])
             return group, None
         self.buffered[group.id] = group
-        buffer = self.buffer_of(environment.id)
+        buffer = self.buffers[environment.id]
         ids = choose(environment.request.group_size, [Pool([(each.id, each.size) for each in buffer])])
         self._unbuffer(each for each in buffer if each.id in (ids or ()))
-        return group, sum(each.size for each in self.buffer_of(environment.id))
+        return group, sum(each.size for each in self.buffers.get(environment.id, ()))
 
     def tick(self, now: float) -> None:
         """Let leases run out that are nobody's by name, and silent environments go."""
@@ -395,9 +395,13 @@ class RolloutQueue:
         """How many groups of each size are queued."""
         return sum(self.sizes.values(), Counter())
 
-    def buffer_of(self, env_id: int) -> list[Group]:
-        """Return an environment's groups that wait for others to have its group size together."""
-        return [each for each in self.buffered.values() if each.env_id == env_id]
+    @property
+    def buffers(self) -> dict[int | None, list[Group]]:
+        """By environment the groups that wait for others to have its group size together."""
+        found: dict[int | None, list[Group]] = {}
+        for group in self.buffered.values():
+            found.setdefault(group.env_id, []).append(group)
+        return found
 
     def minima(self) -> dict[int, int]:
         """Return the sequences of each batch that are kept for each living environment with a reservation."""
@@ -485,7 +489,7 @@ class RolloutQueue:
     def _lose(self, environment: Environment) -> None:
         """Note that an environment is gone: no batch waits for it, and its buffer may be trained."""
         environment.alive = False
-        self._unbuffer(self.buffer_of(environment.id))
+        self._unbuffer(self.buffers.get(environment.id, ()))
 
     def _hold(self, lease: Lease, now: float) -> Lease:
         """Give queued groups into a trainer's hands."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,51 +229,68 @@ def test_buffering_as_the_original_answers_it(api: httpx.Client):
     assert sum(len(each["tokens"]) for each in api.get("/batch").json()["batch"]) == 4
 
 
-BAD = [
-    (group(scores=[float("nan"), 1.0]), "scores", "scores[0]"),
-    (group(scores=[1.0, float("inf")]), "scores", "scores[1]"),
-    (group(scores=[1.0]), "scores", "1 for 2 sequences"),
-    (
-        group(inference_logprobs=[[1.0, -0.5, float("nan")], [1.0] * 3]),
-        "inference_logprobs",
-        "inference_logprobs[0][2]",
+TEACHER = {"distill_token_ids": [[[], [1], [1]]] * 2, "distill_logprobs": [[[], [-1.0], [-1e39]]] * 2}
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"scores": [float("nan"), 1.0]}, "scores[0]", "nan"),
+    ({"scores": [1.0, float("inf")]}, "scores[1]", "inf"),
+    ({"scores": [1e308, 1e308]}, "scores[0]", "1e+308"),  # infinite in the trainer's float32, as their sum
+    ({"scores": [1.0]}, "scores", "1 for 2 sequences"),
+    ({"scores": None}, "scores", "`array`"),
+    ({"inference_logprobs": [[1.0, -0.5, float("nan")], [1.0] * 3]}, "inference_logprobs[0][2]", "nan"),
+    ({"inference_logprobs": [[1.0] * 3, [1.0, -1e39, 0.0]]}, "inference_logprobs[1][1]", "e+39"),
+    ({"inference_logprobs": [[1.0] * 3, [1.0]]}, "inference_logprobs[1]", "1 entries, tokens[1] has 3"),
+    ({"ref_logprobs": [[1.0] * 3]}, "ref_logprobs", "1 sequences"),
+    ({"advantages": [[1.0] * 3, [0.0, -1e300, 0.0]]}, "advantages[1][1]", "-1e+300"),
+    ({"advantages": [[1.0, 2.0], [1.0] * 3]}, "advantages[0]", "2 entries"),
+    ({"masks": [[1, 1], [1, 1, 1]]}, "masks[0]", "2 entries, tokens[0] has 3"),
+    ({"masks": [[1, 1, 1]]}, "masks", "1 sequences, tokens has 2"),
+    ({"tokens": [], "masks": [], "scores": []}, "tokens", "empty"),
+    ({"tokens": [[], []], "masks": [[], []]}, "tokens[0]", "empty"),
+    ({"tokens": [[2**31, 1, 1], [1, 1, 1]]}, "tokens[0][0]", "<= 2147483647"),
+    ({"tokens": [["a", 1, 1], [1, 1, 1]]}, "tokens[0][0]", "`str`"),
+    ({"tokens": [[1, 1, 1], [1, -1, 1]]}, "tokens[1][1]", "-1, "),
+    ({"messages": [[{"role": "user"}], []]}, "messages[0][0]", "no `content`, "),
+    ({"policy_versions": [1]}, "policy_versions", "1 for 2 sequences"),
+    ({"distill_token_ids": [[[1]] * 3, [[1]] * 3]}, "distill_logprobs", "0 sequences"),
+    (TEACHER, "distill_logprobs[0][2][0]", "-1e+39"),
+    ({"env_id": 99}, "env_id", "99"),
+    ({"env_id": -1}, "env_id", ">= 0"),
+    ({"overrides": [{}]}, "overrides", "1 for 2 sequences"),
+    ({"generation_params": {"temperature": "hot"}}, "generation_params.temperature", "'hot'"),
+    ({"group_overrides": {"temperature": -1.0}}, "group_overrides.temperature", "-1.0"),
+    *(
+        ({"overrides": [{"temperature": heat}, {}]}, "overrides[0].temperature", str(heat))
+        for heat in (0, True, 1e39, 1e-06, {"a": 1})
     ),
-    (group(masks=[[1, 1], [1, 1, 1]]), "masks", "masks[0]: 2 entries, tokens[0] has 3"),
-    (group(masks=[[1, 1, 1]]), "masks", "1 sequences, tokens has 2"),
-    (group(inference_logprobs=[[1.0] * 3, [1.0]]), "inference_logprobs", "inference_logprobs[1]: 1 entries"),
-    (group(ref_logprobs=[[1.0] * 3]), "ref_logprobs", "1 sequences"),
-    (group(advantages=[[1.0, 2.0], [1.0] * 3]), "advantages", "advantages[0]: 2 entries"),
-    (group(0), "tokens", "tokens: "),
-    (group(length=0, masks=[[], []]), "tokens", "tokens[0]: "),
-    (group(tokens=[[2**31, 1, 1], [1, 1, 1]]), "tokens", "tokens[0][0]"),
-    (group(tokens=[["a", 1, 1], [1, 1, 1]]), "tokens", "`str`"),
-    (group(tokens=[[1, 1, 1], [1, -1, 1]]), "tokens", "tokens[1][1]: -1, "),
-    (group(scores=[1e308, 1e308]), "scores", "scores[0]: 1e+308"),  # their sum would be infinite
-    (group(generation_params={"temperature": "hot"}), "generation_params", "temperature: 'hot', "),
-    (group(messages=[[{"role": "user"}], []]), "messages", "messages[0][0]: no `content`, "),
-    (group(overrides=[{}]), "overrides", "1 for 2 sequences"),
-    (group(policy_versions=[1]), "policy_versions", "1 for 2 sequences"),
-    (group(distill_token_ids=[[[1]] * 3, [[1]] * 3]), "distill_logprobs", "0 sequences"),
-    (group(env_id=99), "env_id", "99"),
-    (group(env_id=-1), "env_id", "env_id"),
-    ({"tokens": [[1]], "masks": [[1]]}, "scores", "`scores`"),
+    ({"overrides": [{}, {"sft": "false"}]}, "overrides[1].sft", "'false'"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "field", "said"), BAD)
-def test_a_bad_group_is_refused_by_name_and_good_ones_beside_it_are_taken(
-    api: httpx.Client, bad: dict[str, Any], field: str, said: str
+def forms(fields: dict[str, Any]) -> Iterator[tuple[bytes, str]]:
+    """A group in each way in which it may be sent: JSON, MessagePack with lists, and packed if its rows can be."""
+    yield json.dumps(fields).encode(), wire.JSON
+    yield msgspec.msgpack.encode(fields), wire.MSGPACK
+    with contextlib.suppress(msgspec.ValidationError):
+        data = msgspec.convert(fields, wire.ScoredData)
+        rows = (data.tokens, data.masks, data.inference_logprobs or data.tokens, data.advantages or data.tokens)
+        if all([len(row) for row in each] == [3, 3] for each in (*rows, data.ref_logprobs or data.tokens)):
+            yield wire.encode_group(data), wire.MSGPACK
+
+
+@pytest.mark.parametrize(("fields", "place", "said"), BAD)
+def test_a_bad_group_is_refused_by_its_place_and_good_ones_beside_it_are_taken(
+    api: httpx.Client, fields: dict[str, Any], place: str, said: str
 ):
     start_run(api)
-    refused = api.post("/scored_data", content=json.dumps(bad))
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["field"] == field
-    assert said in refused.json()["detail"]
+    bad, key = group(**fields), re.split(r"\W", place)[0]
+    for body, content_type in forms(bad):
+        refused = api.post("/scored_data", content=body, headers={"Content-Type": content_type})
+        assert (refused.status_code, refused.json()["field"]) == (422, key), refused.text
+        assert refused.json()["detail"].startswith(f"{place}: ") and said in refused.json()["detail"]
     mixed = api.post("/scored_data_list", content=json.dumps([group(first=1), bad, group(first=3)]))
-    assert mixed.status_code == 422
     answer = mixed.json()
-    assert (answer["status"], answer["groups_processed"]) == ("partial", 2)
-    assert [(each["group"], each["field"]) for each in answer["rejected"]] == [(1, field)]
+    assert (mixed.status_code, answer["status"], answer["groups_processed"]) == (422, "partial", 2)
+    assert [(each["group"], each["field"]) for each in answer["rejected"]] == [(1, key)]
     assert [each["tokens"][0][0] for each in api.get("/batch").json()["batch"]] == [1, 3]
 
 

@@ -602,8 +602,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def buffers_hold_nothing_that_is_complete(self) -> None:
-        for env_id in self.queue.environments:
-            buffer = self.queue.buffer_of(env_id)
+        for env_id, buffer in self.queue.buffers.items():
+            assert env_id is not None
             target = self.queue.environments[env_id].request.group_size
             assert not every_batch(target, [Pool([(group.id, group.size) for group in buffer])])
 
