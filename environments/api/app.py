@@ -328,8 +328,9 @@ def build_app(service: Service) -> ASGIApp:
 
     settings = service.settings
     cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    routes = sorted(ROUTES, key=lambda route: route.path not in _FREQUENT)
     app = Starlette(
-        routes=sorted(ROUTES, key=lambda route: route.path not in _FREQUENT),
+        routes=routes,
         middleware=[cors] if settings.cors_origins else [],
         exception_handlers=dict.fromkeys((ClientDisconnect, HTTPException, ApiError, StoreError, Exception), _refused),
         lifespan=lifespan,

@@ -25,11 +25,11 @@ from environments.api.errors import ApiError, StoreError
 from grpo_common.errors import Problem
 
 REMEMBERED_LEASES = 4096
-"""Ended leases that are remembered, so that a repeated or late acknowledgement is understood."""
+"""Ended leases that are remembered, so that a repeated acknowledgement is understood, and a late one refused."""
 
 _ENDED: Final[Mapping[wire.LeaseEnd, str]] = {
     "taken over": "was taken over by another trainer: its groups are trained again",
-    "expired": "ran out, and its groups were given to another client: they are trained again",
+    "expired": "ran out: its groups are trained again",
     "released": "was released: its groups are trained again",
     "acknowledged": "was acknowledged: it is trained",
 }
@@ -112,10 +112,9 @@ class Lease(Struct, frozen=True):
 
 
 class Closed(Struct, frozen=True):
-    """How a lease ended; with its groups where it expired, for it may still be acknowledged or extended."""
+    """How a lease ended."""
 
     how: wire.LeaseEnd
-    groups: tuple[int, ...] = ()
 
 
 class RolloutQueue:
@@ -184,7 +183,7 @@ class RolloutQueue:
     def register(self, trainer: wire.Register) -> Run:
         """Start the run, or take it over: the former trainer's leases return, queued groups are kept."""
         for batch_id in list(self.leases):
-            self._return(batch_id, Closed("taken over"))
+            self._return(batch_id, "taken over")
         uuid = trainer.uuid if trainer.uuid is not None else secrets.randbits(53)
         run = Run(trainer, uuid, trainer.starting_step)
         if self.run is not None:
@@ -213,45 +212,39 @@ class RolloutQueue:
         if ids is None:
             return None
         self.last_granted = now
-        return self._hold(Lease(secrets.token_hex(8), tuple(ids), lease, request, uuid), now)
+        granted = Lease(secrets.token_hex(8), tuple(ids), lease, request, uuid)
+        self._take(ids)
+        self.leases[granted.batch_id] = granted
+        self.deadlines[granted.batch_id] = now + lease
+        return granted
 
     def acknowledge(self, batch_id: str, step: int | None = None) -> tuple[int, ...]:
-        """Note that a batch is trained. Return its groups' ids, to be forgotten; none where it was acknowledged before.
-
-        After it has expired, this is possible while none of its groups was given out again.
-        """
-        if batch_id in self.leases:
-            ids = self.leases[batch_id].groups
-        elif self._end_of(batch_id).how == "acknowledged":
+        """Note that a batch is trained. Return its groups' ids, to be forgotten; none if that was noted before."""
+        if self.closed.get(batch_id) == Closed("acknowledged"):
             return ()
-        else:
-            ids = self._expired(batch_id)
-            self._take(ids)
+        ids = self._lease(batch_id).groups
         for each in ids:
             del self.groups[each]
-        self._close(batch_id, Closed("acknowledged"))
+        self._close(batch_id, "acknowledged")
         run = self.run
         reached = step if step is not None or run is None else run.current_step + 1
         self._change_run(run, current_step=reached, next_group=self.next_group)
         return ids
 
     def extend(self, batch_id: str, now: float, lease: float, step: int | None = None) -> Lease:
-        """Hold a batch until `now + lease`, also after it has expired, as `acknowledge`.
+        """Hold a batch until `now + lease`.
 
         A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one.
         """
-        if batch_id not in self.leases:
-            self._hold(Lease(batch_id, self._expired(batch_id), lease), now)
+        held = self._lease(batch_id)
         if step is not None:
             self._change_run(self.run, current_step=step)
-        return self._extend(self.leases[batch_id], lease, now, trained=step is not None)
+        return self._extend(held, lease, now, trained=step is not None)
 
     def release(self, batch_id: str) -> None:
         """Put a batch back at once, as a trainer does that stops."""
-        if batch_id in self.leases:
-            self._return(batch_id, Closed("released"))
-        elif (closed := self._end_of(batch_id)).how != "released":
-            raise _ended(batch_id, closed)
+        if self.closed.get(batch_id) != Closed("released"):
+            self._return(batch_id, "released")
 
     # The environments
 
@@ -334,8 +327,8 @@ class RolloutQueue:
     def tick(self, now: float) -> None:
         """Let leases run out that are nobody's by name, and silent environments go."""
         for batch_id, deadline in list(self.deadlines.items()):
-            if deadline <= now and (lease := self.leases[batch_id]).holder is None:
-                self._return(batch_id, Closed("expired", lease.groups))
+            if deadline <= now and self.leases[batch_id].holder is None:
+                self._return(batch_id, "expired")
         for environment in self.environments.values():
             if environment.alive and now - environment.heard > self.env_timeout:
                 self._lose(environment)
@@ -491,14 +484,6 @@ class RolloutQueue:
         environment.alive = False
         self._unbuffer(self.buffers.get(environment.id, ()))
 
-    def _hold(self, lease: Lease, now: float) -> Lease:
-        """Give queued groups into a trainer's hands."""
-        self._take(lease.groups)
-        self.closed.pop(lease.batch_id, None)
-        self.leases[lease.batch_id] = lease
-        self.deadlines[lease.batch_id] = now + lease.seconds
-        return lease
-
     def _extend(self, lease: Lease, seconds: float, now: float, trained: bool = False) -> Lease:
         self.deadlines[lease.batch_id] = now + seconds
         extended = replace(lease, seconds=seconds, trained=lease.trained or trained)
@@ -507,35 +492,29 @@ class RolloutQueue:
             self.version += 1
         return extended
 
-    def _return(self, batch_id: str, closed: Closed) -> None:
+    def _return(self, batch_id: str, how: wire.LeaseEnd) -> None:
         """End a lease and put its groups back where their age places them: at the front."""
-        groups = self.leases[batch_id].groups
+        groups = self._lease(batch_id).groups
         self._enqueue(self.groups[each] for each in groups)
-        if closed.how != "expired":
+        if how != "expired":
             self.given_back.append(groups)
-        self._close(batch_id, closed)
+        self._close(batch_id, how)
 
-    def _close(self, batch_id: str, closed: Closed) -> None:
-        self.leases.pop(batch_id, None)
-        self.deadlines.pop(batch_id, None)
-        self.closed.pop(batch_id, None)  # the newest are last
-        self.closed[batch_id] = closed
+    def _close(self, batch_id: str, how: wire.LeaseEnd) -> None:
+        del self.leases[batch_id], self.deadlines[batch_id]
+        self.closed[batch_id] = Closed(how)
         if len(self.closed) > REMEMBERED_LEASES:
             del self.closed[next(iter(self.closed))]
 
-    def _end_of(self, batch_id: str) -> Closed:
-        """Return how a lease ended."""
-        if batch_id not in self.closed:
-            wanted = "an id that GET /batch?lease=SECONDS gave"
-            raise ApiError(404, Problem("batch_id", got=batch_id, wanted=wanted), "batch_id")
-        return self.closed[batch_id]
-
-    def _expired(self, batch_id: str) -> tuple[int, ...]:
-        """Return the groups of a lease that ran out, if none of them was given out since."""
-        closed = self._end_of(batch_id)
-        if closed.how != "expired" or not all(each in self.line for each in closed.groups):
-            raise _ended(batch_id, closed)
-        return closed.groups
+    def _lease(self, batch_id: str) -> Lease:
+        """Return a lease that is held."""
+        if batch_id in self.leases:
+            return self.leases[batch_id]
+        if batch_id in self.closed:
+            how = self.closed[batch_id].how
+            raise ApiError(409, Problem(f"batch {batch_id}", summary=_ENDED[how]), "batch_id", how)
+        wanted = "an id that GET /batch?lease=SECONDS gave"
+        raise ApiError(404, Problem("batch_id", got=batch_id, wanted=wanted), "batch_id")
 
 
 def _continues(former: Environment, request: wire.RegisterEnv) -> bool:
@@ -543,8 +522,3 @@ def _continues(former: Environment, request: wire.RegisterEnv) -> bool:
     was_killed = request.process is not None and former.request.process == request.process
     has_left = was_killed or not former.alive or former.restored
     return has_left and former.request.desired_name == request.desired_name
-
-
-def _ended(batch_id: str, closed: Closed) -> ApiError:
-    """Return what a client hears that comes too late (409)."""
-    return ApiError(409, Problem(f"batch {batch_id}", summary=_ENDED[closed.how]), "batch_id", closed.how)

@@ -15,7 +15,7 @@ without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -54,7 +54,7 @@ _Weight = Annotated[float, Meta(ge=0.0, le=1e100)]
 Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
-"""How the lease of a batch ended; "expired": it ran out, and its groups were given to another client."""
+"""How the lease of a batch ended; "expired": it ran out, and its groups returned to the queue."""
 
 T = TypeVar("T")
 
@@ -389,8 +389,6 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Packing: rows of numbers as little-endian bytes (the order of every machine that runs a model server)
 
 _CARRIED = _Carried.__struct_fields__
-PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
-"""Fields with a number for each token, and its kind: int32, or float32 (float64 if the bytes are twice as many)."""
 
 
 def pack(group: ScoredData) -> PackedGroup:
@@ -410,13 +408,24 @@ def pack(group: ScoredData) -> PackedGroup:
 
 def unpack(group: PackedGroup) -> ScoredData:
     """Return the group as lists, exactly as they were given to `pack`."""
-    rows = spans(group.lengths)
-    unpacked: dict[str, Any] = {
-        name: None if (data := getattr(group, name)) is None else list(unpacked_rows(data, rows, kind))
-        for name, kind in PER_TOKEN.items()
-    }
-    carried = {name: getattr(group, name) for name in _CARRIED}
-    return ScoredData(scores=group.scores, env_id=group.env_id, **unpacked, **carried)
+    spans = list(pairwise([0, *accumulate(group.lengths)]))
+
+    def rows(data: bytes | None, kind: str) -> list[Any] | None:
+        if data is None:
+            return None
+        numbers = array("d" if len(data) == 8 * spans[-1][1] else kind, data)
+        return [numbers[start:end].tolist() for start, end in spans]
+
+    return ScoredData(
+        tokens=rows(group.tokens, "i") or [],
+        masks=rows(group.masks, "i") or [],
+        scores=group.scores,
+        advantages=rows(group.advantages, "f"),
+        ref_logprobs=rows(group.ref_logprobs, "f"),
+        inference_logprobs=rows(group.inference_logprobs, "f"),
+        **{name: getattr(group, name) for name in _CARRIED},
+        env_id=group.env_id,
+    )
 
 
 def _ints(rows: Iterable[list[int]]) -> bytes:
@@ -437,19 +446,6 @@ def _floats(rows: Iterable[list[float]]) -> bytes | None:
     return numbers.tobytes() or None
 
 
-def spans(lengths: list[int]) -> list[slice]:
-    """Return where each sequence lies in a packed field, in numbers."""
-    return [slice(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
-
-
-def unpacked_rows(data: bytes, rows: Sequence[slice], kind: str) -> Iterator[list[Any]]:
-    """Yield the rows of packed numbers of a `kind` of `PER_TOKEN`."""
-    width = len(data) // rows[-1].stop if rows[-1].stop else 4
-    for row in rows:
-        part = memoryview(data)[row.start * width : row.stop * width]
-        yield array("d" if width == 8 else kind, part.tobytes()).tolist()
-
-
 def counted_scores(group: ScoredData | PackedGroup) -> list[float]:
     """Return the scores of a group without those of sequences that are marked as unscored."""
     marks = [{**(group.group_overrides or {}), **own}.get(UNSCORED) for own in group.overrides or ()]
@@ -465,12 +461,7 @@ def encode(message: Any, content_type: str = JSON) -> bytes:
 
 
 def decode(body: bytes, message_type: type[T], content_type: str = JSON) -> T:
-    """Return bytes as a message of this module.
-
-    Raises:
-        msgspec.ValidationError: the body has another shape; the message names the path.
-        msgspec.DecodeError: the body is not JSON (or not MessagePack).
-    """
+    """Return bytes as a message of this module. Raise msgspec.DecodeError; if it has another shape, ValidationError."""
     if is_msgpack(content_type):
         return msgspec.msgpack.decode(body, type=message_type)
     return msgspec.json.decode(body, type=message_type)

@@ -430,7 +430,6 @@ class Life(RuleBasedStateMachine):
         self.now = 0.0
         self.trainers = 0
         self.named: set[str] = set()
-        self.ran_out: dict[str, tuple[int, ...]] = {}
         self.waiting: dict[int, Group] = {}
         self.held: dict[str, tuple[int, ...]] = {}
         self.deadlines: dict[str, float] = {}
@@ -490,32 +489,20 @@ class Life(RuleBasedStateMachine):
     def acknowledge(self, lease: str) -> None:
         try:
             ids = self.queue.acknowledge(lease)
-        except ApiError:
-            assert lease not in self.held
-            return
-        self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
-        for each in ids:
-            self.waiting.pop(each, None)
-            self.done.append(each)
-        self.held.pop(lease, None)
+        except ApiError as error:
+            assert lease not in self.held and (error.status == 404 or error.reason is not None)
+        else:
+            assert ids == self.held.pop(lease)
+            self.done += ids
 
     @rule(lease=leases)
     def extend(self, lease: str) -> None:
-        ran_out = self.ran_out.get(lease)
         try:
             self.queue.extend(lease, self.now, LEASE_S)
-        except ApiError as error:
+        except ApiError:
             assert lease not in self.held
-            assert ran_out is None or not set(ran_out) <= set(self.waiting), "nobody else has it"
-            assert error.status == 404 or error.reason is not None
-            return
-        if lease not in self.held:  # it had run out, and nobody has its groups: it begins again, without a name
-            assert ran_out is not None
-            self.held[lease] = self.ran_out.pop(lease)
-            self.given_back = [each for each in self.given_back if not set(each) & set(ran_out)]
-            for each in ran_out:
-                del self.waiting[each]
-        self.deadlines[lease] = self.now + LEASE_S
+        else:
+            self.deadlines[lease] = self.now + LEASE_S
 
     @rule()
     def the_server_is_killed_and_goes_on(self) -> None:
@@ -530,8 +517,6 @@ class Life(RuleBasedStateMachine):
             self.queue.release(lease)
         except ApiError:
             assert lease not in self.held
-        else:
-            self.ran_out.pop(lease, None)
         self.given_back += [self.held[lease]] if lease in self.held else []
         self.put_back([lease])
 
@@ -540,7 +525,6 @@ class Life(RuleBasedStateMachine):
         self.now += seconds
         self.queue.tick(self.now)
         late = [each for each in self.held if self.deadlines[each] <= self.now and each not in self.named]
-        self.ran_out |= {each: self.held[each] for each in late}
         self.put_back(late)
 
     @rule(data=st.data())
