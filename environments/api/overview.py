@@ -77,8 +77,8 @@ class Explainer:
             for reserved in [int(self._batch_size * shares.get(-1 if env_id is None else env_id, 0.0))]
         }
         self._all_available = sum(self._available.values())
-        # Environments stop at their parts of a batch. If the parts of several sizes are enough and make no batch, each
-        # environment posts one group more; reservations are exact, and need none.
+        # Environments stop at their parts of a batch (`pace.py`). If groups of several sizes are enough and make no
+        # batch, each environment gets room for one more. Reserved places are filled whatever the queue holds.
         enough = self._all_available >= self._batch_size > 0 and len(queue.alive) > 1 and not self._reserved
         self._stuck = enough and not queue.batch_ready and can_make(self._batch_size, self._sizes())
 

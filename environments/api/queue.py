@@ -34,7 +34,6 @@ _ENDED: Final[Mapping[wire.LeaseEnd, str]] = {
     "acknowledged": "was acknowledged: it is trained",
 }
 
-
 Tables: TypeAlias = Callable[[str, Any], dict[Any, Any]]
 """Where records are kept: a kind and a type of records give a dictionary with those of an earlier process."""
 
