@@ -19,10 +19,9 @@ from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others, servers_there
-from grpo_trainer.logs.console import Output, RunConsole
+from grpo_trainer.logs.console import Output, RunConsole, print_time_split
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
-from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics

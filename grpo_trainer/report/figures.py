@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from grpo_trainer.logs.times import PHASES
+from grpo_trainer.logs.console import PHASES
 from grpo_trainer.report.read import Run
 
 TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "Environments", "Machine", "More metrics"

@@ -32,9 +32,8 @@ from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.checks import Case, run_folder
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.console import RunConsole, time_split
 from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
-from grpo_trainer.logs.times import time_split
 from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
 from grpo_trainer.phases import read_report

@@ -152,6 +152,9 @@ SHARED: dict[str, Any] = {"weight_bridge_mode": "shared_vllm"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
 GROWING: dict[str, Any] = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+TWO, THREE, FOUR = ({"gpus": MACHINE.gpus * number} for number in (2, 3, 4))
+SHARDS: dict[str, Any] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
 
 
 @pytest.mark.parametrize(
@@ -180,35 +183,77 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
 
 
 @pytest.mark.parametrize(
-    ("flags", "config", "modules", "name", "got", "fix"),
+    ("flags", "planted", "name", "got", "fix"),
     [
         # transposed in transformers; rows that vLLM reorders
-        (SHARED, {}, {"attn.c_attn": (64, 192)}, "shared weights", "c_attn", "lora_only"),
-        (SHARED, {}, {"attention.query_key_value": (128, 64)}, "shared weights", "query_key_value", "lora_only"),
-        (SHARED, {"quantization_config": AWQ}, {}, "shared weights", "quantization_config", "broadcast"),
-        (SHARED, {"kv_lora_rank": 512}, {}, "shared weights", "kv_lora_rank", "lora_only"),
-        ({"lora_target_modules": "q_proj,c_attn"}, {}, {}, "LoRA modules", "c_attn", "--lora-target-modules q_proj"),
-        ({}, BERT, {}, "decoder-only", "BertForMaskedLM", "--model"),
-        ({"seq_len": 8192}, {}, {}, "sequence length", "8192", "--seq-len 4096"),
-        ({"device": "cuda:3"}, {}, {}, "options together", "--device: got cuda:3,", "--device auto"),
-        ({"trainer_gpus": 2}, {}, {}, "options together", "--trainer-gpus: got 2,", "--trainer-gpus 1"),
+        (SHARED, {"modules": {"attn.c_attn": (64, 192)}}, "shared weights", "c_attn", "lora_only"),
+        (SHARED, {"modules": {"attention.query_key_value": (128, 64)}}, "shared weights", "query_key", "lora_only"),
+        (SHARED, {"quantization_config": AWQ}, "shared weights", "quantization_config", "broadcast"),
+        (SHARED, {"kv_lora_rank": 512}, "shared weights", "kv_lora_rank", "lora_only"),
+        (SHARED, {"machine": GROWING}, "expandable segments", "True", "unset PYTORCH_CUDA_ALLOC_CONF"),
+        ({}, {"machine": GROWING}, "", "", ""),
+        ({"lora_target_modules": "q_proj,c_attn"}, {}, "LoRA modules", "c_attn", "--lora-target-modules q_proj"),
+        ({}, BERT, "decoder-only", "BertForMaskedLM", "--model"),
+        ({"seq_len": 8192}, {}, "sequence length", "8192", "--seq-len 4096"),
+        ({"device": "cuda:3"}, {}, "options together", "--device: got cuda:3,", "--device auto"),
+        ({"trainer_gpus": 2}, {}, "options together", "--trainer-gpus: got 2,", "--trainer-gpus 1"),
+        # where the server lies
+        ({"server.tensor_parallel_size": 2}, {}, "server's GPUs", "2 wanted", "--server.tensor-parallel-size"),
+        ({"server.data_parallel_size": 2}, {}, "server's GPUs", "2 wanted", "--server.data-parallel-size"),
+        ({"server.tensor_parallel_size": 2}, {"machine": TWO}, "", "", ""),
+        ({"server.data_parallel_size": 2}, {"machine": TWO}, "", "", ""),
+        ({"server.tensor_parallel_size": 4}, {"machine": FOUR}, "server's GPUs", "2 attention heads on 4", "tensor"),
+        # vLLM would repeat the only head of keys and values
+        (SHARDS, {"machine": TWO}, "server's GPUs", "1 attention heads of keys and values on 2", "tensor"),
+        ({"server.pipeline_parallel_size": 2}, {"machine": TWO}, "server's GPUs", "1 layers on 2", "pipeline"),
+        (
+            {"server.replicas": 2, "server.gpus": "1;3"},
+            {"machine": THREE},
+            "server's GPUs",
+            "GPU 3, 3",
+            "--server.gpus",
+        ),
+        # another distribution
+        ({}, EXPERTS, "warn distribution", "experts", "--routing-replay server"),
+        ({"routing_replay": "server"}, EXPERTS, "", "", ""),
+        ({"server.quantization": "fp8"}, {}, "", "", ""),  # corrected by default
+        ({"server.kv_cache_dtype": "fp8", "ratio_against": "rollout"}, {}, "warn distribution", "8 bits", "trainer"),
+        ({"load_in_4bit": True}, {}, "warn distribution", "4bit", "--ratio-against trainer"),
+        ({"load_in_4bit": True, "ratio_against": "trainer"}, {}, "", "", ""),
+        (
+            {"server.extra_args": "--logprobs-mode,raw_logprobs"},
+            {},
+            "warn distribution",
+            "raw",
+            "leave --logprobs-mode",
+        ),
+        (
+            {"server.extra_args": "--generation-config=auto"},
+            {},
+            "warn distribution",
+            "auto",
+            "leave --generation-config",
+        ),
+        ({"server.extra_args": "--generation-config,vllm"}, {}, "", "", ""),
     ],
 )
 def test_a_fault_of_model_or_options(
-    tmp_path: Path, flags: dict[str, Any], config: dict[str, Any], modules: Any, name: str, got: str, fix: str
+    tmp_path: Path, flags: dict[str, Any], planted: dict[str, Any], name: str, got: str, fix: str
 ) -> None:
-    model = write_model(tmp_path / "model", {**CONFIG, **config}, modules or MODULES)
-    found = only_fault(look_at(run_of(model, **flags)))
-    assert found.name == name and got in found.got and fix in found.fix
+    config = {key: value for key, value in planted.items() if key not in ("modules", "machine")}
+    model = write_model(tmp_path / "model", {**CONFIG, **config}, planted.get("modules", MODULES))
+    examination = look_at(run_of(model, **flags), replace(MACHINE, **planted.get("machine", {})))
+    if not name:
+        assert not [each for each in examination.findings if each.status in ("warn", "fail")]
+        return
+    found = only_fault(examination, "warn" if name.startswith("warn ") else "fail")
+    assert found.name == name.removeprefix("warn ") and got in found.got and fix in found.fix
 
 
 def test_faults_of_a_run_and_what_mends_them(model: Path, small_disk: Path) -> None:
-    """A small /dev/shm, a missing vocabulary, memory that can't be shared, a run that is there already."""
+    """A small /dev/shm, a missing vocabulary, a run that is there already."""
     small = replace(MACHINE, shm=small_disk)
     assert "--shm-size" in only_fault(look_at(None, small)).fix
-    found = only_fault(look_at(run_of(model, **SHARED), replace(MACHINE, **GROWING)))
-    assert found.name == "expandable segments" and found.fix == "unset PYTORCH_CUDA_ALLOC_CONF"
-    assert not look_at(run_of(model), replace(MACHINE, **GROWING)).fails
     (model.parent / "run").mkdir()
     (model.parent / "run" / "metrics.jsonl").touch()
     assert "--resume auto" in only_fault(look_at(run_of(model))).fix
@@ -422,65 +467,16 @@ def test_vllms_build_decides_where_it_serves(versions: dict[str, str], gpus: tup
     assert replace(MACHINE, version=versions.get, gpus=gpus).serves_on_gpu is on_gpu
 
 
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
-
-
-@pytest.mark.parametrize(
-    ("flags", "config", "fix"),
-    [
-        ({}, {}, ""),
-        ({}, EXPERTS, "--routing-replay server"),
-        ({"routing_replay": "server"}, EXPERTS, ""),
-        ({"server.quantization": "fp8"}, {}, ""),  # corrected by default
-        ({"server.kv_cache_dtype": "fp8", "ratio_against": "rollout"}, {}, "--ratio-against trainer"),
-        ({"load_in_4bit": True}, {}, "--ratio-against trainer"),
-        ({"load_in_4bit": True, "ratio_against": "trainer"}, {}, ""),
-        ({"server.extra_args": "--logprobs-mode,raw_logprobs"}, {}, "leave --logprobs-mode out"),
-        ({"server.extra_args": "--generation-config=auto"}, {}, "leave --generation-config out"),
-        ({"server.extra_args": "--generation-config,vllm"}, {}, ""),
-    ],
-)
-def test_settings_with_another_distribution(
-    tmp_path: Path, flags: dict[str, Any], config: dict[str, int], fix: str
-) -> None:
-    run = run_of(write_model(tmp_path / "model", {**CONFIG, **config}), **flags)
-    (found,) = [each for each in look_at(run).findings if each.name == "distribution"]
-    assert found.status == ("warn" if fix else "ok") and fix in found.fix
-
-
 def numbers_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def test_more_gpus_wanted_than_there_are(model: Path) -> None:
-    def spread_over(gpus: int, kind: str, degree: int) -> Examined:
-        flags: dict[str, Any] = {f"server.{kind}_parallel_size": degree}
-        return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * gpus))
-
-    for kind in ("tensor", "data"):
-        found = only_fault(spread_over(1, kind, 2))
-        assert found.name == "server's GPUs" and f"--server.{kind}-parallel-size" in found.fix
-        assert not spread_over(2, kind, 2).fails
-    heads = only_fault(spread_over(4, "tensor", 4))
-    assert numbers_in(heads.got) == [2, 4] and "--server.tensor-parallel-size" in heads.fix
-    shared: dict[str, Any] = {"weight_bridge_mode": "shared_vllm", "server.tensor_parallel_size": 2, "trainer_gpus": 2}
-    repeated = only_fault(look_at(run_of(model, **shared), replace(MACHINE, gpus=MACHINE.gpus * 2)))
-    assert numbers_in(repeated.got) == [1, 2], "vLLM would repeat the only head of keys and values"
-    layers = only_fault(spread_over(2, "pipeline", 2))
-    assert numbers_in(layers.got) == [1, 2] and "--server.pipeline-parallel-size" in layers.fix
-
-
 def test_several_servers_lie_where_they_are_put(model: Path) -> None:
-    def on_gpus(gpus: str, visible: int = 3) -> Examined:
-        flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": gpus}
-        return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * visible))
-
-    plan = on_gpus("1;2").memory
+    flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": "1;2"}
+    plan = look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * 3)).memory
     assert plan is not None
     assert {row.device for row in plan.rows if row.owner == "server"} == {1, 2}
     assert {row.device for row in plan.rows if row.owner == "trainer"} == {0}
-    placed = only_fault(on_gpus("1;3"))
-    assert numbers_in(placed.got) == [3, 3] and "--server.gpus" in placed.fix
 
 
 class Nvml:

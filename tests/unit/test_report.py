@@ -25,7 +25,7 @@ from grpo_common.pages.document import plotting
 from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.logs.times import PHASES
+from grpo_trainer.logs.console import PHASES
 from grpo_trainer.metrics.health import CHECKS
 from grpo_trainer.metrics.rows import LAST_BYTES
 from grpo_trainer.report import page as page_module
