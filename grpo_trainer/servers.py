@@ -16,10 +16,11 @@ from grpo_common.roster import FOLDER, read_members, read_served
 from grpo_trainer.config.processes import newest_run
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
-from grpo_trainer.launch.fleet import Request, request
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from grpo_trainer.launch.fleet import Request
 
 app = typer.Typer(
     name="servers",
@@ -87,6 +88,8 @@ def change(run_dir: Path, wanted: Request) -> str:
         ConfigError: the run is over, or the server's URL has another form.
         ServerError: it refused, or did not answer.
     """
+    from grpo_trainer.launch.fleet import request  # takes as long to import as all of `grpo --help` besides
+
     if wanted.action == "add" and wanted.server is not None and not URL.fullmatch(wanted.server):
         raise ConfigError(field="URL", got=wanted.server, wanted="http://HOST:PORT")
     rows(run_dir)
@@ -152,6 +155,8 @@ def add_server(
     run_dir: RunDir = None,
 ) -> None:
     """Start one more server, or add a running one. It gets requests once it is proved and has the newest weights."""
+    from grpo_trainer.launch.fleet import Request
+
     typer.echo(change(run_dir or newest(), Request("add", url, gpus)))
 
 
@@ -160,4 +165,6 @@ def drop_server(
     server: Annotated[str, typer.Argument(help="Its name, or http://HOST:PORT.")], run_dir: RunDir = None
 ) -> None:
     """Take a server out of the run: its requests go to other servers, and a server that the run started ends."""
+    from grpo_trainer.launch.fleet import Request
+
     typer.echo(change(run_dir or newest(), Request("drop", server)))
