@@ -30,8 +30,6 @@ PYTHON_TAG: Final = "<|python_tag|>"
 FUNCTION: Final = "<function="
 SHOWN: Final = 200
 """Characters of a broken call in its error text."""
-CALL_KEYS: Final = ("name", "arguments", "parameters", "type", "id")
-"""Keys of a call in JSON. Some models add `"type": "function"` and an id."""
 CODER_HEAD: Final = re.compile(rf"(?:{OPENS}\s*)?{FUNCTION}([^<>\n]+)>\s*")
 CODER_PARAMETER: Final = re.compile(r"<parameter=([^<>\n]+)>\n?")
 # A value may have </parameter> inside: it ends where the next parameter or the end of the call follows.
@@ -46,6 +44,16 @@ class ToolCall(msgspec.Struct, frozen=True):
 
     name: str
     arguments: dict[str, Any]
+
+
+class _JsonCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in JSON. Some models add `"type": "function"` and an id."""
+
+    name: str
+    arguments: dict[str, Any] | str | msgspec.UnsetType | None = msgspec.UNSET
+    parameters: dict[str, Any] | str | msgspec.UnsetType | None = msgspec.UNSET
+    type: Literal["function"] = "function"
+    id: Any = None
 
 
 class BrokenCall(ValueError):
@@ -99,15 +107,25 @@ class Cursor:
     has_ends: bool = True
     """Whether values of `qwen3_coder` may still have an end. If not, the text is not searched for each of them."""
 
-    def value(self) -> Any:
-        """Return the JSON value that begins here, and move behind it. Marks inside its strings do not end it."""
+    def call(self) -> ToolCall:
+        """Return the call in JSON that begins here, and move behind it. Marks inside its strings do not end it.
+
+        Raises:
+            BrokenCall: There is none.
+        """
         start = self.place
         try:
             _, self.place = json.JSONDecoder().raw_decode(self.text, start)
             # json reads more than JSON: NaN, and halves of characters, which no tokenizer can encode.
-            return msgspec.json.decode(self.text[start : self.place])
+            call = msgspec.json.decode(self.text[start : self.place], type=_JsonCall)
+            arguments = call.parameters if call.arguments is msgspec.UNSET else call.arguments
+            if isinstance(arguments, str):  # JSON in a string, as in OpenAI's API
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
         except (ValueError, RecursionError) as error:
-            raise BrokenCall(f"not JSON ({str(error).partition(':')[0]})") from None
+            raise BrokenCall(f"not a call ({error})") from None
+        if msgspec.UNSET not in (call.arguments, call.parameters):
+            raise BrokenCall("arguments and parameters; give one of them")
+        return ToolCall(call.name, arguments or {})
 
     def skip(self, *marks: str) -> bool:
         """Move behind white space, and behind the first of the marks that stands there."""
@@ -118,37 +136,11 @@ class Cursor:
         return mark is not None
 
 
-def _call(value: Any) -> ToolCall:
-    """Return the call of a JSON value.
-
-    Raises:
-        BrokenCall: It is no call.
-    """
-    if not isinstance(value, dict):
-        raise BrokenCall("not an object")
-    unknown = [key for key in value if key not in CALL_KEYS]
-    if unknown or value.get("type", "function") != "function":
-        raise BrokenCall(f"unknown key {unknown[0]!r}" if unknown else f"unknown type {value['type']!r}")
-    if not isinstance(name := value.get("name"), str):
-        raise BrokenCall("no name, or one that is not text")
-    if "arguments" in value and "parameters" in value:
-        raise BrokenCall("arguments and parameters; give one of them")
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):  # JSON in a string, as in OpenAI's API
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (ValueError, RecursionError):
-            raise BrokenCall("arguments are text that is not JSON") from None
-    if arguments is not None and not isinstance(arguments, dict):
-        raise BrokenCall("arguments are not an object")
-    return ToolCall(name, arguments or {})
-
-
 def _hermes(cursor: Cursor, _: Schemas) -> Iterator[ToolCall]:
     """Read JSON between marks."""
     cursor.skip(OPENS)
     cursor.skip()
-    call = _call(cursor.value())
+    call = cursor.call()
     if not cursor.skip(CLOSES) and cursor.place < len(cursor.text):
         raise BrokenCall(f"no {CLOSES} after the object")
     yield call
@@ -203,7 +195,7 @@ def _llama3_json(cursor: Cursor, _: Schemas) -> Iterator[ToolCall]:
     first, count = cursor.place, 0
     try:
         while not count or cursor.text.startswith("{", cursor.place):
-            yield _call(cursor.value())
+            yield cursor.call()
             count += 1
             cursor.skip(";", PYTHON_TAG)
             cursor.skip()

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -29,15 +29,9 @@ from environments.trajectory import Message
 Part = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The difficulty of problems.
-
-    Attributes:
-        steps: Number of changes.
-        largest: Numbers are from 2 to this; factors are at most 12.
-        distractors: Number of sentences with a number that is irrelevant to the question.
-    """
+class Level(NamedTuple):
+    """The difficulty of problems: number of changes, largest number (from 2; factors are at most 12), and number of
+    sentences with a number that is irrelevant to the question."""
 
     steps: int
     largest: int
@@ -45,12 +39,12 @@ class Level:
 
 
 LEVELS: Mapping[int, Level] = {
-    1: Level(steps=1, largest=20),
-    2: Level(steps=1, largest=100),
-    3: Level(steps=2, largest=20),
-    4: Level(steps=2, largest=100),
-    5: Level(steps=3, largest=50),
-    6: Level(steps=3, largest=100, distractors=1),
+    1: Level(1, 20),
+    2: Level(1, 100),
+    3: Level(2, 20),
+    4: Level(2, 100),
+    5: Level(3, 50),
+    6: Level(3, 100, distractors=1),
 }
 LARGEST_FACTOR = 12
 

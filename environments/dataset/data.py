@@ -21,6 +21,7 @@ import msgspec
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
 from grpo_common.suggest import OF_FILES, nearest
+from grpo_common.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Rows:
         text = part.values[own].decode(errors="replace") if part.unit == "line" else repr(value)
         fix = "put each row on a line, as {…}" if isinstance(value, list) else f"correct or remove the {part.unit}"
         field = f"{self._field}, {self.place(number)}"
-        raise UnusableRow(field=field, got=f"{_short(text)}{why}", wanted="one JSON object", fix=fix)
+        raise UnusableRow(field=field, got=f"{printable(text.strip(), 80)}{why}", wanted="one JSON object", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -392,24 +393,16 @@ def _named(subset: str | None, split: str | None) -> str:
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Return names of a data set for a message: not too many, and with control characters escaped."""
+    """Return foreign names for a message: not too many, and printable."""
     names = list(names)
     more = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(_short, names[:most])) + more
+    return ", ".join(printable(name, 80) for name in names[:most]) + more
 
 
-def shown(value: object, most: int = 60) -> str:
+def shown(value: object) -> str:
     """Return the beginning of a foreign value, and its type, for a message."""
-    text = repr(value)
-    return f"{text if len(text) <= most else text[:most] + '…'} ({type(value).__name__})"
+    return f"{printable(repr(value), 60)} ({type(value).__name__})"
 
 
 def _first_line(error: BaseException) -> str:
-    """Return an error's first line, short enough for a message."""
-    return _short((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
-
-
-def _short(text: str, most: int = 80) -> str:
-    """Return the start of foreign text, with control characters escaped."""
-    shown = repr(text[:most].strip())[1:-1]
-    return f"{shown}…" if len(text) > most else shown
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 300)

@@ -22,6 +22,7 @@ from environments.config import ConfigError
 from environments.running.cli import COMMANDS
 
 MODULE: Final = "environments.from_verifiers"
+HELP: Final = {"-h", "--help"}
 VERSION: Final = "0.4.0"
 REQUIREMENTS: Final = (
     f"verifiers=={VERSION}",
@@ -135,12 +136,12 @@ def normalised(arguments: list[str]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Print help, install, or run the environment in its virtual environment."""
-    command, wants_help = arguments[:1], {"-h", "--help"} & {*arguments}
-    if not arguments or {"-h", "--help"} & {*command} or (command == ["install"] and wants_help):
+    command = arguments[0] if arguments else ""
+    if command in ("", *HELP) or (command == "install" and HELP & {*arguments}):
         print(usage())
         sys.exit(0 if arguments else 2)
     try:
-        if command == ["install"]:
+        if command == "install":
             print(f"verifiers {VERSION} is installed in {install(arguments[1:])}")
             return
         if find_spec("verifiers") is None:

@@ -33,8 +33,8 @@ class _SamplingParams(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class _Generate(msgspec.Struct):
@@ -96,15 +96,10 @@ class Engine:
                 f"This model's maximum context length is {self._max_length} tokens, the prompt has {len(prompt)} "
                 "(--env.max_token_length)",
             )
-        sampling = Sampling(
-            max_tokens=min(room, params.max_tokens or room),
-            temperature=1.0 if params.temperature is None else params.temperature,
-            top_p=1.0 if params.top_p is None else params.top_p,
-            top_k=-1 if params.top_k is None else params.top_k,
-            min_p=params.min_p or 0.0,
-            stop=tuple(params.stop or ()),
-            stop_token_ids=(*(params.stop_token_ids or ()), *self._stops),
-        )
+        given = {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+        given["max_tokens"] = min(room, params.max_tokens or room)
+        given["stop_token_ids"] = (*(params.stop_token_ids or ()), *self._stops)
+        sampling = Sampling(**given)
         try:
             (completion,) = await self._client.generate(prompt, 1, sampling)
         except PeerRefused as refusal:

@@ -194,8 +194,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         tokens, sampled = list(branch.token_ids), branch.sampled_mask
         versions = [turn.policy_version for turn in turns]
         known = [version for version in versions if version is not None]
-        ids = {id(turn): turn.prompt_token_ids + turn.token_ids for turn in turns}
-        on_branch = [turn for turn in turns if tokens[: len(ids[id(turn)])] == ids[id(turn)]]
+        experts = [(turn.prompt_token_ids + turn.token_ids, turn.routed_experts) for turn in turns]
+        experts.sort(key=lambda turn: len(turn[0]))
         messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
         return Trajectory(
             tokens=tokens,
@@ -208,7 +208,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             messages=messages,
             temperature=turns[-1].temperature if turns else self.config.temperature,
             cuts={name: value for turn in turns for name, value in turn.cuts.items()},
-            routed_experts=joined([turn.routed_experts for turn in sorted(on_branch, key=lambda t: len(ids[id(t)]))]),
+            routed_experts=joined([rows for ids, rows in experts if tokens[: len(ids)] == ids]),  # of this branch
             truncated=trace.is_truncated,
         )
 
