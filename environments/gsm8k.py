@@ -101,7 +101,11 @@ def read_questions(config: Gsm8kConfig, split: Split) -> list[Question]:
     """
     if (path := config.dataset_path) is None:
         field = f"--env.dataset_name {config.dataset_name}"
-        rows = read_source(field, config.dataset_name, split, "main").rows
+        try:
+            rows = read_source(field, config.dataset_name, split, "main").rows
+        except ConfigError as error:
+            fix = "set --env.dataset_path to a folder with train.jsonl and test.jsonl"
+            raise ConfigError.of([replace(error.problems[0], fix=fix)]) from None
     else:
         file = path / f"{split}.jsonl" if path.is_dir() else path
         field = f"--env.dataset_path {file}"
