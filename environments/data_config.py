@@ -16,6 +16,7 @@ import math
 import re
 import string
 from collections import Counter
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -200,18 +201,11 @@ def read_reward(text: str) -> tuple[str, float | None]:
 
 
 def _weight(field: str, text: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise TableError(
-            field=field,
-            got=f"the weight {text!r}",
-            wanted="a finite number after =",
-            fix="for example my.py:length=0.1",
-        )
-    return weight
+    with suppress(ValueError):
+        if math.isfinite(weight := float(text)):
+            return weight
+    fix = "for example my.py:length=0.1"
+    raise TableError(field=field, got=f"the weight {text!r}", wanted="a finite number after =", fix=fix)
 
 
 def _named_apart(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:

@@ -90,19 +90,11 @@ class Completion:
 
 
 class Inference(Protocol):
-    """One inference server, or several."""
+    """One inference server, or several; `InferenceClient` documents the methods."""
 
-    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions of one prompt, all of one policy version; raise as `InferenceClient`."""
-        ...
-
-    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]: ...
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]: ...
+    async def close(self) -> None: ...
 
 
 async def _post(peer: Peer, path: str, body: Any, answer_type: type[T], fix: str = "") -> tuple[T, Mapping[str, str]]:

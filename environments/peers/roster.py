@@ -63,11 +63,10 @@ class ListedServers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions, all of one server and one policy version; raise as `InferenceClient`."""
+        """Return `n` completions, all of one server and one policy version."""
         return await self._ask(n, lambda client: client.generate(prompt_token_ids, n, sampling))
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one."""
         return await self._ask(1, lambda client: client.prompt_logprobs(token_ids, top_k))
 
     async def close(self) -> None:
