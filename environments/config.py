@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -191,6 +191,9 @@ class ServerConfig(BaseModel):
 
 EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)
 
+SHORT: Final = {"data.path": "data", "env.agent": "agent"}
+"""Settings that have a second, short flag."""
+
 
 def _no_slurm(slurm: bool) -> bool:
     if slurm:
@@ -248,7 +251,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
     parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [--TABLE.NAME VALUE …]", allow_abbrev=False)
     fields = {paths[0]: (paths, field) for paths, field in _fields(settings_cls)}
     for path, (paths, field) in fields.items():
-        flags = [f"--{each}" for each in paths] + (["--data"] if path == "data.path" else [])
+        flags = [f"--{each}" for each in (*paths, *([SHORT[path]] if path in SHORT else []))]
         default = "required" if field.is_required() else f"default: {field.get_default(call_default_factory=True)}"
         text = f"{field.description or ''} ({default})".replace("%", "%%")
         action = "append" if path == "rewards" else "store"
@@ -257,7 +260,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         )
     names = sorted(_names(settings_cls))
     typed = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
-    if unknown := [name for name in typed if name not in {*names, "help", "data"}]:
+    if unknown := [name for name in typed if name not in {*names, "help", *SHORT.values()}]:
         problems = [Problem(f"--{name}", summary="no such option", fix=_nearest(name, names, "--")) for name in unknown]
         raise ConfigError.of(problems)
     given = vars(parser.parse_args(arguments))

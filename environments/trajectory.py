@@ -29,10 +29,11 @@ def trained_tokens(mask: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """The reward of one turn, which credits the tokens before `end`."""
+    """The reward of one turn, which credits the tokens from `begin` to before `end`."""
 
     end: int
     value: float
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Trajectory:
         cuts: As in `Completion`.
         routed_experts: As in `Completion`; tokens after the policy's last turn have none.
         truncated: Whether it reached a limit of its tokens.
+        branches: Lengths of the sequences that it consists of, one after another; empty: it is one sequence.
     """
 
     tokens: list[int]
@@ -64,6 +66,7 @@ class Trajectory:
     cuts: Mapping[str, float] = field(default_factory=dict)
     routed_experts: bytes | None = None
     truncated: bool = False
+    branches: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, completion: Completion, score: float | None, messages: Sequence[Message] = ()) -> Trajectory:
@@ -116,6 +119,7 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
             **({} if same else own),
             **({wire.TRUNCATED: True} if trajectory.truncated else {}),
             **({wire.UNSCORED: True} if trajectory.score is None else {}),
+            **({wire.BRANCHES: [*trajectory.branches]} if trajectory.branches else {}),
         }
         for own, trajectory in zip(sampling, trajectories, strict=True)
     ]
@@ -218,7 +222,9 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
         return [[0.0] * len(trajectory.tokens) for trajectory in trajectories]
     return [
         [
-            sum((reward.value - mean) / spread for reward in own if place < reward.end) if trained else 0.0
+            sum((reward.value - mean) / spread for reward in own if reward.begin <= place < reward.end)
+            if trained
+            else 0.0
             for place, trained in enumerate(trajectory.trained)
         ]
         for trajectory, own in zip(trajectories, rewards, strict=True)

@@ -21,6 +21,7 @@ from environments.api.http import Waiters
 from environments.api.server import Server
 from environments.api.service import Service
 from environments.base import BaseEnv
+from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi
 from environments.running.runner import Runner, until
@@ -111,6 +112,9 @@ class Scripted:
         self.asked.append((prompt_token_ids, n, sampling))
         texts = self.say(prompt_token_ids)
         return [self._completion(prompt_token_ids, texts[i % len(texts)]) for i in range(n)]
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        raise NotImplementedError
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         raise NotImplementedError

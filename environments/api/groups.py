@@ -191,6 +191,12 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
     _check_options("group_overrides", group.group_overrides or {})
     for i, own in enumerate(group.overrides or ()):
         _check_options(f"overrides[{i}]", own)
+        if (parts := own.get(wire.BRANCHES)) is not None:
+            sizes = [each for each in parts if type(each) is int and each > 0] if isinstance(parts, list) else []
+            if sizes != parts or sum(sizes) != lengths[i]:
+                raise InvalidGroup(
+                    f"overrides[{i}].{wire.BRANCHES}", f"{parts!r:.60}, expected lengths that sum to {lengths[i]}"
+                )
     for i, conversation in enumerate(group.messages or ()):
         for j, message in enumerate(_row("messages", i, conversation)):
             for key in ("role", "content"):

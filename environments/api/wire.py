@@ -37,6 +37,9 @@ TRUNCATED = "truncated"
 """Key of `overrides`: true for a sequence that reached a limit of its tokens."""
 UNSCORED = "unscored"
 """Key of `overrides`: true for a sequence to which no reward applies. Its score is not used."""
+BRANCHES = "branches"
+"""Key of `overrides`: lengths of the sequences that one after another make a sequence of the group, such as those of an
+agent's episode. They have one reward and are compared with others as one; each is trained in its own context."""
 MASKED_LOGPROB = 1.0
 """What environments put in `inference_logprobs` where no token was sampled (a logprob is never positive)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Columns:
     """Which columns are used.
 
     Attributes:
-        prompt: Column of the prompt; None if there is a template.
+        prompt: Column of the prompt; None if there is a template, or if a row is a task without a prompt.
         template: Text with columns in braces; None if there is a column.
         answer: Column of the right answer; None: no column is.
         as_messages: Prompts are messages in the data set.
@@ -39,14 +40,19 @@ class Columns:
     as_messages: bool
 
     @classmethod
-    def of(cls, config: DataConfig, data: Data) -> Columns:
+    def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:
         """Return the columns that the settings name, or the first ones that exist of the usual names.
+
+        Args:
+            prompts: False: a row is a task, and needs no prompt.
 
         Raises:
             ConfigError: There is no such column.
         """
         there = data.rows.columns
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
+        if not prompts:
+            return cls(None, None, answer, as_messages=False)
         if (template := config.prompt_template) is not None:
             for name in _names_in(template):
                 _chosen("--data.prompt_template", name, (), there)
@@ -73,7 +79,8 @@ class Columns:
                 if not isinstance(row[name], str | int | float):
                     raise UnusableRow(field=name, got=shown(row[name]), wanted="text or a number")
             return self.template.format_map(row)
-        assert self.prompt is not None, "a column or a template"
+        if self.prompt is None:
+            return json.dumps(row, default=str)
         value = row[self.prompt]
         if self.as_messages:
             return _messages(self.prompt, value)
@@ -105,6 +112,7 @@ class Columns:
     def __str__(self) -> str:
         """Return what the start prints."""
         source = f"the template {self.template!r}" if self.template is not None else f"column {self.prompt}"
+        source = source if self.template or self.prompt else "written by the agent"
         return f"right answer: {f'column {self.answer}' if self.answer else 'no column'}; prompt: {source}"
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -60,18 +61,19 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     program = "python -m environments.dataset"
     env_config_cls = DatasetConfig
     takes_data = True
+    asks_rows: ClassVar[bool] = True  # False: a row is a task, which has no prompt, and may need no reward function
     _judge: MathJudge | None = None
     _said_no_rows = False
 
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
-        require_data(self.data.path is not None, bool(self.rewards))
+        require_data(self.data.path is not None, bool(self.rewards) or not self.asks_rows)
         self._extras: dict[int, dict[str, str]] = {}
         self._source, other = await asyncio.to_thread(read_data, self.data)
         self._evaluated = other or self._source
         if self.config.data_record is not None:
             refuse_changed(self.config.data_record, self.data_sets(), allowed=self.data.allow_changed)
-        self.columns, there = Columns.of(self.data, self._source), self._source.rows.columns
+        self.columns, there = Columns.of(self.data, self._source, prompts=self.asks_rows), self._source.rows.columns
         self._rewards = [
             load_reward(each, there, self.columns.answer, self.threads, self._math_judge) for each in self.rewards
         ]
@@ -85,6 +87,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         self.items = Shuffled(usable, self.config.seed)
         form = "as plain text" if not self._chat else "as a user message (--data.chat off: as plain text)"
         rewards = ", ".join(f"{each.config.label} (weight {each.config.weight:g})" for each in self._rewards)
+        rewards = rewards or "what the agent returns"
         self._described = (
             f"{len(usable):,} rows of {self._source.name} to train on, {len(self._held_out):,} held out; "
             f"{self.columns}, {'messages' if self.columns.as_messages else form}; rewards: {rewards}"

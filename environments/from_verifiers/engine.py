@@ -7,15 +7,11 @@ no field for policy versions and sampling parameters.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -23,6 +19,7 @@ from starlette.routing import Route
 
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
+from environments.peers.loopback import Loopback
 
 MODEL = "policy"
 
@@ -42,7 +39,7 @@ class _Generate(msgspec.Struct):
     sampling_params: _SamplingParams
 
 
-class Engine:
+class Engine(Loopback):
     """Serves `/inference/v1/generate` and `/v1/models`.
 
     Attributes:
@@ -62,26 +59,7 @@ class Engine:
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-        self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.capture_signals = cast("Any", nullcontext)  # the environment handles signals
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        """Start the engine; return its base URL when it listens."""
-        self._task = asyncio.create_task(self._uvicorn.serve())
-        while not self._uvicorn.started:
-            if self._task.done():
-                self._task.result()
-                raise RuntimeError("the engine for verifiers ended during its start")
-            await asyncio.sleep(0.01)
-        return f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}/v1"
-
-    async def close(self) -> None:
-        """Stop the engine."""
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
-        if self._task is not None:
-            await self._task
+        super().__init__(Starlette(routes=routes))
 
     async def _generate(self, request: Request) -> JSONResponse:
         try:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from environments.config import ConfigError, ServerConfig
-from environments.peers.http import Peer, PeerError, PeerRefused
+from environments.peers.http import Answer, Peer, PeerError, PeerRefused
 from grpo_common.formats import check_format
 from grpo_common.sampling import cuts
 from grpo_common.trace import stage
@@ -30,6 +30,7 @@ from vllm_server.protocol import FORMAT, GENERATE_ROUTE, GenerateRequest, Genera
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.5
+ABORTED = b'"finish_reason":"abort"'
 COMPLETIONS_ROUTE = "/v1/completions"
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Inference(Protocol):
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]: ...
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]: ...
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer: ...
     async def close(self) -> None: ...
 
 
@@ -347,6 +349,24 @@ class InferenceClient:
         kind = await self._known_kind()
         async with self._slots:
             return await kind.prompt_logprobs(self._peer, token_ids, top_k)
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        """Return the answer to a request of OpenAI's API, such as `/v1/chat/completions`.
+
+        Args:
+            body: without `model`.
+
+        Raises:
+            PeerError: As for `generate`.
+        """
+        kind = await self._known_kind()
+        body = body if kind.model is None else {**body, "model": kind.model}
+        async with self._slots:
+            answer = await self._peer.request("POST", path, json=body)
+            while ABORTED in answer.content:  # by a server that is shutting down
+                await asyncio.sleep(ASK_AGAIN_S)
+                answer = await self._peer.request("POST", path, json=body)
+        return answer
 
     async def close(self) -> None:
         """Close the connections."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.config import ServerConfig
-from environments.peers.http import PeerGone
+from environments.peers.http import Answer, PeerGone
 from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
 from grpo_common.roster import in_use
 
@@ -68,6 +68,10 @@ class ListedServers:
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         return await self._ask(1, lambda client: client.prompt_logprobs(token_ids, top_k))
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        """Return the answer of one server to a request of OpenAI's API."""
+        return await self._ask(1, lambda client: client.ask(path, body))
 
     async def close(self) -> None:
         """Close the connections."""

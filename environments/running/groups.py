@@ -51,6 +51,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
         max_token_len: the trainer's longest sequence; -1: there is no limit.
     """
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
+    overrides = group.overrides or [{} for _ in group.tokens]
     if len(group.tokens) != expected:
         return f"{len(group.tokens)} sequences for {expected}"
     if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
@@ -62,7 +63,8 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
         return "a score that is not finite"
     if config.ensure_scores_are_not_same and len(set(wire.counted_scores(group))) == 1:
         return ALL_EQUAL
-    if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:
+    parts = [own.get(wire.BRANCHES) or [len(tokens)] for own, tokens in zip(overrides, group.tokens, strict=True)]
+    if max_token_len > 0 and max(max(lengths) for lengths in parts) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
     return None
 

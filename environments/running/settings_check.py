@@ -6,17 +6,19 @@ The environment itself would report errors seconds or minutes later. This check 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
 
 from pydantic import BaseModel
 
-from environments.config import BaseEnvConfig, ConfigError, ServerConfig, check_table, refuse_data, require_data
+from environments.config import BaseEnvConfig, ServerConfig, check_table, refuse_data, require_data
 from environments.data_config import DataConfig, Rewards
-
-__all__ = ["BUILT_IN", "DATASET", "ConfigError", "check", "check_data", "check_server", "common_option", "group_size"]
+from environments.tool_calls import tool_format
+from grpo_common.models import find_folder
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class BuiltIn:
         return cast("type[BaseEnvConfig]", getattr(import_module(self.settings_module or self.module), self.settings))
 
 
+AGENT: Final = "agent"
 DATASET: Final = "dataset"
 """The environment that reads `[data]` and `[[rewards]]`."""
 BUILT_IN: Final = MappingProxyType(
     {
+        "agent": BuiltIn("environments.agent", "AgentConfig", "environments.agent.env"),
         "arithmetic": BuiltIn("environments.arithmetic", "ArithmeticConfig", is_tried=False),
         "dataset": BuiltIn("environments.dataset", "DatasetConfig", "environments.dataset.env"),
         "gsm8k": BuiltIn("environments.gsm8k", "Gsm8kConfig"),
@@ -87,6 +91,8 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
     check_table("rewards", _RewardTables, {"rewards": rewards})
     if name == DATASET:
         require_data(data.get("path") is not None, bool(rewards))
+    elif name == AGENT:
+        require_data(data.get("path") is not None, has_rewards=True)  # the agent may return its reward
     elif name in BUILT_IN:
         refuse_data(name, bool(data), bool(rewards))
 
@@ -95,6 +101,15 @@ def reward_sources(rewards: Sequence[object]) -> list[str]:
     """Return the files and modules of rewards: `my.py` of `my.py:f`. Built-in rewards have none."""
     found = _RewardTables.model_validate({"rewards": rewards}).rewards
     return [each.function.rpartition(":")[0] for each in found if ":" in each.function and not each.is_regex]
+
+
+def tool_parser(model: str) -> str:
+    """Return the server's parser (`--tool-call-parser`) for the tool calls that a model's chat template asks for."""
+    folder = find_folder(model) or Path(model)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        with suppress(OSError, UnicodeDecodeError):
+            return tool_format((folder / name).read_text())
+    return tool_format("")
 
 
 def group_size(name: str, values: Mapping[str, object]) -> int | None:

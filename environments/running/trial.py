@@ -25,7 +25,8 @@ from grpo_common.errors import UserError
 
 if TYPE_CHECKING:
     from environments.base import BaseEnv
-    from environments.peers.inference import Completion, Sampling
+    from environments.peers.http import Answer
+from environments.peers.inference import Completion, Sampling
 
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
 """Environment variable with the path of the report, a JSON object: `doing`, a step such as `setup()`; `at`, the line of
@@ -47,6 +48,9 @@ class NoServer:
         raise NeedsServer("a trial has no server")
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        raise NeedsServer("a trial has no server")
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
         raise NeedsServer("a trial has no server")
 
     async def close(self) -> None:

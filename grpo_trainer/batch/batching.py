@@ -217,9 +217,15 @@ def is_zero_variance(rewards: Sequence[float]) -> bool:
 
 
 def advantages_of(group: Group, config: LossConfig) -> list[float]:
-    """Return one advantage for each sample of a group: 1 if supervised, 0 if unscored, else by the rewards."""
+    """Return one advantage for each sample of a group: 1 if supervised, 0 if unscored, else by the rewards.
+
+    The sequences of one episode have the same.
+    """
     judged = iter(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
-    return [1.0 if s.supervised else 0.0 if s.unscored else next(judged) for s in group.samples]
+    found: list[float] = []
+    for s in group.samples:
+        found.append(found[-1] if s.follows else 1.0 if s.supervised else 0.0 if s.unscored else next(judged))
+    return found
 
 
 # ---------------------------------------------------------------- metrics

@@ -401,6 +401,7 @@ def _environments(
     groups = {group: {**given, **options[group]} for group, given in groups.items() if isinstance(given, dict)}
     reads_data = table.get("data") or table.get("rewards") or options["data"] or rewards
     default = settings_check.DATASET if reads_data else "arithmetic"
+    default = settings_check.AGENT if "agent" in options["env"] else default
     typed = {**({"name": name} if name else {}), **({"rewards": rewards} if rewards else {})}
     return (_environment({"name": default, **table, **typed, **groups}),)
 
@@ -424,6 +425,7 @@ def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict
     known = [flag for each in options_of(RunSection) for flag in (*each.flags, *each.former)]
     for flag, value in flags_of(args):
         group, _, key = flag.removeprefix("--").partition(".")
+        group, key = ("env", "agent") if flag == "--agent" else (group, key)
         if flag.startswith("--") and group in found and key:
             if value is None:
                 problems.append(Problem(flag, "nothing", "a value after it"))
@@ -432,5 +434,5 @@ def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict
         elif key and group not in (tables := [*found, "server", "api"]) and (near := nearest(group, tables)):
             problems.append(Problem(flag, fix=f"did you mean --{near}.{key}?", summary="unknown option"))
         else:
-            problems.append(unknown_word(flag, [*known, "--env", "--data", "--reward", "--config"]))
+            problems.append(unknown_word(flag, [*known, "--env", "--agent", "--data", "--reward", "--config"]))
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from environments.running.settings_check import AGENT, tool_parser
 from grpo_common.http import address
 from grpo_common.status import VARIABLE as STATUS_VARIABLE
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
@@ -30,6 +31,7 @@ CACHE_FLAG = "--kv-cache-memory-bytes"
 API_START_SECONDS = 60.0
 """Most seconds until the rollout API answers."""
 SEED_FLAG = "--seed"
+PARSER_FLAG = "--tool-call-parser"
 """vLLM's flag for the seed of its sampling; its default is 0 at every start."""
 TRAINERS = "trainers"
 """The trainer processes, which restart together."""
@@ -267,6 +269,9 @@ def _server_processes(
 ) -> Iterator[ProcessSpec]:
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     flags += weight_flags(config.trainer, config.run_dir)
+    has_agent = any(environment.name == AGENT for environment in config.environments)
+    if has_agent and not gives(config.server.extra_args, PARSER_FLAG):
+        flags += ["--enable-auto-tool-choice", PARSER_FLAG, tool_parser(config.trainer.model_name)]
     trainer = reached(config, ports, on_gpu, places)
     sharing = config.server.names[: config.options.trainer_gpus] if trainer.shares_weights else ()
     for name, vllm in zip(config.server.names, trainer.server.each, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class Sample:
     supervised: bool = False  # it is imitated; the policy did not sample it
     truncated: bool = False  # it reached a limit of its tokens
     unscored: bool = False  # no reward applies to it: no token is trained, and its group's baseline leaves it out
+    follows: bool = False  # it and the sample before are sequences of one episode, and have its reward together
     teacher: Teacher | None = None
     experts: RoutedExperts | None = None  # None: the server does not say
     bent: Problem | None = None  # why the probabilities that it was sampled with can't be computed
@@ -93,8 +95,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the samples that the baseline counts: sampled by the policy, and scored."""
-        return [sample.reward for sample in self.samples if not (sample.supervised or sample.unscored)]
+        """Rewards that the baseline counts: of samples that the policy sampled, and that are scored; one an episode."""
+        return [s.reward for s in self.samples if not (s.supervised or s.unscored or s.follows)]
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
     """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.filter`).
 
     A sequence's overrides take precedence over the group's: `sft`, `set_advantage_to_zero`, `unscored`, `temperature`.
+    `branches` has the lengths of an episode's sequences, each of which becomes a sample.
     """
     lengths, count = packed.lengths, len(packed.lengths)
     tokens, masks = (
@@ -122,36 +125,51 @@ def to_group(packed: wire.PackedGroup) -> Group:
     samples = []
     for i, override in enumerate(overrides):
         trained_T, unscored = masks[i] != wire.IGNORED, bool(override.get(wire.UNSCORED))
-        positions = np.flatnonzero(trained_T)
         logprobs_T = logprobs[i]
         if logprobs_T is not None and not (logprobs_T[trained_T] <= 1e-3).all():
             logprobs_T = None  # some environments fill unknown ones with the masked value (1.0)
-        answer = positions
-        if not len(answer) and logprobs_T is not None:  # it was left out of the loss
-            answer = np.flatnonzero(logprobs_T <= 0.0)
-        positions = positions[positions > 0][: 0 if unscored else None]  # nothing predicts the first token
         given = np.zeros(lengths[i], np.float32) if override.get("set_advantage_to_zero") else advantages[i]
         routed = _read_experts(experts[i]) if experts[i] else None
-        samples.append(
-            Sample(
-                tokens_T=tokens[i].astype(np.int64),
-                positions=positions,
-                reward=packed.scores[i],
-                advantages=None if given is None else given[positions],
-                rollout_logprobs=None if logprobs_T is None else logprobs_T[positions],
-                version=versions[i],
-                temperature=_temperature(override.get("temperature"), asked.get("temperature")),
-                supervised=bool(override.get("sft")),
-                truncated=bool(override.get(wire.TRUNCATED)),
-                unscored=unscored,
-                teacher=_teacher(packed, i, positions),
-                experts=None if isinstance(routed, Problem) else routed,
-                bent=routed if isinstance(routed, Problem) else _bent({**asked, **override}),
-                start=int(answer[0]) if len(answer) else lengths[i],
+        parts = _parts(override.get(wire.BRANCHES), lengths[i])
+        wrong = parts if isinstance(parts, Problem) else routed if isinstance(routed, Problem) else None
+        for part in [slice(0, lengths[i])] if isinstance(parts, Problem) else parts:
+            positions, own = np.flatnonzero(trained_T[part]), None if logprobs_T is None else logprobs_T[part]
+            answer = positions
+            if not len(answer) and own is not None:  # it was left out of the loss
+                answer = np.flatnonzero(own <= 0.0)
+            positions = positions[positions > 0][: 0 if unscored else None]  # nothing predicts the first token
+            samples.append(
+                Sample(
+                    tokens_T=tokens[i][part].astype(np.int64),
+                    positions=positions,
+                    reward=packed.scores[i],
+                    advantages=None if given is None else given[part][positions],
+                    rollout_logprobs=None if own is None else own[positions],
+                    version=versions[i],
+                    temperature=_temperature(override.get("temperature"), asked.get("temperature")),
+                    supervised=bool(override.get("sft")),
+                    truncated=bool(override.get(wire.TRUNCATED)),
+                    unscored=unscored,
+                    follows=part.start > 0,
+                    teacher=_teacher(packed, i, positions) if part.stop - part.start == lengths[i] else None,
+                    experts=None if isinstance(routed, Problem) else routed,
+                    bent=wrong or _bent({**asked, **override}),
+                    start=int(answer[0]) if len(answer) else part.stop - part.start,
+                )
             )
-        )
     says = any("temperature" in params for params in (asked, *overrides))
     return Group(tuple(samples), packed.env_id, says_sampling=says)
+
+
+def _parts(lengths: object, total: int) -> list[slice] | Problem:
+    """Return the places of the sequences of which one of the wire consists, see `wire.BRANCHES`; or what is wrong."""
+    if lengths is None:
+        return [slice(0, total)]
+    sizes = [each for each in lengths if type(each) is int and each > 0] if isinstance(lengths, list) else []
+    if sizes != lengths or sum(sizes) != total:
+        wanted = f"lengths above 0 that sum to {total}"
+        return Problem("branches", f"{lengths!r:.100}", wanted, "send those of its parts")
+    return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _floats(data: bytes | None, lengths: list[int]) -> list[NDArray[np.float32]] | list[None]:

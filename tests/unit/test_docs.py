@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from environments.agent.env import AgentConfig
 from environments.api.settings import Settings as ApiSettings
 from environments.arithmetic import ArithmeticConfig
 from environments.config import ServerConfig
@@ -55,7 +56,15 @@ FLAGS_ELSEWHERE = {
 }
 OF_EXAMPLES = ("grpo_trainer/weights/transports/shm.py", "environments/days.py")
 """Files that an example of CONTRIBUTING adds."""
-ENVIRONMENTS = (ArithmeticConfig, DatasetConfig, Gsm8kConfig, MultiTurnConfig, VerifiersConfig, WordProblemsConfig)
+ENVIRONMENTS = (
+    AgentConfig,
+    ArithmeticConfig,
+    DatasetConfig,
+    Gsm8kConfig,
+    MultiTurnConfig,
+    VerifiersConfig,
+    WordProblemsConfig,
+)
 
 
 def test_pages_stay_few_and_short() -> None:

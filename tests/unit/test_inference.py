@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from environments.config import ConfigError, ServerConfig
 from environments.peers import roster
-from environments.peers.http import PeerError, PeerGone, PeerRefused
+from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
 from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.peers.roster import ListedServers, servers
 from environments.trajectory import Trajectory
@@ -195,6 +195,9 @@ class Server:
             self.given_up += 1
             raise
         return [Completion(prompt_token_ids, [1], [0.0], self.url, "stop", 0)] * n
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        raise NotImplementedError
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         return [None, {len(token_ids): float(top_k)}]

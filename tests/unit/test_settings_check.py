@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from environments.running.settings_check import ConfigError, check, check_server, group_size
+from environments.config import ConfigError
+from environments.running.settings_check import check, check_server, group_size
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,306 @@
+"""The policy as agents see it: OpenAI's API on this machine, which records each call in the engine's own tokens.
+
+Every episode has a key of its own, which opens completions and nothing else, until the episode ends. A call goes to an
+inference server with the environment's sampling. Token ids, logprobs and policy version of the answer are recorded, and
+the agent gets what OpenAI's API answers. Nothing is rendered or tokenised here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from environments.agent.calls import Call
+from environments.peers.http import Answer, PeerError, PeerRefused
+from environments.peers.loopback import Loopback
+from grpo_common.sampling import WHOLE_VOCABULARY
+
+POLICY: Final = "policy"
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = "/v1/completions"
+BODY_BYTES: Final = 64 * 2**20
+
+PASSED: Final = frozenset(
+    {"messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "n", "tools", "tool_choice"}
+    | {"parallel_tool_calls", "response_format", "logprobs", "top_logprobs", "chat_template_kwargs"}
+)
+IGNORED: Final = frozenset(
+    {"model", "temperature", "seed", "stream", "stream_options", "user", "metadata", "store", "service_tier"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity", "reasoning_effort"}
+)
+"""Taken without effect: the temperature is the environment's, and a seed would make all episodes of a group alike."""
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    **{"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)},
+    **{"repetition_penalty": (1,), "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",)},
+}
+"""Options that may only have a value that changes nothing."""
+
+
+class Refused(Exception):
+    """A call that is not answered. The message is for the agent."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def _refusal(_: Request, refused: Any) -> Response:
+    """Return the answer to a refused call, in the form of OpenAI's errors."""
+    error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
+    return JSONResponse({"error": error}, status_code=refused.status)
+
+
+@dataclass(eq=False)
+class Session:
+    """One episode, as the front knows it.
+
+    Attributes:
+        calls: those that are trained, in the order of their answers.
+        not_trained: number of the others.
+        messages: prompt and answer of the last call, for people to read.
+        fault: why the server could not answer, for which the agent is not to blame.
+    """
+
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    calls: list[Call] = field(default_factory=list)
+    not_trained: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    fault: PeerError | None = None
+    under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
+
+    def reward(self, value: float, answer: Any = None) -> None:
+        """Reward one call of the episode, in addition to the reward of its end.
+
+        Args:
+            answer: what the call returned; None: the last call.
+
+        Raises:
+            ValueError: the episode has no such call that is trained.
+        """
+        found = [call for call in self.calls if answer is None or call.id == answer.id]
+        if not found:
+            raise ValueError("reward: the episode has no such call that is trained")
+        found[-1].reward = (found[-1].reward or 0.0) + float(value)
+
+
+class Front(Loopback):
+    """Serves OpenAI's completions on this machine.
+
+    Args:
+        ask: sends a body to a path of an inference server.
+        sampling: keys of every body: temperature, stop tokens, the plain distribution.
+        names: how an agent may call the model, besides `policy`.
+        longest: limit of a sequence, prompt and answer, in tokens.
+        max_tokens: limit of an answer; None: what the server leaves.
+        variables: of the chat template.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Answer]],
+        *,
+        sampling: Mapping[str, Any],
+        names: frozenset[str],
+        longest: int,
+        max_tokens: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._ask, self._sampling, self._names = ask, dict(sampling), names | {POLICY}
+        self._longest, self._max_tokens, self._variables = longest, max_tokens, dict(variables or {})
+        self._sessions: dict[str, Session] = {}
+        routes = [
+            Route(CHAT, self._answer, methods=["POST"]),
+            Route(TEXT, self._answer, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/{path:path}", self._elsewhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+        super().__init__(Starlette(routes=routes, exception_handlers={Refused: _refusal}))
+
+    def open(self) -> Session:
+        """Begin an episode."""
+        session = Session()
+        self._sessions[session.key] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """End an episode: its calls under way are given up, and later ones are refused."""
+        self._sessions.pop(session.key, None)
+        for task in session.under_way:
+            task.cancel()
+
+    def _session(self, request: Request) -> Session:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if (session := self._sessions.get(key)) is None:
+            raise Refused(401, "no episode has this key, or it has ended", "invalid_api_key")
+        return session
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "grpo"} for name in sorted(self._names)]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def _elsewhere(self, request: Request) -> Response:
+        why = "use chat.completions" if request.url.path == "/v1/responses" else "an agent's key opens completions only"
+        raise Refused(404, f"{request.url.path} is not served: {why}", "not_found")
+
+    async def _answer(self, request: Request) -> Response:
+        session, path = self._session(request), request.url.path
+        content = bytearray()
+        async for piece in request.stream():
+            content += piece
+            if len(content) > BODY_BYTES:
+                raise Refused(413, f"a body of more than {BODY_BYTES >> 20} MiB")
+        try:
+            body = msgspec.json.decode(content, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused(400, f"the body is no JSON object: {error}") from None
+        answer = await self._forwarded(session, path, self._asked(path, body))
+        answer = self._recorded(session, path, body, answer, seen=not await request.is_disconnected())
+        if not body.get("stream"):
+            return JSONResponse(answer)
+        options = body.get("stream_options")
+        usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return StreamingResponse(chunks(answer, usage=usage), media_type="text/event-stream")
+
+    def _asked(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body for the inference server.
+
+        Raises:
+            Refused: an option would change the distribution that the policy is trained on, or is not known.
+        """
+        if not isinstance(model := body.get("model"), str) or model not in self._names:
+            wanted = " or ".join(sorted(self._names))
+            raise Refused(404, f"model: got {model!r:.100}, wanted {wanted}", "model_not_found")
+        for name, value in body.items():
+            if value is None or name in PASSED or name in IGNORED or value in NEUTRAL.get(name, ()):
+                continue
+            why = f"leave it out: {WHOLE_VOCABULARY}" if name in NEUTRAL else "the policy has no such option"
+            raise Refused(400, f"{name:.100}: got {value!r:.100}; {why}", "unsupported_parameter")
+        asked = {name: body[name] for name in PASSED if body.get(name) is not None} | self._sampling
+        limits = (asked.pop("max_completion_tokens", None), asked.pop("max_tokens", None), self._max_tokens)
+        if given := [each for each in limits if each is not None]:
+            if not all(type(each) is int for each in given):
+                raise Refused(400, "max_tokens: wanted a whole number")
+            asked["max_tokens"] = min(given)
+        if path == CHAT:
+            own = body.get("chat_template_kwargs")
+            asked["chat_template_kwargs"] = {**self._variables, **(own if isinstance(own, dict) else {})}
+            asked["logprobs"] = True
+            if isinstance(tools := asked.get("tools"), list):
+                asked["tools"] = [*map(_loose, tools)]
+        else:
+            asked["logprobs"] = asked.get("logprobs") or 0
+        return asked | {"return_token_ids": True}
+
+    async def _forwarded(self, session: Session, path: str, asked: dict[str, Any]) -> Answer:
+        """Return the server's answer.
+
+        Raises:
+            Refused: it refuses the call, it is away, or the episode has ended meanwhile.
+        """
+        task = asyncio.create_task(self._ask(path, asked))
+        session.under_way.add(task)
+        task.add_done_callback(session.under_way.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise Refused(401, "the episode has ended", "invalid_api_key") from None
+        except PeerRefused as refusal:
+            code = "context_length_exceeded" if "context length" in refusal.got else None
+            raise Refused(refusal.status, refusal.got.partition(": ")[2], code) from None
+        except PeerError as error:
+            session.fault = error
+            raise Refused(503, str(error)) from None
+
+    def _recorded(
+        self, session: Session, path: str, body: Mapping[str, Any], answer: Answer, *, seen: bool
+    ) -> dict[str, Any]:
+        """Record a call; return the answer as the agent gets it.
+
+        Args:
+            seen: False: the agent has hung up.
+        """
+        content: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
+        choices: list[dict[str, Any]] = content["choices"]
+        prompt_ids, version = content.pop("prompt_token_ids", None), answer.headers.get("x-policy-version")
+        for choice in choices:
+            own, token_ids = choice.pop("prompt_token_ids", None) or prompt_ids, choice.pop("token_ids", None)
+            found = choice.get("logprobs") or {}
+            logprobs = found.get("token_logprobs") or [each["logprob"] for each in found.get("content") or []]
+            if body.get("logprobs") is None or body["logprobs"] is False:  # 0 is a number of alternatives
+                choice["logprobs"] = None
+            if own is None or token_ids is None or len(logprobs) != len(token_ids):
+                session.fault = PeerError(
+                    field="the inference server", got="a completion without its tokens' ids and logprobs",
+                    wanted="those of vLLM (return_token_ids)", fix="use grpo serve",
+                )  # fmt: skip
+                raise Refused(502, str(session.fault))
+            message = choice.get("message") or {"content": choice.get("text")}
+            with suppress(TypeError, KeyError, AttributeError):  # some form that the server knows, and we do not
+                session.messages = [*map(_shown, body.get("messages") or ()), _shown({**message, "role": "assistant"})]
+            if not (seen and len(choices) == 1 and _is_free(body) and len(own) + len(token_ids) <= self._longest):
+                session.not_trained += 1
+            elif token_ids:
+                cut, number = choice["finish_reason"] == "length", None if version is None else int(version)
+                session.calls.append(Call(content["id"], own, token_ids, logprobs, number, truncated=cut))
+        return content
+
+
+def _shown(message: Any) -> dict[str, Any]:
+    """Return a message for people to read, with its tool calls as text."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text")) for part in content)
+    for call in message.get("tool_calls") or ():
+        content += f"\n[{call['function']['name']} {call['function']['arguments']}]"
+    return {"role": str(message["role"]), "content": content}
+
+
+def _is_free(body: Mapping[str, Any]) -> bool:
+    """Return whether the policy may say anything: no tool and no form is forced on it."""
+    form = body.get("response_format")
+    return (form is None or form == {"type": "text"}) and body.get("tool_choice") in (None, "auto", "none")
+
+
+def _loose(tool: Any) -> Any:
+    """Return a tool without `strict`, by which the server would force the form of arguments on the policy."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool  # the server refuses it
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+
+
+def chunks(answer: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
+    """Yield an answer as the events of a stream, all at once: a call is recorded when it is complete."""
+    is_chat = answer["object"] == "chat.completion"
+    same = {key: answer.get(key) for key in ("id", "created", "model")}
+    same["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return b"data: " + msgspec.json.encode({**same, "choices": choices, **more}) + b"\n\n"
+
+    for choice in answer["choices"]:
+        if not is_chat:
+            yield event([choice])
+            continue
+        delta = {"role": "assistant", "content": choice["message"].get("content")}
+        if calls := choice["message"].get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        part = {"index": choice["index"], "logprobs": choice.get("logprobs")}
+        yield event([{**part, "delta": delta, "finish_reason": None}])
+        yield event([{**part, "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}])
+    if usage:
+        yield event([], usage=answer.get("usage"))
+    yield b"data: [DONE]\n\n"
