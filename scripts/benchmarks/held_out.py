@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from environments.base import BaseEnv
 from environments.config import parse_settings, settings_class
 from environments.gsm8k import Gsm8kEnv
+from environments.peers.http import Answer
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.scoring import settled
 from environments.tokenizers import load_tokenizer
@@ -69,6 +70,10 @@ class PlainTransformers:
             length = next((at for at, token in enumerate(row[:limit], 1) if token in self._ends), None)
             reason = "length" if length is None else "stop"
             answer.set_result(Completion(prompt, row[: length or limit], [], "", reason, None))
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        """Refuse: evaluations ask for tokens."""
+        raise NotImplementedError
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         raise NotImplementedError("an evaluation needs none")
