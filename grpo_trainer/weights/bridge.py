@@ -53,6 +53,10 @@ class WeightBridge(Protocol):
 
         Returns:
             That version, or a higher one if the server has served that version before.
+
+        Raises:
+            ServerError: the server does not answer in time, or refuses.
+            BridgeError: it does not support this bridge.
         """
         ...
 
@@ -80,7 +84,11 @@ class WeightBridge(Protocol):
         After a skipped step the version is the same as before, and there is nothing to do.
 
         Returns:
-            The version that the server generates with: `version` or an older one.
+            The version that the server generates with: `version` or an older one, and the metrics, times in seconds.
+
+        Raises:
+            ServerError: the server does not answer, or refuses the weights.
+            BridgeError: the weights can't be sent, or the servers have different ones.
         """
         ...
 

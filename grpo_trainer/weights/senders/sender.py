@@ -81,7 +81,14 @@ class WeightSender(Protocol):
         ...
 
     def send(self, version: int, stored: Mapping[str, Tensor]) -> None:
-        """Send the present weights, which are those of `version`."""
+        """Send the present weights, which are those of `version`.
+
+        Args:
+            stored: the weights by the model's names, each in its own shape and dtype.
+
+        Raises:
+            BridgeError: they can't be sent in this way, or the connection is lost.
+        """
         ...
 
     def close(self) -> None: ...

@@ -26,7 +26,14 @@ class AdapterTransport(Protocol):
     name: Transport
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
-        """Publish the adapter's present values under a name."""
+        """Publish the adapter's present values under a name, as `version`.
+
+        Args:
+            activate: requests that name no version get this one from now on.
+
+        Raises:
+            ServerError: the server does not answer, or refuses the adapter.
+        """
         ...
 
     def close(self) -> None:
