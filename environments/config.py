@@ -6,12 +6,14 @@ table ``[env]`` of a file given with ``--config``. Flags override the file, and 
 
 import argparse
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -63,7 +65,7 @@ def _from_json(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f'wanted a JSON object such as {{"key": true}}; correct it: {error}') from None
 
 
@@ -193,6 +195,10 @@ EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)
 
 SHORT: Final = {"data.path": "data", "env.agent": "agent"}
 """Settings that have a second, short flag."""
+REWARDS: Final = "rewards"
+"""The setting whose flag may be repeated, without commas: a regular expression may have some."""
+FLAG: Final = re.compile(r"--[A-Za-z][^\s=]*(?:=|\Z)|-h\Z")
+"""An argument that is a flag. Every other one after a flag is its value, also if it begins with a dash."""
 
 
 def _no_slurm(slurm: bool) -> bool:
@@ -248,48 +254,65 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
         SystemExit: ``--help`` was given, or a flag has no value.
     """
-    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [--TABLE.NAME VALUE …]", allow_abbrev=False)
+    usage = f"{prog} [--TABLE.NAME VALUE …]".replace("%", "%%")
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
     fields = {paths[0]: (paths, field) for paths, field in _fields(settings_cls)}
     for path, (paths, field) in fields.items():
         flags = [f"--{each}" for each in (*paths, *([SHORT[path]] if path in SHORT else []))]
         default = "required" if field.is_required() else f"default: {field.get_default(call_default_factory=True)}"
         text = f"{field.description or ''} ({default})".replace("%", "%%")
-        action = "append" if path == "rewards" else "store"
         parser.add_argument(
-            *flags, dest=path, metavar=_kind(field), help=text, action=action, default=argparse.SUPPRESS
+            *flags, dest=path, metavar=_kind(field), help=text, action="append", default=argparse.SUPPRESS
         )
     names = sorted(_names(settings_cls))
+    known = {*names, "help", *SHORT.values()}
+    arguments = _with_values(arguments)
     typed = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
-    if unknown := [name for name in typed if name not in {*names, "help", *SHORT.values()}]:
+    if unknown := [name for name in typed if name not in known]:
         problems = [Problem(f"--{name}", summary="no such option", fix=_nearest(name, names, "--")) for name in unknown]
         raise ConfigError.of(problems)
     given = vars(parser.parse_args(arguments))
-    values: dict[str, Any] = {"env": {}} | _file_values(given.get("config"))
+    values: dict[str, Any] = {"env": {}} | _file_values(given.get("config", [None])[-1])
     tables = [name for name in settings_cls.model_fields if name != "config"]
     for name in values:
         if name not in tables:
             raise ConfigError("no such table", field=name, fix=_nearest(name, tables, ""))
     if isinstance(values.get("data"), str):
         values["data"] = {"path": values["data"]}
-    for path, text in given.items():
+    for path, texts in given.items():
         *folders, name = path.split(".")
         table = values
         for folder in folders:
             table = table.setdefault(folder, {})
             if not isinstance(table, dict):
                 raise ConfigError(field=folder, got=repr(table), wanted="a table")
-        table[name] = _value(text, fields[path][1])
+        paths, field = fields[path]
+        for older in paths[1:]:
+            table.pop(older.rpartition(".")[2], None)  # of the file
+        table[name] = texts if path == REWARDS else _value(texts, field)
     try:
         return settings_cls.model_validate(values)
     except ValidationError as error:
         raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
 
 
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with each value at its flag, `--NAME=VALUE`: argparse takes no other that begins with a
+    dash."""
+    joined, waits = list[str](), False
+    for each in arguments:
+        if is_value := waits and not FLAG.match(each):
+            joined[-1] += f"={each}"
+        else:
+            joined.append(each)
+        waits = not is_value and each.startswith("--") and "=" not in each
+    return joined
+
+
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[list[str], FieldInfo]]:
     """Yield each setting with its path, such as ``env.group_size``, and the paths of its older names."""
     for name, field in model.model_fields.items():
-        kinds = [] if get_origin(field.annotation) is tuple else [field.annotation, *get_args(field.annotation)]
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        nested = next((kind for kind in _kinds(field) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if nested is not None:
             yield from _fields(nested, f"{prefix}{name}.")
         else:
@@ -305,7 +328,7 @@ def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _kinds(field: FieldInfo) -> list[Any]:
     """Return the types that a field accepts."""
     annotation = field.annotation
-    parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list, tuple, set, dict) else ()
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     return [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts or (annotation,)]
 
 
@@ -317,17 +340,38 @@ def _kind(field: FieldInfo) -> str:
     return str(getattr(get_origin(kind) or kind, "__name__", "VALUE")).upper()
 
 
-def _value(text: Any, field: FieldInfo) -> Any:
-    """Return a typed value for pydantic, which converts text to numbers: `None`, and JSON or commas for a list."""
-    kinds = _kinds(field)
-    if text == "None" and NoneType in kinds:
+def _value(texts: Sequence[str], field: FieldInfo) -> Any:
+    """Return a value of the command line for pydantic, which converts text to numbers.
+
+    It is the last text, and `None` is one. A list has the items of all texts, each JSON or separated by commas; a table
+    is JSON.
+    """
+    text, kinds = texts[-1], [kind for kind in _kinds(field) if kind is not NoneType]
+    if text == "None" and len(kinds) < len(_kinds(field)):
         return None
-    if isinstance(text, str) and any(get_origin(kind) in (list, tuple, set) for kind in kinds):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text.split(",")
-    return text
+    if any(_is_a(kind, Mapping) for kind in kinds):
+        found = _decoded(text)
+        return found if isinstance(found, dict) else text
+    if not any(_is_a(kind, Sequence, AbstractSet) for kind in kinds):
+        return text
+    found = [_decoded(each) for each in texts]
+    lists = [each if isinstance(each, list) else text.split(",") for each, text in zip(found, texts, strict=True)]
+    items = [item for each in lists for item in each]
+    return text if items == [text] and len(kinds) > 1 else items
+
+
+def _is_a(kind: Any, *bases: type) -> bool:
+    """Return whether a type is a kind of collection; text is none."""
+    kind = get_origin(kind) or kind
+    return isinstance(kind, type) and issubclass(kind, bases) and not issubclass(kind, str | bytes)
+
+
+def _decoded(text: str) -> Any:
+    """Return what JSON says; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _file_values(path: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -13,6 +14,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import numpy as np
 import pytest
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -262,18 +264,72 @@ def test_template_variables_on_the_command_line() -> None:
         assert error.value.field == "--env.chat_template_kwargs"
 
 
-class ListConfig(BaseEnvConfig):
+class Place(BaseModel):
+    """A setting with settings."""
+
+    name: str
+
+
+class OwnConfig(BaseEnvConfig):
     """An environment's own settings."""
 
     places: tuple[int, ...] = ()
     limit: int | None = 3
+    names: Sequence[str] = ()
+    kinds: frozenset[str] = frozenset()
+    either: str | list[int] = ""
+    weights: Mapping[str, float] | None = None
+    tables: list[Place] | None = None
+    text: str = ""
 
 
-@pytest.mark.parametrize("text", ["1,2", "[1, 2]"])
-def test_lists_and_none_on_the_command_line(text: str) -> None:
-    arguments = [*TOKENIZER, "--env.places", text, "--env.limit", "None"]
-    env: Any = parse_settings(settings_class(ListConfig, processes=False), "prog", arguments).env
-    assert (env.places, env.limit) == ((1, 2), None)
+def own(*arguments: str) -> Any:
+    return parse_settings(settings_class(OwnConfig, processes=False), "prog", [*TOKENIZER, *arguments]).env
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        (["1,2"], (1, 2)),
+        (["[1, 2]"], (1, 2)),
+        (["5"], (5,)),
+        (["1", "--env.places", "[2,3]"], (1, 2, 3)),
+        (["[]"], ()),
+        (["-1,-2"], (-1, -2)),
+    ],
+)
+def test_lists_and_none_on_the_command_line(arguments: list[str], places: tuple[int, ...]) -> None:
+    env = own("--env.places", *arguments, "--env.limit", "None")
+    assert (env.places, env.limit) == (places, None)
+
+
+def test_other_collections_on_the_command_line() -> None:
+    env = own("--env.names", "a,b", "--env.kinds", "true", "--env.either", "1,2", "--env.weights", '{"a": 1}')
+    assert (env.names, env.kinds, env.either, env.weights) == (["a", "b"], {"true"}, [1, 2], {"a": 1.0})
+    assert own("--env.either", "word").either == "word"
+    assert own("--env.tables", '[{"name": "here"}]').tables == [Place(name="here")]
+    for name, text in (("weights", "[1]"), ("weights", "[" * 100_000), ("places", "[" * 100_000), ("places", "null")):
+        with pytest.raises(ConfigError, match=rf"--env\.{name}"):
+            own(f"--env.{name}", text)
+
+
+@pytest.mark.parametrize("text", ["-5", "-x", "-1e-3", "- a list", "--- a heading", "a=b", ""])
+def test_a_value_may_begin_with_a_dash(text: str) -> None:
+    assert own("--env.text", text, "--env.seed", "3").text == text
+    assert own(f"--env.text={text}").text == text
+
+
+def test_a_flag_without_its_value_does_not_take_the_next_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        own("--env.text", "--env.seed", "3")
+    assert "--env.text" in capsys.readouterr().err
+
+
+def test_a_flag_wins_over_an_older_name_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text("[env]\nmax_num_workers = 3\n")
+    assert own("--config", str(file), "--env.max_concurrent_groups", "5").max_concurrent_groups == 5
+    assert own("--config", str(file), "--env.max_num_workers", "6").max_concurrent_groups == 6
 
 
 def test_a_conversations_longest_turn_has_its_older_name() -> None:
