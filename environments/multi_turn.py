@@ -23,7 +23,7 @@ from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow
 from environments.conversation import Conversation
 from environments.peers.http import PeerError
-from environments.scoring import ScoreTimeout, as_exception
+from environments.scoring import OF_CODE, ScoreTimeout, error_of_code
 from environments.tokenizers import render
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, scored_group
@@ -144,8 +144,8 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
                 return trajectory
             except (ConfigError, PeerError, UnusableRow):
                 raise
-            except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code
-                error = raised if isinstance(raised, Exception) else as_exception(raised)
+            except OF_CODE as raised:
+                error = error_of_code(raised)
                 self.failures.log(self.name, item, error)
                 if is_last or isinstance(error, ScoreTimeout):  # which has taken long enough
                     break

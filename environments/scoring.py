@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 BLOCKED_S: Final = 30.0
 """Seconds for which code may block the event loop; less if `--env.score_timeout` is less."""
-NATIVE_S = 10.0
-"""Seconds after that limit at which faulthandler ends a process in which no Python code can run."""
+NATIVE_S = 90.0
+"""Seconds after that limit at which faulthandler ends a process in which no Python code can run. Its timer also counts
+the time for which a process is stopped, so it is long."""
 LOOK_S = 1.0
 """Seconds between two looks at the event loop, which moves twice as often."""
 LEAST_LOOKS: Final = 3
@@ -66,6 +67,23 @@ def as_exception(error: BaseException) -> RuntimeError:
     return shown
 
 
+OF_CODE: Final = (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError)
+"""What an environment's code may raise for one item."""
+
+
+def error_of_code(raised: BaseException) -> Exception:
+    """Return what an environment's code raised as an exception.
+
+    Raises:
+        CancelledError: The current task is cancelled, as at the end of the program. Code also raises this error itself,
+            when it awaits a task that it has cancelled; then it is a mistake like any other.
+    """
+    task = asyncio.current_task()
+    if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise raised
+    return raised if isinstance(raised, Exception) else as_exception(raised)
+
+
 class Scoring:
     """Limits the time for scoring a group to `seconds`."""
 
@@ -94,8 +112,8 @@ class Scoring:
 
         try:
             return await _within(self.seconds, work, late)
-        except (KeyboardInterrupt, SystemExit) as error:
-            raise as_exception(error) from error
+        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:
+            raise error_of_code(error) from error
 
 
 class Threads:
@@ -193,6 +211,15 @@ def _stack(frame: FrameType) -> str:
     return "".join(traceback.format_list(frames[start:])).rstrip()
 
 
+def _is_traced(frame: FrameType | None) -> bool:
+    """Return whether a debugger traces a thread, so that it may wait for a person."""
+    while frame is not None:
+        if frame.f_trace is not None:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class LoopWatch:
     """Ends this process if its event loop is blocked for too long: `async with LoopWatch(seconds):`.
 
@@ -228,11 +255,17 @@ class LoopWatch:
             await asyncio.sleep(LOOK_S / 2)
 
     def _watch(self, thread: int) -> None:
-        """Count looks and not seconds, so that a process that was stopped for a while is not blamed."""
+        """Count looks and not seconds, so that a process that was stopped for a while is not blamed.
+
+        A loop in which a debugger waits is not blocked.
+        """
         looks = 0
         while not self._over.wait(LOOK_S):
             looks = 0 if self._moved.is_set() or not self.is_armed else looks + 1
             self._moved.clear()
+            if looks and _is_traced(sys._current_frames()[thread]):
+                looks = 0
+                faulthandler.cancel_dump_traceback_later()
             if looks >= self._looks:
                 blocked = f"the event loop has been blocked for {looks * LOOK_S:.0f} s: this process ends"
                 stack = Lines(_stack(sys._current_frames()[thread]))

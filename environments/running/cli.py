@@ -50,8 +50,10 @@ PROCESSED_AT_ONCE: Final = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
 CLOSE_S = 10.0
 """Longest time for `close()`."""
-BLOCKED_S: Final = 1.0
-"""Seconds after a signal at which a process ends whose event loop is blocked."""
+BLOCKED_S: Final = 2.5
+"""Seconds after a signal at which a process ends whose event loop is blocked: just before a run would kill it."""
+SAY_EVERY_S = 60.0
+"""Seconds between lines of `process` about its progress."""
 CALLED_AS: Final = "GRPO_CALLED_AS"
 """Environment variable with the command that replaced itself by this one, if any: `grpo env NAME`. Messages show it."""
 
@@ -153,7 +155,7 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
 
     def end_if_blocked() -> None:
         if not stop.is_set():
-            log.warning("asked to stop; the event loop is blocked, so this process ends at once")
+            log.warning("asked to stop; the event loop has been blocked for %g s, so this process ends", BLOCKED_S)
             os._exit(status)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -190,8 +192,16 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                 got, wanted = f"{len(written)} groups", f"{groups} groups"
                 raise EnvironmentFailed("no more items", field=env.name, got=got, wanted=wanted)
             making = [asyncio.create_task(make(item)) for item in items]
+            unfinished = set(making)
             try:
-                await asyncio.gather(*making)
+                while unfinished:
+                    done, unfinished = await asyncio.wait(
+                        unfinished, timeout=SAY_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+                    )
+                    for task in done:
+                        task.result()
+                    if unfinished:
+                        log.info("%d of %d groups written, %d in flight", len(written), groups, len(unfinished))
             finally:
                 for task in making:
                     task.cancel()

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from environments.config import ConfigError
 from environments.peers.http import PeerError
 from environments.running.groups import LOSSES, EnvironmentFailed, Failures
-from environments.scoring import as_exception
+from environments.scoring import OF_CODE, error_of_code
 
 AT_ONCE: Final = 256
 """Rows that are generated and scored at the same time."""
@@ -46,8 +46,8 @@ async def examine_each(
         for place, row in waiting:
             try:
                 found[place] = await examine(row)
-            except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code: it loses one row
-                last = raised if isinstance(raised, Exception) else as_exception(raised)
+            except OF_CODE as raised:  # it loses one row
+                last = error_of_code(raised)
                 if isinstance(last, PeerError | ConfigError) and not isinstance(last, tuple(LOSSES)):
                     raise
                 failures.log(name, row, last)

@@ -12,7 +12,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.running.pace import RunningShare
-from environments.scoring import ScoreTimeout, as_exception, settled
+from environments.scoring import OF_CODE, ScoreTimeout, error_of_code, settled
 from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
 
@@ -135,8 +135,8 @@ class GroupMaker:
         env = self._env
         try:
             group = await env.scored(item)
-        except (Exception, KeyboardInterrupt, SystemExit) as raised:  # of the environment's code: it loses one item
-            error = raised if isinstance(raised, Exception) else as_exception(raised)
+        except OF_CODE as raised:  # it loses one item
+            error = error_of_code(raised)
             reason = next((reason for kind, reason in LOSSES.items() if isinstance(error, kind)), "")
             if not reason and isinstance(error, PeerError | ConfigError):
                 raise

@@ -25,10 +25,11 @@ from environments.config import BaseEnvConfig, ConfigError
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.data_record import keep
-from environments.running.groups import GroupMaker, set_up
+from environments.running.groups import EnvironmentFailed, GroupMaker, set_up
 from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.state import FOLDER, StateFiles
+from environments.scoring import OF_CODE, error_of_code
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ GOODBYE_S = 0.8
 
 
 async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, unless `stop` is set before it is done; return whether it was done."""
+    """Do the work, unless `stop` is set before it is done; return whether it was done.
+
+    Raises:
+        EnvironmentFailed: The work raised CancelledError, although nobody cancelled it.
+    """
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -63,6 +68,8 @@ async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
             await asyncio.wait({task})
     if not task.cancelled():
         task.result()
+    elif not stop.is_set():
+        raise EnvironmentFailed("setup(), evaluate() or the like raised CancelledError", field="the environment")
     return not task.cancelled()
 
 
@@ -311,17 +318,20 @@ class Runner:
         While one runs, others that fall due are left out; only that of the last step waits for it.
         """
         now, before, self._status = time.monotonic(), self._status, status
+        running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
             self._moved_at = now
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
             self._moved_at = now
             log.warning(
-                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, %d in flight; %s",
+                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, "
+                "%d in flight%s; %s",
                 SAY_WAITING_EVERY_S,
-                "groups in flight" if self._in_flight else "the trainer",
+                "groups in flight" if self._in_flight else "the evaluation" if running else "the trainer",
                 status.current_step,
                 status.queue_size,
                 len(self._in_flight),
+                f", the oldest since step {min(self._in_flight.values())}" if self._in_flight else "",
                 self.reporter.line({}),
             )
         if before is None or status.current_step == before.current_step:
@@ -334,7 +344,6 @@ class Runner:
         self.reporter.end_step(step, self.env.measures.take())
         if passed(self.registration.checkpoint_interval):
             self._save_state(step)
-        running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
         if passed(self.config.steps_per_eval or self.registration.eval_every) and (
             running is None or 0 <= self.registration.last_step <= step
         ):
@@ -349,7 +358,8 @@ class Runner:
             log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
             await self.api.post_evaluation(self.registration.env_id, step, metrics)
-        except Exception:
+        except OF_CODE as raised:
+            error_of_code(raised)
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
 
     # ------------------------------------------------------------ the end

@@ -21,8 +21,8 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
-from environments.running import groups, runner
-from environments.running.cli import process
+from environments.running import cli, groups, runner
+from environments.running.cli import evaluate, process
 from environments.running.groups import EnvironmentFailed
 from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.scoring import ScoreTimeout, Scoring
@@ -327,6 +327,13 @@ async def no_reward(env: Sums) -> wire.ScoredData:
     raise ZeroDivisionError("no reward")
 
 
+async def cancels(env: Sums) -> wire.ScoredData:
+    task = asyncio.create_task(asyncio.Event().wait())
+    task.cancel()
+    await task
+    raise AssertionError
+
+
 async def hangs(env: Sums) -> wire.ScoredData:
     await Scoring(0.05).within("item", asyncio.Event().wait())
     raise AssertionError
@@ -343,6 +350,7 @@ NEGATIVE = msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
 LOSSES = {
     "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
     "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
+    "cancelled": Loss(cancels, "RuntimeError: CancelledError", "CancelledError"),
     "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
     "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
@@ -385,6 +393,49 @@ def test_runner_ends_where_every_item_is_lost(loss: Loss) -> None:
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(with_losses(loss, lambda item: True))
     assert error.value.field == "sums" and "16 " in error.value.summary and str(loss.got) in error.value.got
+
+
+@pytest.mark.parametrize("method", ["setup", "get_next_item", "evaluate"])
+def test_a_cancellation_that_the_code_raises_itself_is_no_end_of_the_work(method: str) -> None:
+    async def raises() -> None:
+        raise asyncio.CancelledError
+
+    async def scene() -> None:
+        env = Sums(config(), plain)
+        setattr(env, method, raises)
+        if method == "evaluate":
+            await runner.until(asyncio.Event(), evaluate(env))
+        else:
+            await asyncio.wait_for(serving(env, await started(), asyncio.Event()), 20)
+
+    with pytest.raises((EnvironmentFailed, RuntimeError), match="CancelledError"):
+        asyncio.run(scene())
+
+
+def test_process_says_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "SAY_EVERY_S", 0.05)
+    said = asyncio.Event()
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.args == (1, 2, 1):
+                said.set()
+
+    async def collect(item: int) -> wire.ScoredData:
+        if item == 2:
+            await said.wait()
+        return group()
+
+    handler = Said()
+    logging.getLogger(cli.__name__).addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, logger=cli.__name__):
+            env = Sums(config(data_path_to_save_groups=tmp_path / "groups.jsonl"), collect)
+            asyncio.run(asyncio.wait_for(process(env, 2), 20))
+    finally:
+        logging.getLogger(cli.__name__).removeHandler(handler)
 
 
 @pytest.mark.parametrize(("is_broken", "written"), [(lambda item: item % 2 == 0, 40), (lambda item: item > 8, 8)])

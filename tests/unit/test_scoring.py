@@ -159,7 +159,7 @@ def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(caplog: 
 
 
 BLOCKING = """
-import asyncio, logging, re, time
+import asyncio, logging, re, sys, time
 from environments import scoring
 
 scoring.LOOK_S, scoring.NATIVE_S = 0.2, 6.0
@@ -190,6 +190,7 @@ NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
         (NATIVE, 1.6, True, 1, False),  # no Python code runs meanwhile
         ("time.sleep(2)", 60, True, 0, False),
         ("time.sleep(3)", 1.6, False, 0, False),  # as in setup()
+        ("sys._getframe().f_trace = print; time.sleep(9)", 0.1, True, 0, False),  # as in a debugger
     ],
 )
 def test_loop_watch_ends_a_process_whose_event_loop_is_blocked(
