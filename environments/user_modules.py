@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
 from types import ModuleType
@@ -22,6 +23,13 @@ LIBRARIES: Final = tuple(
     for path in (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), Path(__file__).parents[1])
 )
 """Folders of code that is not the user's: Python, installed packages, and this package."""
+
+
+def expanded(path: str) -> Path:
+    """Return the path that a setting names. `~` is the user's home; an unknown `~name` stays as it is."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -57,7 +65,7 @@ def module_of_file(field: str, where: str) -> ModuleType:
     Raises:
         ConfigError: There is no such file, or it can't be imported.
     """
-    path = Path(where).expanduser()
+    path = expanded(where)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         near = nearest(path.name, (each.name for each in folder.glob("*.py")), OF_FILES)

@@ -20,6 +20,7 @@ import msgspec
 
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig
+from environments.user_modules import expanded
 from grpo_common.suggest import OF_FILES, nearest
 from grpo_common.text import printable
 
@@ -133,7 +134,7 @@ def read_data(config: DataConfig) -> tuple[Data, Data | None]:
     data = read_source(field, config.path, config.split, config.subset)
     if (other := config.held_out_split) is None:
         return data, None
-    if Path(other).expanduser().is_file():
+    if expanded(other).is_file():
         held_out = read_source(f"--data {other}", other)
     else:
         held_out = read_source(field, config.path, other, config.subset, flag)
@@ -156,7 +157,9 @@ def read_source(
     Raises:
         ConfigError: As of `read_data`.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
+    if not name.strip():
+        raise ConfigError(field=field, got="an empty name", wanted=f"{KINDS}, a folder, or a name on the hub")
     try:
         if path.is_file():
             for flag, value in ((split_flag, None if split == "train" else split), ("--data.subset", subset)):
@@ -215,7 +218,7 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
 
 
 def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.suffix in (*JSON_ENDS, *TABLE_ENDS) or name.startswith((".", "~")) or name.count("/") > 1:
         folder = path.parent if path.parent.is_dir() else Path()
         near = nearest(path.name, (each.name for each in folder.iterdir()), OF_FILES)

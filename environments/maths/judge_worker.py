@@ -15,9 +15,11 @@ It also searches texts for a regular expression, which may take any time, too:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import resource
+import signal
 import sys
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ PATIENCE_S: Final = 2
 """Time limit of each parse and each comparison."""
 MEMORY_BYTES: Final = 4 << 30
 """Memory limit: an answer such as 9^(9^9) could use any amount."""
+PR_SET_PDEATHSIG: Final = 1
 
 
 def equal(gold: list[Any], text: str) -> bool:
@@ -59,7 +62,9 @@ def search(pattern: str, texts: list[str]) -> dict[str, list[bool]]:
 
 
 def main() -> None:
-    """Judge until the input ends."""
+    """Judge until the input ends, or the environment does, which may be killed while a search never ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print("{}", flush=True)  # the sign that the worker is ready: its imports take most of a second
     for line in sys.stdin:

@@ -171,6 +171,13 @@ def test_data_that_is_missing_or_trained_on_is_named(
     assert caught.value.field == field.replace("FILE", str(tmp_path / name)) and fix in caught.value.fix
 
 
+@pytest.mark.parametrize("name", ["", " ", "~nobody-of-this-name/rows.jsonl"])
+def test_data_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_data(DataConfig(path=name))
+    assert caught.value.field == f"--data {name}"
+
+
 def test_data_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     first, second, folder, saved = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "folder", "saved"))
     first.write_text(LINES)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +198,32 @@ def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
 
     tower, *others = asyncio.run(scene())
     assert not tower.strict and others == [BOTH] * 3
+
+
+KILLED = """
+import asyncio, os
+from environments.maths.judge import MathJudge
+
+async def main():
+    judge = MathJudge(1, 600.0)
+    searching = asyncio.create_task(judge.search("(a+)+$", ["a" * 60 + "b"]))
+    while not judge.running:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(5.0)  # it is ready, and searches
+    print(next(iter(judge.running)).pid, flush=True)
+    await searching
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
+def test_a_judge_does_not_outlive_a_killed_environment() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        status = Path(f"/proc/{int(process.stdout.readline())}/status")
+        process.kill()
+    until = time.monotonic() + 30.0
+    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not status.exists() or "State:\tZ" in status.read_text()
