@@ -22,6 +22,7 @@ class ServerProcess:
     port: int = field(default_factory=free_port)
     log: Path | None = None
     process: subprocess.Popen[bytes] | None = None
+    program: tuple[str, ...] = ("-m", "environments.api")
 
     @property
     def url(self) -> str:
@@ -34,7 +35,7 @@ class ServerProcess:
         Raises:
             RuntimeError: it ended, or did not come up.
         """
-        command = [sys.executable, "-m", "environments.api", "--port", str(self.port), *self.arguments]
+        command = [sys.executable, *self.program, "--port", str(self.port), *self.arguments]
         with self.log.open("ab") if self.log else contextlib.nullcontext(subprocess.DEVNULL) as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
         deadline = time.monotonic() + _START_S

@@ -33,6 +33,7 @@ def serve(settings: Settings) -> int:
         return 2
     config = uvicorn.Config(
         build_app(service),
+        log_config=None,  # its own would print a traceback, and what a request says in it, as it is
         log_level="warning",
         access_log=False,
         server_header=False,

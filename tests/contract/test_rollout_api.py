@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -458,6 +459,30 @@ def test_a_signal_ends_it_cleanly(number: signal.Signals):
             assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
             os.kill(server.process.pid, number)
             assert server.process.wait(timeout=30) == 0
+
+
+A_FAULT = """
+import sys
+from environments.api.__main__ import main
+from environments.api.service import Service
+
+def trainer(self):
+    raise ValueError("what a request\\x1b[31m said")
+
+Service.trainer = property(trainer)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_traceback_of_a_fault_is_printable(tmp_path: Path):
+    server = ServerProcess(log=tmp_path / "log", program=("-c", A_FAULT))
+    server.start()
+    try:
+        assert httpx.get(f"{server.url}/info").status_code == 500
+    finally:
+        server.stop()
+    log = (tmp_path / "log").read_text()
+    assert log.count("ValueError: what a request\\x1b[31m said\n") == 1 and "\x1b" not in log
 
 
 LONG = 15  # seconds, of which nothing here takes as much
