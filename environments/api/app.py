@@ -200,7 +200,7 @@ def latest_example(service: Service, http: Request) -> object:
     """The newest group, or empty lists."""
     if service.latest is None:
         return {name: [] for name in _EXAMPLE.split()}
-    return stream(http, [json_group(service.latest)], wire.JSON)
+    return stream(http, json_group(service.latest), wire.JSON)
 
 
 @endpoint("POST", "/reset_data")

@@ -9,6 +9,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, chain
 from typing import Annotated, Any
 
@@ -30,6 +31,9 @@ MOST_LISTS = 16 << 20
 """Bytes of MessagePack that may have lists instead of packed numbers. Their objects take up to 30 bytes for each."""
 MOST_GROUPS = 1 << 16
 """Groups in a list. A group of three bytes takes 100 bytes of memory until it is read, and some 2 µs to refuse."""
+SPARE_DEPTH = 200
+"""Levels by which a value may be nested deeper without an error. Python counts its own calls among them, and those who
+read a group later, a trainer among them, have more calls around them than the thread that reads it here."""
 NAMED_REFUSALS = 100
 """Groups of a list whose refusal is explained; the others are counted. To explain one takes ten times as long."""
 
@@ -50,7 +54,7 @@ class UnreadGroup(wire.PackedGroup, frozen=True, kw_only=True, omit_defaults=Tru
     distill_logprobs: list[Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-_ROWS: dict[str, Callable[[Raw], Any]] = {
+ENCODED_ROWS: dict[str, Callable[[Raw], Any]] = {
     "messages": msgspec.msgpack.Decoder(list[dict[str, Any]]).decode,
     "distill_token_ids": msgspec.msgpack.Decoder(list[list[_INT32]]).decode,
     "distill_logprobs": msgspec.msgpack.Decoder(list[list[float]]).decode,
@@ -187,6 +191,8 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
         if ((given := getattr(group, field)) or field == "scores") and len(given) != len(lengths):
             raise InvalidGroup(field, f"{len(given)} for {len(lengths)} sequences, expected one each")
     _check_finite("scores", np.array(group.scores), None)
+    for field in ("generation_params", "overrides", "group_overrides", "images"):
+        _check_json(field, getattr(group, field))
     _check_options("generation_params", group.generation_params or {})
     _check_options("group_overrides", group.group_overrides or {})
     for i, own in enumerate(group.overrides or ()):
@@ -198,10 +204,12 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
                     f"overrides[{i}].{wire.BRANCHES}", f"{parts!r:.60}, expected lengths that sum to {lengths[i]}"
                 )
     for i, conversation in enumerate(group.messages or ()):
-        for j, message in enumerate(_row("messages", i, conversation)):
+        messages = _row("messages", i, conversation)
+        for j, message in enumerate(messages):
             for key in ("role", "content"):
                 if key not in message:
                     raise InvalidGroup(f"messages[{i}][{j}]", f"no `{key}`, expected role and content")
+        _check_json(f"messages[{i}]", [each for one in messages for each in one.values() if type(each) is not str])
     if group.distill_token_ids or group.distill_logprobs:
         _check_teacher(group.distill_token_ids or (), group.distill_logprobs or (), lengths)
     return group
@@ -221,6 +229,19 @@ def _check_finite(field: str, numbers: NDArray[np.floating], lengths: list[int] 
         wanted = "a finite number" + (" (in float32)" if math.isfinite(number) else "")
         place = f"[{bad}]" if lengths is None else _place(bad, lengths)
         raise InvalidGroup(f"{field}{place}", f"{number}, expected {wanted}")
+
+
+def _check_json(place: str, value: Any) -> None:
+    """Check that every answer can hold what a field that may hold anything holds: MessagePack is wider than JSON."""
+    if not value:
+        return
+    try:
+        text = msgspec.json.encode(value)
+        if text.count(b"[") + text.count(b"{") > SPARE_DEPTH:  # else it can't be nested so deeply
+            msgspec.json.encode(reduce(lambda inner, _: [inner], range(SPARE_DEPTH), value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidGroup(place, f"{reason}; expected a value that JSON can hold") from None
 
 
 def _check_options(place: str, options: Mapping[str, Any]) -> None:
@@ -262,7 +283,7 @@ def _row(field: str, i: int, row: Any) -> Any:
     if not isinstance(row, Raw):
         return row
     try:
-        return _ROWS[field](row)
+        return ENCODED_ROWS[field](row)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{reason} - at `$.{field}[{i}]{path or '`'}") from None

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from environments.api import wire
 from environments.api.errors import ApiError
-from environments.api.groups import REFUSED, refusal
+from environments.api.groups import ENCODED_ROWS, REFUSED, UnreadGroup, refusal
 from grpo_common.disconnects import unless_disconnected
 from grpo_common.errors import Problem
 from grpo_common.http import is_msgpack
@@ -271,15 +271,34 @@ def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator
     """Yield `wire.Batch`, a piece per group."""
     yield msgspec.json.encode({**fields, "batch": []})[:-2]
     for i, payload in enumerate(payloads):
-        yield b"," * (i > 0) + json_group(payload)
+        yield b"," * (i > 0)
+        yield from json_group(payload)
     yield b"]}"
 
 
-def json_group(payload: bytes) -> bytes:
-    """Return a group in JSON with the original's 14 keys, and ours where the environment sent them."""
-    fields = asdict(wire.decode_group(payload))
-    absent = [name for name in ("policy_versions", "routed_experts") if fields[name] is None]
-    return msgspec.json.encode({name: value for name, value in fields.items() if name not in absent})
+def json_group(payload: bytes) -> Iterator[bytes]:
+    """Yield a group in JSON with the original's 14 keys, and ours where the environment sent them.
+
+    A piece has one sequence's numbers or messages: all of a group of 45 MiB take 2.5 s.
+    """
+    group = msgspec.msgpack.decode(payload, type=UnreadGroup)
+    head = b"{"
+    for name in wire.ScoredData.__struct_fields__:
+        value = getattr(group, name)
+        if value is None and name in ("policy_versions", "routed_experts"):
+            continue
+        head += b'"%s":' % name.encode()
+        if value is None or name not in (*wire.PER_TOKEN, *ENCODED_ROWS):
+            yield head + msgspec.json.encode(value)
+        else:
+            head += b"["
+            kind = wire.PER_TOKEN.get(name)
+            for row in wire.rows(value, kind, group.lengths) if kind else map(msgspec.msgpack.decode, value):
+                yield head + msgspec.json.encode(row)
+                head = b","
+            yield b"]"
+        head = b","
+    yield b"}"
 
 
 # Waiting

@@ -15,7 +15,7 @@ without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -392,6 +392,14 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Packing: rows of numbers as little-endian bytes (the order of every machine that runs a model server)
 
 _CARRIED = _Carried.__struct_fields__
+PER_TOKEN: Mapping[str, Literal["i", "f"]] = {
+    "tokens": "i",
+    "masks": "i",
+    "advantages": "f",
+    "ref_logprobs": "f",
+    "inference_logprobs": "f",
+}
+"""Fields with a number for each token, and the letter by which `array` and `memoryview` name its type."""
 
 
 def pack(group: ScoredData) -> PackedGroup:
@@ -411,24 +419,23 @@ def pack(group: ScoredData) -> PackedGroup:
 
 def unpack(group: PackedGroup) -> ScoredData:
     """Return the group as lists, exactly as they were given to `pack`."""
-    spans = list(pairwise([0, *accumulate(group.lengths)]))
-
-    def rows(data: bytes | None, kind: str) -> list[Any] | None:
-        if data is None:
-            return None
-        numbers = array("d" if len(data) == 8 * spans[-1][1] else kind, data)
-        return [numbers[start:end].tolist() for start, end in spans]
-
+    numbers = {name: getattr(group, name) for name in PER_TOKEN}
     return ScoredData(
-        tokens=rows(group.tokens, "i") or [],
-        masks=rows(group.masks, "i") or [],
         scores=group.scores,
-        advantages=rows(group.advantages, "f"),
-        ref_logprobs=rows(group.ref_logprobs, "f"),
-        inference_logprobs=rows(group.inference_logprobs, "f"),
+        **{
+            name: None if data is None else list(rows(data, PER_TOKEN[name], group.lengths))
+            for name, data in numbers.items()
+        },
         **{name: getattr(group, name) for name in _CARRIED},
         env_id=group.env_id,
     )
+
+
+def rows(data: bytes, kind: Literal["i", "f"], lengths: Sequence[int]) -> Iterator[list[Any]]:
+    """Yield each sequence's numbers; `kind` is one of `PER_TOKEN`."""
+    numbers = memoryview(data).cast("d" if len(data) == 8 * sum(lengths) else kind)
+    for start, end in pairwise([0, *accumulate(lengths)]):
+        yield numbers[start:end].tolist()
 
 
 def _ints(rows: Iterable[list[int]]) -> bytes:

@@ -173,8 +173,48 @@ def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) 
         back = wire.decode_group(service.latest)
         for name, value in fields.items():
             assert getattr(back, name) == value
-        shown = msgspec.json.decode(json_group(service.latest))
+        shown = msgspec.json.decode(b"".join(json_group(service.latest)))
         assert {name: shown[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize("value", [msgspec.msgpack.Ext(5, b"x"), {None: 1}, {(1, 2): 1}])
+def test_what_messagepack_alone_can_hold_is_refused(value: Any) -> None:
+    """A client that takes JSON would get half of the batch that has it."""
+    message = {"role": "user", "content": value}
+    for field, sent in {"images": value, "overrides": [{"x": value}, {}], "messages": [[message], []]}.items():
+        for fields in (group(), msgspec.to_builtins(wire.pack(wire.ScoredData(**group())), builtin_types=[bytes])):
+            with pytest.raises(ApiError) as refused:
+                read(msgspec.msgpack.encode(fields | {field: sent}), wire.MSGPACK)
+            assert (refused.value.status, refused.value.key) == (422, field)
+
+
+@pytest.mark.parametrize("content_type", [wire.JSON, wire.MSGPACK])
+@pytest.mark.parametrize("field", ["images", "messages"])
+def test_a_group_nested_as_deeply_as_may_be_is_read_below_a_hundred_calls(field: str, content_type: str) -> None:
+    def below(calls: int, payload: bytes) -> wire.ScoredData:
+        return below(calls - 1, payload) if calls else wire.decode_group(payload)
+
+    taken, refused = 0, 0
+    for depth in range(500, 880, 10):
+        value: Any = 1
+        for _ in range(depth):
+            value = [value]
+        sent = [[{"role": "user", "content": value}], []] if field == "messages" else value
+        try:
+            payload = read(wire.encode(group(**{field: sent}), content_type), content_type).payload
+        except ApiError as error:
+            refused += error.key == field
+        else:
+            taken += 1
+            assert below(100, payload).tokens == group()["tokens"]
+    assert taken and refused
+
+
+def test_json_of_a_long_group_comes_in_pieces_of_a_row() -> None:
+    payload = wire.encode(long_group(1000, 64), wire.MSGPACK)
+    pieces = [*json_group(payload)]
+    assert max(map(len, pieces)) < 10_000 < len(b"".join(pieces))
+    assert msgspec.json.decode(b"".join(pieces), type=wire.ScoredData) == wire.decode_group(payload)
 
 
 def test_a_long_body_of_messagepack_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
