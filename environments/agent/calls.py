@@ -88,6 +88,6 @@ def episode(
         messages=[*messages],
         temperature=temperature,
         turn_rewards=tuple(rewards) if score is not None else (),
-        truncated=bool(calls) and calls[-1].truncated,
+        truncated=any(call.truncated for call in calls),
         branches=tuple(lengths) if len(lengths) > 1 else (),
     )

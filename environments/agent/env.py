@@ -13,14 +13,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
-from statistics import fmean
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from environments.agent.calls import episode
-from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function
+from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function, played
 from environments.agent.front import Front, Session
 from environments.api import wire
 from environments.config import ConfigError
@@ -28,7 +28,7 @@ from environments.dataset.data import Data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.dataset.rewards import Score
 from environments.peers.inference import Completion
-from environments.trajectory import scored_group
+from environments.trajectory import Trajectory, scored_group
 
 
 class AgentConfig(DatasetConfig):
@@ -112,17 +112,12 @@ class AgentEnv(DatasetEnv):
         Raises:
             Exception: the last error, if all failed.
         """
-        sessions, scores = await self._episodes(self._source, item, self.config.group_size)
-        for own in sessions:
-            self.measures.add("calls", len(own.calls) + own.not_trained)
-            self.measures.add("calls_not_trained", own.not_trained)
-        found = [
-            episode(
-                own.calls, score, temperature=self.config.temperature,
-                messages=own.messages if self.config.include_messages else (),
-            )
-            for own, score in zip(sessions, scores, strict=True)
-        ]  # fmt: skip
+        metrics: list[tuple[str, float]] = []
+        try:
+            found = await self._episodes(self._source, item, self.config.group_size, metrics)
+        finally:
+            for name, value in metrics:
+                self.measures.add(name, value)
         began = next((each for each in found if each.tokens), None)
         if began is None:  # nobody asked the policy anything
             return None
@@ -131,47 +126,54 @@ class AgentEnv(DatasetEnv):
             [each if each.tokens else replace(each, **first, policy_version=began.policy_version) for each in found]
         )
 
-    async def _episodes(self, data: Data, number: int, count: int) -> tuple[list[Session], list[Score]]:
-        """Run episodes of a task; return what the front recorded, and each one's score; None: it failed."""
+    async def _episodes(
+        self, data: Data, number: int, count: int, metrics: list[tuple[str, float]], **sampling: Any
+    ) -> list[Trajectory]:
+        """Run episodes of a task; return each, without a score if it failed; add to the metrics."""
         errors: list[Exception] = []
-        tasks = [asyncio.create_task(self._episode(data, number, errors)) for _ in range(count)]
+        tasks = [asyncio.create_task(self._episode(data, number, errors, sampling)) for _ in range(count)]
         try:
-            played = await asyncio.gather(*tasks)
+            ended = await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # the settings or the server are at fault, and the others may still run
                 task.cancel()
+        for own, result in ended:
+            metrics += [("failed", float(result is None)), ("calls", len(own.calls) + own.not_trained)]
+            metrics += [("calls_not_trained", own.not_trained)]
         if len(errors) == count:
             raise errors[-1]
-        sessions, results = [own for own, _ in played], [result for _, result in played]
-        if not self._rewards:
-            return sessions, [result if isinstance(result, float) else None for result in results]
-        answers = [Completion([], [], [], result, "stop", None) for result in results if isinstance(result, str)]
-        found, metrics, _ = await self.scoring.within(number, self._scores_of(data, number, answers))
-        for name, value in metrics:
-            self.measures.add(name, value)
-        scores = iter(found)
-        return sessions, [None if result is None else next(scores) for result in results]
+        scores: list[Score] = [result if isinstance(result, float) else None for _, result in ended]
+        if self._rewards:
+            answers = [Completion([], [], [], result, "stop", None) for _, result in ended if isinstance(result, str)]
+            found, more, _ = await self.scoring.within(number, self._scores_of(data, number, answers))
+            metrics += more
+            judged = iter(found)
+            scores = [None if result is None else next(judged) for _, result in ended]
+        shown, temperature = self.config.include_messages, self.config.temperature
+        return [
+            episode(own.calls, score, temperature=temperature, messages=own.messages if shown else ())
+            for (own, _), score in zip(ended, scores, strict=True)
+        ]
 
-    async def _episode(self, data: Data, number: int, errors: list[Exception]) -> tuple[Session, float | str | None]:
+    async def _episode(
+        self, data: Data, number: int, errors: list[Exception], sampling: dict[str, Any]
+    ) -> tuple[Session, float | str | None]:
         """Run one episode; return its reward, or with `--reward` the answer to score; None: it failed."""
         assert self._front is not None, "setup has made it"
-        own, limit, result = self._front.open(), asyncio.timeout(self.config.episode_timeout), None
+        own, result = self._front.open(**sampling), None
         try:
-            async with self._slots, limit:
-                result = self._result(await self._play(data.rows[number], own), own)
+            async with self._slots:
+                task = deepcopy(data.rows[number])  # the agent may change it
+                result = self._result(await played(self._play, task, own, self.config.episode_timeout), own)
         except ConfigError:
             raise
         except Exception as error:  # of the agent's code
-            if isinstance(error, TimeoutError) and limit.expired():
-                seconds = f"{self.config.episode_timeout:g} s"
-                error = EpisodeFailed(field="--env.episode_timeout", got=seconds, wanted="the end of the episode")
             self.failures.log(self.name, f"task {number}", error)
             errors.append(error)
         finally:
             self._front.end(own)
         if own.fault is not None:
             raise own.fault
-        self.measures.add("failed", result is None)
         return own, result
 
     def _result(self, returned: Any, own: Session) -> float | str:
@@ -196,7 +198,9 @@ class AgentEnv(DatasetEnv):
         raise EpisodeFailed(field="the agent's result", got=got, wanted="a finite number", fix=fix)
 
     async def _examine(self, number: int) -> dict[str, float]:
-        """Return the mean reward of episodes of one held-out task."""
-        _, scores = await self._episodes(self._evaluated, number, self.config.eval_samples)
-        found = [score for score in scores if score is not None]
-        return {"reward": fmean(found)} if found else {}
+        """Return the means over episodes of one held-out task."""
+        config, metrics = self.config, list[tuple[str, float]]()
+        found = await self._episodes(
+            self._evaluated, number, config.eval_samples, metrics, temperature=config.eval_temperature
+        )
+        return self._means([each.score for each in found], metrics)

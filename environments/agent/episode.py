@@ -9,16 +9,17 @@ import os
 import shlex
 import signal
 import ssl
+import sys
 import tempfile
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from environments.agent.front import POLICY, Session
 from environments.config import ConfigError
+from environments.scoring import Threads, as_exception
 from environments.user_modules import function_of, module_named, module_of_file
 from grpo_common.errors import UserError
 from grpo_common.text import printable
@@ -27,6 +28,12 @@ TASK_FILE: Final = "{task_file}"
 LAST_BYTES: Final = 64 * 1024
 """Of a command's output, that are kept."""
 SHOWN: Final = 300
+GRACE_S: Final = 5.0
+"""What an episode that is given up has to end."""
+HELD_S: Final = 1.0
+"""What the output of a command that has ended may be held by a process that left its group."""
+LOOK_S: Final = 0.1
+LOOPBACK: Final = "127.0.0.1"
 
 
 class EpisodeFailed(UserError, RuntimeError):
@@ -35,6 +42,36 @@ class EpisodeFailed(UserError, RuntimeError):
 
 Agent = Callable[[Mapping[str, Any], Session], Awaitable[Any]]
 """Runs an episode of a task; returns what the agent returned. Cancelled, it ends all but a plain function's thread."""
+
+
+async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: float) -> Any:
+    """Return what an agent returned. It has a task of its own, and is left behind if it ignores its cancellation.
+
+    Raises:
+        EpisodeFailed: it took longer than `seconds`, or cancelled itself.
+        Exception: it raised an error; one that would end the process is wrapped.
+    """
+
+    async def run() -> Any:
+        try:
+            return await agent(task, own)
+        except BaseException as error:
+            if isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
+                raise
+            raise as_exception(error) from error
+
+    running = asyncio.create_task(run())
+    running.add_done_callback(lambda task: task.cancelled() or task.exception())  # of one that is left behind, too
+    try:
+        await asyncio.wait({running}, timeout=seconds)
+        if running.done() and not running.cancelled():
+            return running.result()
+        if running.done():
+            raise EpisodeFailed(field="the agent", got="its own cancellation", wanted="a result or an error")
+        raise EpisodeFailed(field="--env.episode_timeout", got=f"{seconds:g} s", wanted="the end of the episode")
+    finally:
+        if running.cancel():
+            await asyncio.wait({running}, timeout=GRACE_S)
 
 
 def load_function(name: str, url: str) -> Agent:
@@ -60,40 +97,20 @@ def load_function(name: str, url: str) -> Agent:
     is_async = inspect.iscoroutinefunction(function)
     kind = openai.AsyncOpenAI if is_async else openai.OpenAI
     http = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
+    threads = Threads(sys.maxsize)  # of their own: no other episode waits for one that hangs
     certificates = ssl.create_default_context()  # loading them takes 50 ms, as long as ten calls
 
     async def run(task: Mapping[str, Any], own: Session) -> Any:
-        connections: Any = http(verify=certificates)
+        connections: Any = http(verify=certificates, trust_env=False)  # no proxy leads to this machine
         client: Any = kind(base_url=url, api_key=own.key, http_client=connections)
         client.reward = own.reward
         if is_async:
             async with client:
-                return await function(dict(task), client)
-        return await _in_thread(partial(function, dict(task), client))
+                return await function(task, client)
+        with client:
+            return await threads.call(function, task, client)
 
     return run
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run a plain function in a thread of its own, so that no other episode waits for one that hangs."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not done.done():  # it was not given up
-            done.set_exception(error) if error else done.set_result(result)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:  # SystemExit, too, is only the agent's
-            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return await done
 
 
 def load_command(command: str, url: str) -> Agent:
@@ -121,7 +138,9 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         file = Path(folder) / "task.json"
         file.write_text(json.dumps(dict(task), default=str))
         pipe = asyncio.subprocess.PIPE
-        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": own.key, "OPENAI_MODEL": POLICY}
+        direct = ",".join(filter(None, (os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), LOOPBACK)))
+        variables = {"NO_PROXY": direct, "no_proxy": direct, "OPENAI_BASE_URL": url}
+        variables |= {"OPENAI_API_KEY": own.key, "OPENAI_MODEL": POLICY}
         try:
             process = await asyncio.create_subprocess_exec(
                 *(word.replace(TASK_FILE, str(file)) for word in words),
@@ -131,22 +150,28 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         except OSError as error:
             raise EpisodeFailed(field=words[0], got=error.strerror or error, wanted="a program") from None
         assert process.stdout is not None and process.stderr is not None, "they are pipes"
+        outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
+        reading = {asyncio.create_task(_keep_last(*each)) for each in outputs.items()}
         try:
-            said, complaint = await asyncio.gather(_last(process.stdout), _last(process.stderr))
-            status = await process.wait()
+            while process.returncode is None:  # a child that it left behind may hold its output for ever
+                if not (await asyncio.wait(reading, timeout=LOOK_S))[1]:
+                    await process.wait()
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    if status:
+            _, held = await asyncio.wait({*reading, asyncio.create_task(process.wait())}, timeout=HELD_S)
+            for each in held:
+                each.cancel()
+            cast("Any", process)._transport.close()  # its pipes, which a process that left the group still holds
+    said, complaint = (bytes(each).decode(errors="replace") for each in outputs.values())
+    if process.returncode:
         shown = printable((complaint.strip() or said.strip())[-SHOWN:], SHOWN)
-        raise EpisodeFailed(field=words[0], got=f"exit status {status}: {shown}", wanted="exit status 0")
+        raise EpisodeFailed(field=words[0], got=f"exit status {process.returncode}: {shown}", wanted="exit status 0")
     return said.strip().rpartition("\n")[2]
 
 
-async def _last(stream: asyncio.StreamReader) -> str:
-    """Return the end of an output, of which any amount may come."""
-    kept = b""
+async def _keep_last(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Read an output, of which any amount may come, and keep its end."""
     while piece := await stream.read(LAST_BYTES):
-        kept = (kept + piece)[-LAST_BYTES:]
-    return kept.decode(errors="replace")
+        kept += piece
+        del kept[:-LAST_BYTES]

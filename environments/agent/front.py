@@ -8,6 +8,7 @@ the agent gets what OpenAI's API answers. Nothing is rendered or tokenised here.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
@@ -46,6 +47,10 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 """Options that may only have a value that changes nothing."""
 
 
+TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal", "thinking")
+"""Types of a message's parts that the chat template renders as text."""
+
+
 class Refused(Exception):
     """A call that is not answered. The message is for the agent."""
 
@@ -65,13 +70,15 @@ class Session:
     """One episode, as the front knows it.
 
     Attributes:
+        sampling: keys of every body: temperature, stop tokens, the plain distribution.
         calls: those that are trained, in the order of their answers.
         not_trained: number of the others.
         messages: prompt and answer of the last call, for people to read.
         fault: why the server could not answer, for which the agent is not to blame.
     """
 
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}", repr=False)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     not_trained: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -85,12 +92,14 @@ class Session:
             answer: what the call returned; None: the last call.
 
         Raises:
-            ValueError: the episode has no such call that is trained.
+            ValueError: the episode has no such call that is trained, or the value is not finite.
         """
+        if not math.isfinite(value := float(value)):
+            raise ValueError(f"reward: got {value}, wanted a finite number")
         found = [call for call in self.calls if answer is None or call.id == answer.id]
         if not found:
             raise ValueError("reward: the episode has no such call that is trained")
-        found[-1].reward = (found[-1].reward or 0.0) + float(value)
+        found[-1].reward = (found[-1].reward or 0.0) + value
 
 
 class Front(Loopback):
@@ -98,7 +107,7 @@ class Front(Loopback):
 
     Args:
         ask: sends a body to a path of an inference server.
-        sampling: keys of every body: temperature, stop tokens, the plain distribution.
+        sampling: of episodes, unless `open` has other keys.
         names: how an agent may call the model, besides `policy`.
         longest: limit of a sequence, prompt and answer, in tokens.
         max_tokens: limit of an answer; None: what the server leaves.
@@ -126,9 +135,9 @@ class Front(Loopback):
         ]
         super().__init__(Starlette(routes=routes, exception_handlers={Refused: _refusal}))
 
-    def open(self) -> Session:
+    def open(self, **sampling: Any) -> Session:
         """Begin an episode."""
-        session = Session()
+        session = Session(sampling=self._sampling | sampling)
         self._sessions[session.key] = session
         return session
 
@@ -164,7 +173,7 @@ class Front(Loopback):
             body = msgspec.json.decode(content, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(400, f"the body is no JSON object: {error}") from None
-        answer = await self._forwarded(session, path, self._asked(path, body))
+        answer = await self._forwarded(session, path, self._asked(session, path, body))
         answer = self._recorded(session, path, body, answer, seen=not await request.is_disconnected())
         if not body.get("stream"):
             return JSONResponse(answer)
@@ -172,7 +181,7 @@ class Front(Loopback):
         usage = isinstance(options, dict) and bool(options.get("include_usage"))
         return StreamingResponse(chunks(answer, usage=usage), media_type="text/event-stream")
 
-    def _asked(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _asked(self, session: Session, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body for the inference server.
 
         Raises:
@@ -186,13 +195,15 @@ class Front(Loopback):
                 continue
             why = f"leave it out: {WHOLE_VOCABULARY}" if name in NEUTRAL else "the policy has no such option"
             raise Refused(400, f"{name:.100}: got {value!r:.100}; {why}", "unsupported_parameter")
-        asked = {name: body[name] for name in PASSED if body.get(name) is not None} | self._sampling
+        asked = {name: body[name] for name in PASSED if body.get(name) is not None} | dict(session.sampling)
         limits = (asked.pop("max_completion_tokens", None), asked.pop("max_tokens", None), self._max_tokens)
         if given := [each for each in limits if each is not None]:
             if not all(type(each) is int for each in given):
                 raise Refused(400, "max_tokens: wanted a whole number")
             asked["max_tokens"] = min(given)
         if path == CHAT:
+            if not _is_text(body.get("messages")):
+                raise Refused(400, "messages: wanted text: the trainer has no images, sounds or files")
             own = body.get("chat_template_kwargs")
             asked["chat_template_kwargs"] = {**self._variables, **(own if isinstance(own, dict) else {})}
             asked["logprobs"] = True
@@ -266,6 +277,15 @@ def _shown(message: Any) -> dict[str, Any]:
     for call in message.get("tool_calls") or ():
         content += f"\n[{call['function']['name']} {call['function']['arguments']}]"
     return {"role": str(message["role"]), "content": content}
+
+
+def _is_text(messages: Any) -> bool:
+    """Return whether messages hold nothing but text, as far as the server could take them."""
+    contents = (
+        [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return all(part.get("type") in TEXT_PARTS for part in parts)
 
 
 def _is_free(body: Mapping[str, Any]) -> bool:

@@ -326,6 +326,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         work = self._scores_of(self._evaluated, number, completions)
         totals, metrics, _ = await self.scoring.within(number, work)
+        return self._means(totals, metrics)
+
+    def _means(self, totals: Sequence[Score], metrics: Sequence[tuple[str, float]]) -> dict[str, float]:
+        """Return the means of the reward and of other figures of the answers to one held-out row."""
         only = f"reward_{self._rewards[0].config.label}" if len(self._rewards) == 1 else ""  # it is the reward itself
         values: defaultdict[str, list[float]] = defaultdict(list)
         for name, value in [*(("reward", total) for total in totals if total is not None), *metrics]:

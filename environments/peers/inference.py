@@ -320,15 +320,7 @@ class InferenceClient:
             PeerRefused: The server refused the request.
             PeerError: It is not an inference server, or its answer is not sound.
         """
-        kind = await self._known_kind()
-        if isinstance(kind, CompletionsServer) and kind.raw_logprobs and sampling.temperature not in (0.0, 1.0):
-            self._kind = replace(kind, raw_logprobs=False)  # warned once
-            log.warning(
-                "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
-                "processed_logprobs; the trainer would compare them with its own at %g",
-                sampling.temperature,
-                sampling.temperature,
-            )
+        kind = await self._known_kind(sampling.temperature)
         async with self._slots:
             with stage("generate", completions=n) as span:
                 completions = await kind.generate(self._peer, prompt_token_ids, n, sampling)
@@ -359,7 +351,7 @@ class InferenceClient:
         Raises:
             PeerError: As for `generate`.
         """
-        kind = await self._known_kind()
+        kind = await self._known_kind(body.get("temperature", 1.0))
         body = body if kind.model is None else {**body, "model": kind.model}
         async with self._slots:
             answer = await self._peer.request("POST", path, json=body)
@@ -372,8 +364,18 @@ class InferenceClient:
         """Close the connections."""
         await self._peer.close()
 
-    async def _known_kind(self) -> Kind:
+    async def _known_kind(self, temperature: float = 1.0) -> Kind:
+        """Return the kind; warn once if its logprobs are not those of this temperature."""
         async with self._detecting:
             if self._kind is None:
                 self._kind = await detect(self._peer, self._model)
-        return self._kind
+        kind = self._kind
+        if isinstance(kind, CompletionsServer) and kind.raw_logprobs and temperature not in (0.0, 1.0):
+            self._kind = replace(kind, raw_logprobs=False)
+            log.warning(
+                "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
+                "processed_logprobs; the trainer would compare them with its own at %g",
+                temperature,
+                temperature,
+            )
+        return kind

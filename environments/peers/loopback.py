@@ -9,6 +9,8 @@ from typing import Any, cast
 import uvicorn
 from starlette.applications import Starlette
 
+from grpo_common.http import SERVER_IDLE_S
+
 
 class Loopback:
     """Serves an application on a free port of 127.0.0.1."""
@@ -16,7 +18,10 @@ class Loopback:
     def __init__(self, app: Starlette) -> None:
         """Start nothing yet."""
         self.app = app
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", access_log=False)
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", access_log=False,
+            timeout_keep_alive=SERVER_IDLE_S,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._server.capture_signals = cast("Any", nullcontext)  # the environment handles signals
         self._serving: asyncio.Task[None] | None = None

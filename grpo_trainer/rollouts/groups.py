@@ -132,7 +132,8 @@ def to_group(packed: wire.PackedGroup) -> Group:
         routed = _read_experts(experts[i]) if experts[i] else None
         parts = _parts(override.get(wire.BRANCHES), lengths[i])
         wrong = parts if isinstance(parts, Problem) else routed if isinstance(routed, Problem) else None
-        for part in [slice(0, lengths[i])] if isinstance(parts, Problem) else parts:
+        parts = [slice(0, lengths[i])] if isinstance(parts, Problem) else parts
+        for part in parts:
             positions, own = np.flatnonzero(trained_T[part]), None if logprobs_T is None else logprobs_T[part]
             answer = positions
             if not len(answer) and own is not None:  # it was left out of the loss
@@ -151,8 +152,8 @@ def to_group(packed: wire.PackedGroup) -> Group:
                     truncated=bool(override.get(wire.TRUNCATED)),
                     unscored=unscored,
                     follows=part.start > 0,
-                    teacher=_teacher(packed, i, positions) if part.stop - part.start == lengths[i] else None,
-                    experts=None if isinstance(routed, Problem) else routed,
+                    teacher=_teacher(packed, i, positions) if len(parts) == 1 else None,
+                    experts=routed if len(parts) == 1 and not isinstance(routed, Problem) else None,
                     bent=wrong or _bent({**asked, **override}),
                     start=int(answer[0]) if len(answer) else part.stop - part.start,
                 )

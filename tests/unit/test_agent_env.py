@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from environments.agent.calls import Call, branches, episode
 from environments.agent.env import AgentConfig, AgentEnv
 from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function
+from environments.agent.episode import played as play
 from environments.agent.front import CHAT, TEXT, Front, Session
 from environments.api import groups, wire
 from environments.config import ConfigError
@@ -91,10 +92,10 @@ def test_each_sampled_token_is_trained_once_and_no_other(steps: list[tuple[int, 
 
 
 def test_an_episode_is_one_unit_whose_sequences_have_one_advantage() -> None:
-    twice = episode([call([1], [2], version=5), call([8, 8], [4, 5])], 1.0, temperature=0.7)
+    twice = episode([call([1], [2], version=5, truncated=True), call([8, 8], [4, 5])], 1.0, temperature=0.7)
     once = episode([call([1], [3])], 0.0, temperature=0.7)
     group = scored_group([twice, once])
-    assert group.scores == [1.0, 0.0] and group.overrides == [{"branches": [2, 4]}, {}]
+    assert group.scores == [1.0, 0.0] and group.overrides == [{"truncated": True, "branches": [2, 4]}, {}]
     assert group.policy_versions == [3, 3]
     decoded = to_group(wire.pack(group))
     assert [each.tokens_T.tolist() for each in decoded.samples] == [[1, 2], [8, 8, 4, 5], [1, 3]]
@@ -208,6 +209,8 @@ def test_front_records_calls_and_answers_as_openai() -> None:
         ]  # fmt: skip
         own.reward(1.0, said)
         own.reward(0.5)
+        with pytest.raises(ValueError):
+            own.reward(float("nan"))
         assert [each.reward for each in own.calls] == [1.0, 0.5]
 
     run_in(work, max_tokens=30)
@@ -270,6 +273,7 @@ def test_front_does_not_train_a_sequence_that_is_too_long() -> None:
         ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
         ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"model": "gpt-4o"}, 404, "policy"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "text"),
     ],
 )
 def test_front_refuses_what_would_change_the_distribution(options: dict[str, Any], status: int, word: str) -> None:
@@ -345,7 +349,7 @@ def test_front_answers_any_body(body: bytes) -> None:
 # functions and commands ------------------------------------------------------------------------------------------
 
 AGENTS = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 async def chat(task, client):
     said = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task["q"]}])
     client.reward(0.25, said)
@@ -359,6 +363,17 @@ async def odd(task, client):
     return [1]
 async def raises(task, client):
     raise ValueError("mine")
+async def exits(task, client):
+    sys.exit(3)
+async def cancels(task, client):
+    raise asyncio.CancelledError
+def stops(task, client):
+    return next(iter([]))
+async def clings(task, client):
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        await asyncio.sleep(3600)
 async def three(task, client, more):
     pass
 """
@@ -370,12 +385,14 @@ def agents(tmp_path: Path) -> Path:
     return tmp_path / "agents_here.py"
 
 
-def played(load: Callable[[str], Agent], task: Mapping[str, Any], **options: Any) -> tuple[Any, Session]:
+def played(
+    load: Callable[[str], Agent], task: Mapping[str, Any], seconds: float = 60.0, **options: Any
+) -> tuple[Any, Session]:
     found: list[Any] = []
 
     async def work(server: Server, front: Front, url: str) -> None:
         own = front.open()
-        found.extend([await load(url)(task, own), own])
+        found.extend([await play(load(url), task, own, seconds), own])
 
     run_in(work, **options)
     return found[0], found[1]
@@ -388,10 +405,17 @@ def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
     assert reward is True and len(own.calls) == 1
 
 
-@pytest.mark.parametrize(("name", "error"), [("leaves", RuntimeError), ("raises", ValueError)])
-def test_functions_that_fail_lose_their_episode_alone(agents: Path, name: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("leaves", RuntimeError), ("raises", ValueError), ("exits", RuntimeError), ("cancels", EpisodeFailed),
+     ("stops", RuntimeError), ("clings", EpisodeFailed)],
+)  # fmt: skip
+def test_functions_that_fail_lose_their_episode_alone(
+    agents: Path, name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("environments.agent.episode.GRACE_S", 0.2)
     with pytest.raises(error):
-        played(lambda url: load_function(f"{agents}:{name}", url), {"q": "?"})
+        played(lambda url: load_function(f"{agents}:{name}", url), {"q": "?"}, seconds=2.0 if name == "clings" else 60)
 
 
 @pytest.mark.parametrize("name", ["missing", "three", ""])
@@ -418,6 +442,20 @@ def test_a_command_finds_task_and_policy_and_its_last_line_is_the_answer() -> No
     answer, own = played(command(CURL + "print(0.5)", "{task_file}"), {"q": "hi"})
     assert answer == "0.5" and own.messages[0] == {"role": "user", "content": "hi"}
     assert played(command("print('x' * 10**6); print(7)"), {})[0] == "7"
+
+
+@pytest.mark.parametrize("leaves_group", [False, True])
+def test_a_command_whose_child_stays_behind_has_ended(leaves_group: bool) -> None:
+    child = f"import subprocess; subprocess.Popen(['sleep', '20'], start_new_session={leaves_group}); print(5)"
+    assert played(command(child), {}, seconds=15.0)[0] == "5"
+
+
+def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("chat", "plain"):
+        assert played(lambda url, name=name: load_function(f"{agents}:{name}", url), {"q": "?"})[1].calls
+    assert played(command(CURL, "{task_file}"), {"q": "hi"})[0] == "answer 1"
 
 
 def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -> None:
@@ -541,7 +579,7 @@ def test_env_raises_what_the_server_is_to_blame_for(tmp_path: Path) -> None:
 
 
 def test_env_evaluates_tasks(tmp_path: Path) -> None:
-    env = env_of(tmp_path, ["1", "0"], eval_samples=1)
+    env = env_of(tmp_path, ["1", "call"], eval_samples=1, temperature=0.8, eval_temperature=0.2)
 
     async def scene() -> dict[str, float]:
         await env.setup()
@@ -551,7 +589,9 @@ def test_env_evaluates_tasks(tmp_path: Path) -> None:
             await env.close()
 
     metrics = asyncio.run(scene())
-    assert metrics["reward"] == 0.5 and metrics["rows"] == 2
+    assert metrics["reward"] == 0.75 and metrics["rows"] == 2 and metrics["calls"] == 1
+    assert {body["temperature"] for _, body in cast("Any", env.server).asked} == {0.2}
+    assert not env.measures.take(), "the metrics of training"
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,20 @@ def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
 
 
+def test_client_warns_of_raw_logprobs_of_agents(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(url: str) -> None:
+        client = InferenceClient(ServerConfig(base_url=url), patience=1.0)
+        try:
+            await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
+        finally:
+            await client.close()
+
+    routes = SERVERS["vllm"]
+    with answering(lambda request: Reply(json=routes[request.path]) if request.path in routes else Reply(404)) as url:
+        asyncio.run(scene(url))
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+
+
 def test_client_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
     choice = {"index": 0, "text": "46", "finish_reason": "stop", "logprobs": None}
     (completion, _), _ = ask({**SERVERS["openai"], "/v1/completions": {"choices": [choice] * 2}})
