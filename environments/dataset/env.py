@@ -302,7 +302,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         The intervals count rows, not samples: several answers to one row are not independent. Without a trainer and
         without held-out rows it scores all rows.
         """
-        numbers = self._held_out or (() if self.curr_step else list(self._usable(self._source)))
+        numbers = self._held_out
+        if not numbers and not self.curr_step:
+            numbers = await asyncio.to_thread(self._usable, self._source)
         if not numbers:
             if not self._said_no_rows:
                 self._said_no_rows = True

@@ -140,11 +140,14 @@ async def _close(env: BaseEnv[Any, Any]) -> None:
 
 
 def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
-    """Have SIGINT and SIGTERM set `stop`; if the event loop is blocked, end the process with an exit status."""
+    """Have SIGINT and SIGTERM set `stop`; if the event loop is blocked, end the process with an exit status. A second
+    SIGINT ends it at once; a second SIGTERM does not, as the kernel may send several."""
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
+            if number == signal.SIGINT:  # a second Ctrl-C: the environment's code may never end
+                os._exit(128 + number)
             return
         if loop.is_closed():
             sys.exit(status)

@@ -132,24 +132,24 @@ class GroupMaker:
             ConfigError, PeerError: The settings are wrong, or the server is gone.
             EnvironmentFailed: One group after another was lost, or has no reward.
         """
-        env = self._env
+        env, reason = self._env, None
         try:
-            group = await env.scored(item)
+            if (group := await env.scored(item)) is not None:
+                check_sampled_from_all(group, env.name)
+                self.share.add([trained_tokens(mask) for mask in group.masks])
+                reason = unfit(group, env.config, self.max_token_len)  # its lists may have other lengths
         except OF_CODE as raised:  # it loses one item
             error = error_of_code(raised)
-            reason = next((reason for kind, reason in LOSSES.items() if isinstance(error, kind)), "")
-            if not reason and isinstance(error, PeerError | ConfigError):
+            loss = next((loss for kind, loss in LOSSES.items() if isinstance(error, kind)), "")
+            if not loss and isinstance(error, PeerError | ConfigError):
                 raise
-            if not reason:
+            if not loss:
                 env.failures.log(env.name, item, error)
-            self.lose(reason or "failed", error if isinstance(error, UserError) else repr(error), is_logged=not reason)
+            self.lose(loss or "failed", error if isinstance(error, UserError) else repr(error), is_logged=not loss)
             return None
         if group is None:
             self._dropped[NOTHING] += 1
             return None
-        check_sampled_from_all(group, env.name)
-        self.share.add([trained_tokens(mask) for mask in group.masks])
-        reason = unfit(group, env.config, self.max_token_len)
         self._unscored = self._unscored + 1 if reason == ALL_UNSCORED else 0
         if self._unscored >= UNSCORED_IN_A_ROW:
             raise EnvironmentFailed(

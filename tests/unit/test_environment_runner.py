@@ -356,6 +356,7 @@ LOSSES = {
     "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
     "too long": Loss(made(together(group((1.0,)), group((0.0,), 17))), "trainer's 16 tokens", "trainer's 16 tokens"),
     "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences for 2", "3 sequences for 2"),
+    "malformed": Loss(made(msgspec.structs.replace(group(), overrides=[{}])), "ValueError", "ValueError"),
     "not finite": Loss(made(group((float("nan"), 0.0))), "not finite", "not finite"),
     "equal scores": Loss(made(group((1.0, 1.0))), "2 dropped (all scores equal)", None),
     "no group": Loss(made(None), f"2 dropped ({groups.NOTHING})", None),

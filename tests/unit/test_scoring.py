@@ -237,6 +237,32 @@ def test_cli_a_signal_ends_a_process_whose_event_loop_is_blocked(block: str, sta
         assert process.returncode == status
 
 
+STUBBORN = """
+import asyncio
+from environments.running import cli
+
+async def main():
+    stop = asyncio.Event()
+    cli._stop_on_signals(stop, status=7)
+    print("works", flush=True)
+    await stop.wait()
+    print("stops", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_cli_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in ("works\n", "stops\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
 async def raises() -> None:
     raise ZeroDivisionError
 
