@@ -319,7 +319,13 @@ class RolloutQueue:
             return group, None
         self.buffered[group.id] = group
         buffer = self.buffers[environment.id]
-        ids = choose(environment.request.group_size, [Pool([(each.id, each.size) for each in buffer])])
+        counts: Counter[int] = Counter()
+        candidates: list[tuple[int, int]] = []
+        for each in buffer:
+            counts[each.size] += 1
+            if counts[each.size] * each.size <= environment.request.group_size:
+                candidates.append((each.id, each.size))
+        ids = choose(environment.request.group_size, [Pool(candidates)])
         self._unbuffer(each for each in buffer if each.id in (ids or ()))
         return group, sum(each.size for each in self.buffers.get(environment.id, ()))
 

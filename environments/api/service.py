@@ -276,7 +276,11 @@ class Service:
         score = fmean(wire.counted_scores(group) or [0.0])
         versions, now = group.policy_versions or (), self.timer()
         taken, buffered = self.queue.offer(group.env_id, len(group.lengths), len(payload), score, versions, now)
-        self.payloads.put(taken.id, payload)
+        try:
+            self.payloads.put(taken.id, payload)
+        except StoreError as error:
+            self._fail(error)  # the queue has a group without its bytes
+            raise
         self.latest = payload
         self.history.add(taken, group, now)
         return wire.ScoredDataResponse(status="received" if buffered is None else "buffered", buffer_size=buffered)

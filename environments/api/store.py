@@ -78,11 +78,13 @@ class Store:
             self._lock = _lock(path)
             path.touch(mode=0o600)  # what models say is its owner's; SQLite gives its other files the same mode
             self._writer = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            if (tables := _tables(self._writer)) and "payloads" not in tables:
+                raise sqlite3.DatabaseError("the database of another program")
             self._writer.execute("PRAGMA journal_mode = WAL")
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
             _prepare(self._writer)
             self._file = _identity(path)
-        except (sqlite3.Error, PermissionError, msgspec.DecodeError) as error:
+        except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -227,10 +229,14 @@ def _lock(path: Path) -> int:
         raise StoreError(field=f"--store {path}", got=error.strerror, wanted="a writable place") from error
 
 
+def _tables(db: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
 def _prepare(db: sqlite3.Connection) -> None:
     """Make the tables; move what is in those of format 1 (a table for each kind), all in one transaction."""
     db.execute("BEGIN IMMEDIATE")
-    former = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    former = _tables(db)
     for statement in _SCHEMA.split(";"):
         db.execute(statement)
     if "groups" in former:
@@ -272,13 +278,17 @@ class Payloads:
         self._bodies: dict[int, bytes | None] = dict.fromkeys(known)  # None: on disk alone
 
     def put(self, group_id: int, body: bytes) -> None:
-        """Keep a group's bytes; durably once the store has committed."""
+        """Keep a group's bytes; durably once the store has committed. Raises StoreError: no temporary file."""
         fits = self.in_memory + len(body) <= self.memory_limit
         self._bodies[group_id] = body if fits else None
         self.in_memory += len(body) if fits else 0
         if self.durable or not fits:
             if self._disk is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="rollout-api-")
+                try:
+                    self._folder = tempfile.TemporaryDirectory(prefix="rollout-api-")
+                except OSError as error:
+                    wanted = "a folder for groups that --memory-mb does not hold"
+                    raise StoreError(field="temporary file", got=error, wanted=wanted, fix="set TMPDIR") from error
                 self._disk = Store(Path(self._folder.name) / "spill.sqlite")
             self._disk.put_payload(group_id, body)
 

@@ -79,6 +79,19 @@ def test_a_larger_group_is_queued_and_a_smaller_one_when_its_environment_leaves(
     assert batch(queue) == [1]
 
 
+def test_only_groups_that_may_complete_one_are_searched_in_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates: list[int] = []
+
+    def choose(target: int, pools: list[Pool]) -> None:
+        candidates.append(len(pools[0].groups))
+
+    queue = started(8, env(8))
+    monkeypatch.setattr("environments.api.queue.choose", choose)
+    for size in [6, 3] * 10:  # one of 6 or two of 3 may be in a group of 8
+        offer(queue, size, env_id=0)
+    assert (len(queue.buffered), max(candidates)) == (20, 3)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "sizes", "numbers"),
     [

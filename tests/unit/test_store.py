@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -329,6 +330,32 @@ def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: boo
         payloads.close()
 
     asyncio.run(life())
+
+
+def test_without_a_place_for_what_memory_does_not_hold_the_service_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    service = Service(Settings(memory_mb=0))
+    with pytest.raises(StoreError):
+        service.take(posted(0))
+    assert service.failed.is_set()  # else a batch would come without this group's sequences
+
+
+@pytest.mark.parametrize("table", ["users", "groups", "items"])
+def test_the_database_of_another_program_stays_as_it_is(tmp_path: Path, table: str) -> None:
+    with closing(sqlite3.connect(tmp_path / "s")) as db:
+        db.execute(f"CREATE TABLE {table} (a)")
+        db.commit()
+    before = (tmp_path / "s").read_bytes()
+    with pytest.raises(StoreError, match="another program"):
+        Store(tmp_path / "s")
+    assert (tmp_path / "s").read_bytes() == before
+
+
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="too long"):
+        Store(tmp_path / ("s" * 300))
 
 
 def test_a_store_in_use_and_a_file_that_is_none_are_refused_by_name(tmp_path: Path) -> None:
