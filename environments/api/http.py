@@ -33,6 +33,7 @@ JSON_SHARE = 4
 """A body of JSON may have this part of what one of MessagePack may. No other request is answered while one group of a
 body is decoded: a millisecond for 100 kB of JSON, and for 10 MB of MessagePack."""
 LARGE_BODY = 1 << 20
+"""Bytes; a message that is no group may have as many."""
 LARGE_BODIES_AT_ONCE = 4
 BODY_TIMEOUT_S = 60.0
 """Time in which a body must arrive; of a large one the first part, and once it has a place the rest."""
@@ -102,7 +103,7 @@ def endpoint(
 async def read_message(request: Request, message_type: type[T], *, optional: bool = False) -> T:
     """Return a request's body as a message of the wire. Raises ApiError (400, 422 naming the field)."""
     content_type = request.headers.get("content-type")
-    async with request.app.state.bodies.read(request) as body:
+    async with request.app.state.bodies.read(request, LARGE_BODY) as body:
         try:
             if optional and not body:
                 return msgspec.convert({}, message_type)
@@ -131,13 +132,14 @@ class BodyReader:
         self._large = asyncio.Semaphore(LARGE_BODIES_AT_ONCE)
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield the decompressed body, for as long as it is held.
+    async def read(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
+        """Yield the decompressed body, of `most` bytes if they are given, for as long as it is held.
 
         Raises:
             ApiError: too large (413), not gzip or cut short (400), another encoding (415), too slow (408).
         """
         limit = self.limit if wire.is_msgpack(request.headers.get("content-type")) else self.limit // JSON_SHARE
+        limit = min(limit, most or limit)
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise _too_large(limit)
@@ -196,7 +198,7 @@ async def _inflate(stream: AsyncIterator[bytes], limit: int) -> AsyncIterator[by
 
 
 def _too_large(limit: int) -> ApiError:
-    fix = f"send less, send MessagePack (which may be {JSON_SHARE} times as long as JSON), or raise --max-body-mb"
+    fix = f"send less, send groups in MessagePack (which may be {JSON_SHARE} times as long), or raise --max-body-mb"
     return ApiError(413, Problem("body", wanted=f"{limit / (1 << 20):g} MiB or less", fix=fix))
 
 

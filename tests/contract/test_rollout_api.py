@@ -461,6 +461,13 @@ def test_a_signal_ends_it_cleanly(number: signal.Signals):
             assert server.process.wait(timeout=30) == 0
 
 
+def test_a_message_that_is_no_group_may_have_a_mebibyte(api: httpx.Client):
+    body = msgspec.json.encode({"env_id": 0, "step": 0, "metrics": {f"{each:0512}": 1.0 for each in range(2100)}})
+    assert 1 << 20 < len(body) < 2 << 20  # less than a group in JSON may have
+    answer = api.post("/evaluation", content=body, headers={"Content-Type": wire.JSON})
+    assert answer.status_code == 413
+
+
 A_FAULT = """
 import sys
 from environments.api.__main__ import main
