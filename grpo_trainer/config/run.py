@@ -412,6 +412,8 @@ def _environment(table: dict[str, Any]) -> EnvironmentProcess:
     for group in ("env", "openai", "data"):
         if not isinstance(table.get(group, {}), dict):
             problems.append(Problem(f"environments.{group}", repr(table[group]), "a table of options"))
+    if not isinstance(name := table.get("name", ""), str):
+        problems.append(Problem("environments.name", repr(name), "a text"))
     if not isinstance(rewards := table.get("rewards", ()), list | tuple):
         problems.append(Problem("rewards", repr(rewards), "a list, or tables: [[rewards]]"))
     if problems:

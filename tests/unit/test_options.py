@@ -116,6 +116,7 @@ WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     (of_file, {"environments": 3}, "environments", "[[environments]]"),
     (of_file, {"environments": [{}, {}], "data": "a.jsonl"}, "--env", ""),
     (of_file, {"environments": [{"env": 3}]}, "environments.env", "table"),
+    (of_file, {"environments": [{"name": 3}]}, "environments.name", "text"),
     (of_file, {"data": 5, "rewards": ["a.py:f"]}, "environments.data", ""),
     (of_file, {"data": "a.jsonl", "rewards": "a.py:f"}, "rewards", ""),
     # what the run says of its server, and environments
