@@ -128,6 +128,9 @@ class BaseEnvConfig(BaseModel):
     score_timeout: float = Field(
         default=120.0, gt=0.0, description="seconds for scoring a group; a group that takes longer is dropped"
     )
+    group_timeout: float = Field(
+        default=1800.0, gt=0.0, description="seconds for a group, with its generation; one that takes longer is dropped"
+    )
     inference_weight: float = Field(
         default=1.0, ge=0.0, description="share of the generation, relative to other environments"
     )

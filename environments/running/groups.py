@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import traceback
@@ -26,12 +27,18 @@ LOST_IN_A_ROW: Final = 16
 UNSCORED_IN_A_ROW = 256
 """After this many groups in a row to which no reward applies, the environment counts as broken."""
 
+
+class GroupTimeout(UserError, TimeoutError):
+    """A group was not made within `--env.group_timeout`."""
+
+
 LOSSES: Final = {
     PeerRefused: "refused by the server",
     PromptTooLong: "prompt too long",
     PromptRefused: "prompt refused by the chat template",
     ScoreTimeout: "scored for too long",
     UnusableRow: "unusable row",
+    GroupTimeout: "took too long",
 }
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL: Final = "all scores equal"
@@ -132,14 +139,23 @@ class GroupMaker:
             ConfigError, PeerError: The settings are wrong, or the server is gone.
             EnvironmentFailed: One group after another was lost, or has no reward.
         """
-        env, reason = self._env, None
+        env, reason, limit = self._env, None, asyncio.timeout(self._env.config.group_timeout)
         try:
-            if (group := await env.scored(item)) is not None:
+            async with limit:
+                group = await env.scored(item)
+            if group is not None:
                 check_sampled_from_all(group, env.name)
                 self.share.add([trained_tokens(mask) for mask in group.masks])
                 reason = unfit(group, env.config, self.max_token_len)  # its lists may have other lengths
         except OF_CODE as raised:  # it loses one item
             error = error_of_code(raised)
+            if limit.expired() and isinstance(error, TimeoutError):
+                error = GroupTimeout(
+                    field="--env.group_timeout",
+                    got=f"{env.config.group_timeout:g} s",
+                    wanted="a group",
+                    fix="raise it, or limit the time of the requests that collect_trajectories sends",
+                )
             loss = next((loss for kind, loss in LOSSES.items() if isinstance(error, kind)), "")
             if not loss and isinstance(error, PeerError | ConfigError):
                 raise

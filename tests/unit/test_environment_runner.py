@@ -23,7 +23,7 @@ from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
 from environments.running import cli, groups, runner
 from environments.running.cli import evaluate, process
-from environments.running.groups import EnvironmentFailed
+from environments.running.groups import EnvironmentFailed, GroupTimeout
 from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import local_api, registration, serving, trained
@@ -339,6 +339,11 @@ async def hangs(env: Sums) -> wire.ScoredData:
     raise AssertionError
 
 
+async def never_ends(env: Sums) -> wire.ScoredData:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 def made(one: wire.ScoredData | None) -> Callable[[Sums], Awaitable[wire.ScoredData | None]]:
     async def make(env: Sums) -> wire.ScoredData | None:
         return one
@@ -352,6 +357,7 @@ LOSSES = {
     "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
     "cancelled": Loss(cancels, "RuntimeError: CancelledError", "CancelledError"),
     "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
+    "never ends": Loss(never_ends, groups.LOSSES[GroupTimeout], "--env.group_timeout: got 0.2 s"),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
     "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
     "too long": Loss(made(together(group((1.0,)), group((0.0,), 17))), "trainer's 16 tokens", "trainer's 16 tokens"),
@@ -366,7 +372,7 @@ LOSSES = {
 async def with_losses(loss: Loss, lost: Callable[[int], bool]) -> None:
     """Serve until three steps are trained; some items are lost."""
     service = await started()
-    env = Sums(config(max_token_length=100, ensure_scores_are_not_same=True), plain)
+    env = Sums(config(max_token_length=100, ensure_scores_are_not_same=True, group_timeout=0.2), plain)
 
     async def collect(item: int) -> wire.ScoredData | None:
         return await loss.make(env) if lost(item) else group(version=item)
