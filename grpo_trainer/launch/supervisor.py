@@ -259,12 +259,15 @@ class Supervisor:
             self._tell_user(f"{process.name}: ready after {seconds:.1f} s")
         elif seconds > process.spec.ready_timeout:
             process.terminate()
-            self._lose(row)
+            self._lose(row, late=True)
 
     # restart ------------------------------------------------------------------------------------------------
 
-    def _lose(self, row: Row) -> None:
+    def _lose(self, row: Row, *, late: bool = False) -> None:
         """Take a process that failed, and those that restart with it, out of the run; they start again later.
+
+        Args:
+            late: it was not ready in time; the signal for that may have ended it already.
 
         Raises:
             ProcessFailedError: it does not restart.
@@ -276,7 +279,6 @@ class Supervisor:
             self._give_up([row])
             self._tell_user(f"{spec.name}: has left")
             return
-        late = process.exit_code is None
         how = "not ready in time" if late else process.how_it_ended()
         if process.ready and time.monotonic() - process.started > IN_A_ROW_SECONDS:
             self._restarts[spec.restarts] = 0
