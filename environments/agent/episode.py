@@ -45,7 +45,7 @@ Agent = Callable[[Mapping[str, Any], Session], Awaitable[Any]]
 
 
 async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: float) -> Any:
-    """Return what an agent returned. It has a task of its own, and is left behind if it ignores its cancellation.
+    """Return what an agent returned. It runs in a separate task, which is left behind if it ignores its cancellation.
 
     Raises:
         EpisodeFailed: it took longer than `seconds`, or cancelled itself.

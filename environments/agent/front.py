@@ -1,6 +1,6 @@
 """The policy as agents see it: OpenAI's API on this machine, which records each call in the engine's own tokens.
 
-Every episode has a key of its own, which opens completions and nothing else, until the episode ends. A call goes to an
+Every episode has a separate key, which opens completions and nothing else until the episode ends. A call goes to an
 inference server with the environment's sampling. Token ids, logprobs and policy version of the answer are recorded, and
 the agent gets what OpenAI's API answers. Nothing is rendered or tokenised here.
 """
