@@ -6,7 +6,7 @@ evaluation part.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, mul, sub
 from statistics import fmean
@@ -120,12 +120,11 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the sampled accuracy on the held-out problems, which are never trained on."""
         found, failed = await self.examine_each(self.problems.held_out, self._examine)
-        scores = [score for own in found for score in own]
+        scores = [score for own in found for score in own if score is not None]
         return {"accuracy": fmean(scores), "samples": len(scores), **failed}
 
-    async def _examine(self, problem: Problem) -> list[float]:
-        completions = await self.complete(problem.prompt, self.config.eval_samples)
-        return [self.score(problem, self.decode(completion)) for completion in completions]
+    async def _examine(self, problem: Problem) -> Sequence[float | None]:
+        return await self.score_group(problem, await self.complete(problem.prompt, self.config.eval_samples))
 
 
 if __name__ == "__main__":

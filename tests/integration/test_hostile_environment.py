@@ -17,7 +17,7 @@ from tests.runs import finished, rows, started
 
 pytestmark = pytest.mark.timeout(600)
 
-SECONDS = float(os.environ.get("GRPO_HOSTILE_SECONDS", "4"))
+SECONDS = float(os.environ.get("GRPO_HOSTILE_SECONDS", "10"))
 """`--env.score_timeout` of the hostile environment."""
 BYTES = 100_000
 """Limit of the terminal's output in 60 steps."""
