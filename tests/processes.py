@@ -102,7 +102,7 @@ def found_in(log: Path, pattern: str) -> re.Match[str] | None:
 def answers(url: str) -> bool:
     """Whether a GET gets 200."""
     try:
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=10.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 

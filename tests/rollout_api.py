@@ -71,6 +71,6 @@ def running_server(*arguments: str, log: Path | None = None) -> Iterator[ServerP
 
 def _listens(port: int) -> bool:
     with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
         return True
     return False

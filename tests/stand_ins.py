@@ -28,6 +28,13 @@ from environments.running.runner import Runner, until
 from tests.processes import free_port
 
 
+def pass_time(seconds: float) -> None:
+    """Set the clock of the running event loop forward: its time-outs that are shorter are over."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request as it came."""

@@ -510,9 +510,16 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def waiting(threads: ThreadPoolExecutor, run: httpx.Client, path: str) -> Future[Any]:
-    """A request under way; a moment later, as the server counts by then on it."""
-    future = threads.submit(lambda: run.get(path).json())
-    threading.Event().wait(0.3)
+    """A request for which the server waits: it has answered one that was sent later."""
+    sent = threading.Event()
+
+    def note(event: str, _: object) -> None:
+        if event == "http11.send_request_body.complete":
+            sent.set()
+
+    future = threads.submit(lambda: run.get(path, extensions={"trace": note}).json())
+    assert sent.wait(60)
+    run.get("/info")
     assert not future.done()
     return future
 
@@ -529,7 +536,6 @@ def test_a_batch_is_answered_when_it_is_complete(run: httpx.Client, threads: Thr
     env_id = register(run)
     future = waiting(threads, run, f"/batch?lease=60&wait={LONG}")
     post(run, env_id)
-    threading.Event().wait(0.2)
     assert not future.done()
     post(run, env_id)
     assert len(future.result(LONG / 2)["batch"]) == 2
@@ -549,7 +555,8 @@ def test_a_trainer_that_waits_hears_that_another_has_taken_over(run: httpx.Clien
 
 def test_no_batch_is_leased_to_a_client_that_has_gone(run: httpx.Client, server: ServerProcess) -> None:
     env_id = register(run)
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3) as impatient:
+    limits = httpx.Timeout(60, read=0.3)
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=limits) as impatient:
         impatient.get(f"/batch?lease=60&wait={LONG}")
     post(run, env_id)
     post(run, env_id)
@@ -566,7 +573,6 @@ def test_room_is_told_when_a_batch_leaves_and_when_the_step_moves(
     future = waiting(threads, run, f"/status-env?env_id={env_id}&wait={LONG}&seen={known['seen']}")
     post(run, env_id)
     post(run, env_id)
-    threading.Event().wait(0.2)
     assert not future.done()  # groups that arrive leave no more room
     batch_id = run.get("/batch?lease=60").json()["batch_id"]
     leased = future.result(LONG / 2)
@@ -602,7 +608,7 @@ def test_a_signal_ends_a_server_on_which_requests_wait(threads: ThreadPoolExecut
         news = waiting(threads, client, f"/status-env?env_id={env_id}&wait={LONG}&seen={seen}")
         batch = waiting(threads, client, f"/batch?wait={LONG}")
         assert server.stop() == 0
-        assert news.result(1)["seen"] == seen and batch.result(1) == {"batch": None}
+        assert news.result(60)["seen"] == seen and batch.result(60) == {"batch": None}
 
 
 def test_what_was_trained_on_is_known_after_a_crash(tmp_path: Any) -> None:

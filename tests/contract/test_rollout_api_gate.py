@@ -190,7 +190,7 @@ from grpo_trainer.rollouts.client import RolloutClient
 from tests.contract.test_rollout_client import do_nothing, registration
 
 async def told(url):
-    api = RolloutApi(BaseEnvConfig(tokenizer_name="none", rollout_server_url=url, retry_timeout=1))
+    api = RolloutApi(BaseEnvConfig(tokenizer_name="none", rollout_server_url=url, retry_timeout=30))
     try:
         await api.register("sums")
         return (await api.info()).batch_size

@@ -43,7 +43,7 @@ from tests.shared_contract import BATCH, DIED, Attached, settings
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 STEPS = 5
-FENCE_SECONDS = 4.0
+FENCE_SECONDS = 10.0
 MEMORY_FILE = "grpo_shared_weights"
 EXCHANGED = "exchanged shards"
 CPU = torch.device("cpu")

@@ -114,7 +114,7 @@ def test_an_environment_that_goes_wrong_ends_the_run_saved_and_by_name(
     demo_model: Path, tmp_path: Path, wrong: str, names: str
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    own = {"env": ODD, "env__wrong": wrong, "env__score_timeout": 1, "training_steps": 500, "max_restarts": 0}
+    own = {"env": ODD, "env__wrong": wrong, "env__score_timeout": 10, "training_steps": 500, "max_restarts": 0}
     with started(demo_model, run_dir, log, **own) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)

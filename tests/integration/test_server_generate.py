@@ -317,7 +317,7 @@ def test_a_client_that_leaves_frees_its_version(server: Serving, stream: bool) -
     body = {"prompt": {"prompt_token_ids": SHORT}, "max_tokens": 400, "stream": stream}
     with paused(server):  # so that it is the client who ends it
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/generate", json=body, timeout=1.0, trust_env=False)
+            httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(60, read=1.0), trust_env=False)
         wait_for("no request", lambda: all(v.in_flight == 0 for v in read_status(server).versions), server.log, 30)
     assert server.generate(SHORT, max_tokens=1).policy_version == read_status(server).policy_version
 

@@ -536,8 +536,16 @@ def unscored(found: wire.ScoredData) -> list[bool]:
     return [bool(each.get(wire.UNSCORED)) for each in found.overrides or [{} for _ in found.tokens]]
 
 
-def test_env_scores_episodes_and_loses_those_that_fail_alone(tmp_path: Path) -> None:
-    env = env_of(tmp_path, ["1", "raise", "0.5", "hang", "odd", "twice"], episode_timeout=1.0)
+def test_env_scores_episodes_and_loses_those_that_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    do = ["1", "raise", "0.5", "hang", "odd", "twice"]
+    begun = iter(do)
+
+    async def one_is_short(agent: Any, task: Any, own: Any, seconds: float) -> Any:
+        assert seconds == 60.0
+        return await play(agent, task, own, 1.0 if next(begun) == "hang" else seconds)
+
+    monkeypatch.setattr("environments.agent.env.played", one_is_short)
+    env = env_of(tmp_path, do, episode_timeout=60.0)
     found, measures = group(env)
     assert found is not None and unscored(found) == [False, True, False, True, True, True]
     assert found.scores == [1.0, 0.0, 0.5, 0.0, 0.0, 0.0] and measures["failed"] == 4 / 6

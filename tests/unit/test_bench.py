@@ -397,7 +397,7 @@ def loaded(handle: Handle, **changes: Any) -> Iterator[subprocess.Popen[str]]:
 
 def test_load_keeps_its_connections_busy() -> None:
     bodies: list[dict[str, Any]] = []
-    busy, most, lock = 0, 0, threading.Lock()
+    busy, most, lock, full = 0, 0, threading.Lock(), threading.Event()
 
     def answer(asked: Asked) -> Reply:
         nonlocal busy, most
@@ -405,7 +405,9 @@ def test_load_keeps_its_connections_busy() -> None:
             bodies.append(asked.json())
             busy += 1
             most = max(most, busy)
-        time.sleep(0.05)
+            if busy == 4:
+                full.set()
+        full.wait(60)
         with lock:
             busy -= 1
         return Reply(json={})

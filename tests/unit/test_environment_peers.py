@@ -117,7 +117,7 @@ def test_what_is_asked_goes_out_as_it_was_given() -> None:
     asked: list[Asked] = []
 
     async def scene(url: str) -> None:
-        peer = Peer(NAME, f"{url}/under", patience=1.0, api_key="key")
+        peer = Peer(NAME, f"{url}/under", patience=30.0, api_key="key")
         try:
             await peer.request("POST", "/a?b=c", json={"x": [1.5, None]}, headers={"X-More": "1"})
             await peer.request("GET", "/d", content=b"raw", headers={"Content-Type": "text/plain"})
@@ -212,7 +212,7 @@ def test_our_api_gets_message_pack_and_the_group_arrives_whole() -> None:
         await api.post(msgspec.structs.replace(GROUP, env_id=0))
         status = await api.status(0)
         assert (status.current_step, status.queue_size, status.self_queue_size) == (0, 1, 1)
-        await api.disconnect(0, patience=1.0)
+        await api.disconnect(0, patience=30.0)
         assert not service.status().environments[0].connected
 
     with_api(work, tapped)

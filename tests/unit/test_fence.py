@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.stand_ins import pass_time
 from tests.unit.factories import refusing, story
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
@@ -227,7 +228,7 @@ async def test_fence_refuses_requests_after_a_torn_update_until_one_ended_well(f
 @fenced
 async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time(fence: Fence, engine: Engine) -> None:
     begun = await fence.begin(begin(timeout_s=0.02))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while fence.updating:
             await asyncio.sleep(0.001)
     assert engine.events == ["hold", "hold, abort"]
@@ -243,20 +244,23 @@ async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time(fence: Fence
 
 @fenced
 async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ended(fence: Fence, _: Engine) -> None:
-    begun = await fence.begin(begin(timeout_s=0.03))
+    begun = await fence.begin(begin(timeout_s=60.0))
     await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    second = await fence.begin(begin())
-    await asyncio.sleep(0.06)
+    second = await fence.begin(begin(timeout_s=600.0))
+    pass_time(61.0)
+    await asyncio.sleep(0.01)
     fence.check_healthy()
     await fence.end(UpdateEndRequest(token=second.token, version=2))
 
 
 @fenced
 async def test_fence_stops_the_clock_while_an_update_ends(fence: Fence, engine: Engine) -> None:
-    begun = await fence.begin(begin(timeout_s=0.03))
+    begun = await fence.begin(begin(timeout_s=60.0))
     engine.gate.clear()
     ending = asyncio.create_task(fence.end(UpdateEndRequest(token=begun.token, version=1)))
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(0)
+    pass_time(61.0)
+    await asyncio.sleep(0.01)
     engine.gate.set()
     await ending
     fence.check_healthy()

@@ -151,6 +151,51 @@ def test_every_test_is_in_a_lane() -> None:
         assert marker in (None, "complete", "gpu")
 
 
+LEAST_S = 5.0
+SHORT = {
+    "its end is what the test expects": (
+        "test_rollout_api_bounds.py test_our_environment_says_why_it_gave_up",
+        "test_rollout_client.py test_a_server_that_is_no_rollout_api_is_told_apart",
+        "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
+        "test_ray_cluster.py test_one_that_is_never_ready_there_is_told",
+        "test_environment_peers.py test_peer_is_gone_after_the_patience_and_half_of_it_is_worth_a_warning",
+        "test_inference.py test_a_list_that_stays_empty_is_an_error",
+        "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",
+        "test_scoring.py test_threads_a_hung_function_is_named_and_gives_its_place_to_others",
+        "test_server_client.py test_wait_for_servers_ends_in_time_and_is_a_phase",
+        "test_supervisor.py test_one_that_is_never_ready_is_told_with_what_it_said_last",
+    ),
+    "it expects that nothing happens meanwhile": (
+        "test_rollout_api_bounds.py test_our_environment_waits_for_room",
+        "test_rollout_client.py test_a_lease_is_kept_for_as_long_as_training_takes",
+        "test_server_generate.py test_pause_holds_generation_and_resume_lets_it_go_on",
+        "test_allocator.py test_a_thread_does_not_change_the_settings_under_which_another_allocates",
+    ),
+    "only what hangs takes time: the rest never waits": (
+        "test_dataset_env.py test_dataset_evaluation_counts_rows_that_hang_raise_or_are_too_long",
+    ),
+    "it tries again": ("bridge_contract.py Contract",),
+}
+"""Limits of time below `LEAST_S` in tests that no slow machine breaks, by the reason."""
+
+
+def short_limits(path: Path) -> Iterator[str]:
+    """Functions and classes of a test file that give a limit of time as a small number."""
+    for part in ast.parse(path.read_text()).body:
+        for call in [node for node in ast.walk(part) if isinstance(node, ast.Call)]:
+            name = ast.unparse(call.func).rpartition(".")[2]
+            given = call.args if name in ("wait_for", "wait", "join", "result", "timeout") else []
+            named = [each.value for each in call.keywords if re.search("(timeout|patience)$", each.arg or "")]
+            numbers = [each.value for each in (*given, *named) if isinstance(each, ast.Constant)]
+            if any(isinstance(each, (int, float)) and 0 < each < LEAST_S for each in numbers):
+                yield f"{path.name} {getattr(part, 'name', '')}"
+
+
+def test_no_test_depends_on_a_short_time() -> None:
+    found = {each for path in sources("tests") for each in short_limits(path)}
+    assert found == {each for places in SHORT.values() for each in places}
+
+
 @pytest.mark.parametrize(
     "code",
     [

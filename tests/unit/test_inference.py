@@ -70,7 +70,7 @@ def ask(
         return answer if isinstance(answer, Reply) else Reply(404) if answer is None else Reply(json=answer)
 
     async def scene(url: str) -> list[Completion]:
-        client = InferenceClient(ServerConfig(base_url=f"{url}/v1", **settings), patience=1.0)
+        client = InferenceClient(ServerConfig(base_url=f"{url}/v1", **settings), patience=30.0)
         try:
             completions = [await client.generate([3, 4], 2, sampling) for _ in range(times)]
         finally:
@@ -135,7 +135,7 @@ def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> 
 
 def test_client_warns_of_raw_logprobs_of_agents(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(url: str) -> None:
-        client = InferenceClient(ServerConfig(base_url=url), patience=1.0)
+        client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
         try:
             await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
         finally:
@@ -331,7 +331,7 @@ def named(servers: Sequence[Server], monkeypatch: pytest.MonkeyPatch) -> ListedS
     by_url = {server.url: server for server in servers}
     config = ServerConfig(base_url=",".join(by_url))
     monkeypatch.setattr(roster, "InferenceClient", lambda config, *, patience: by_url[config.base_url])
-    return ListedServers(config, patience=1.0)
+    return ListedServers(config, patience=30.0)
 
 
 def test_requests_go_to_the_server_with_the_fewest_completions_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_one_that_fails_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) 
 def test_several_servers_are_named_with_commas() -> None:
     config = ServerConfig(base_url="http://a:9001/v1/, http://b:9002/v1", model_name="m")
     assert config.base_url == "http://a:9001/v1,http://b:9002/v1"
-    assert isinstance(servers(config, patience=1.0), ListedServers)
-    assert isinstance(servers(ServerConfig(base_url="http://a:9001/v1"), patience=1.0), InferenceClient)
+    assert isinstance(servers(config, patience=30.0), ListedServers)
+    assert isinstance(servers(ServerConfig(base_url="http://a:9001/v1"), patience=30.0), InferenceClient)
     with pytest.raises(ValidationError, match="base_url"):
         ServerConfig(base_url="http://a:9001/v1,b:9002")

@@ -22,6 +22,7 @@ from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.running import cli
 from environments.scoring import ScoreTimeout, Scoring, Threads
+from tests.stand_ins import pass_time
 
 SECONDS = 0.1
 
@@ -131,21 +132,29 @@ def test_threads_coroutines_stay_in_the_loop_and_errors_are_raised() -> None:
 
 
 def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(caplog: pytest.LogCaptureFixture) -> None:
-    over = threading.Event()
+    over, begun = threading.Event(), threading.Event()
 
     def solve() -> None:
+        begun.set()
         over.wait()
+
+    async def solving(work: Awaitable[Any]) -> asyncio.Future[Any]:
+        begun.clear()
+        task = asyncio.ensure_future(work)
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        return task
 
     async def scene() -> str:
         threads = Threads(1)
-        with pytest.raises(TimeoutError, match=r"\b0\.05 s"):
-            await threads.call(solve, timeout=0.05)
+        for work in (threads.call(solve, timeout=60), Scoring(60.0).within("item", threads.call(solve))):
+            task = await solving(work)
+            pass_time(61.0)
+            with pytest.raises(TimeoutError, match=r"\b60 s"):
+                await task
         with pytest.raises(TimeoutError, match=r"\b0\.05 s"):
             await threads.call(asyncio.sleep, 60, timeout=0.05)
-        with pytest.raises(ScoreTimeout):
-            await Scoring(SECONDS).within("item", threads.call(solve))
-        task = asyncio.create_task(threads.call(solve))
-        await asyncio.sleep(0.05)
+        task = await solving(threads.call(solve))
         task.cancel()  # as at the end of the program: nothing is logged
         await asyncio.wait([task])
         return await threads.call(lambda: "next", timeout=20)

@@ -263,7 +263,7 @@ def test_client_asks_a_question_again_but_not_for_ever() -> None:
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
     """A client of a server that may leave."""
     monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
-    monkeypatch.setattr(server_client, "SILENT_SECONDS", 2.0)  # longer than a busy machine stalls this process
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 6.0)  # longer than a busy machine stalls this process
     Slow.awake.clear()
     Slow.take.clear()
     with listening(Slow, roster=tmp_path) as client:
@@ -272,11 +272,12 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClie
 
 def test_client_waits_for_a_server_that_works_for_long(slow: ServerClient) -> None:
     Slow.awake.set()
-    threading.Timer(4 * server_client.SILENT_SECONDS, Slow.take.set).start()
+    threading.Timer(1.5 * server_client.SILENT_SECONDS, Slow.take.set).start()
     by_name(slow)
 
 
-def test_client_gives_up_a_silent_server_until_it_answers(slow: ServerClient) -> None:
+def test_client_gives_up_a_silent_server_until_it_answers(slow: ServerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 1.0)
     for publish in (by_name, by_body):
         with pytest.raises(ServerError) as silent:
             publish(slow)

@@ -33,7 +33,7 @@ def routes(kind: str) -> dict[str, Any]:
 
 
 async def annotated(url: str, group: wire.ScoredData, **changes: Any) -> wire.ScoredData:
-    settings = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 1.0}
+    settings = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 30.0}
     teacher = Teacher.of(BaseEnvConfig(**(settings | changes)))
     assert teacher is not None
     try:

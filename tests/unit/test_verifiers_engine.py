@@ -50,7 +50,7 @@ def ask(
     asked: list[dict[str, Any]] = []
 
     async def scene(server: str) -> tuple[list[httpx.Response], Engine]:
-        client = InferenceClient(ServerConfig(server_type="vllm", base_url=server), patience=0.5)
+        client = InferenceClient(ServerConfig(server_type="vllm", base_url=server), patience=30.0)
         engine = Engine(client, max_length)
         url = await engine.start()
         try:
