@@ -45,12 +45,37 @@ class PrintableFormatter(logging.Formatter):
         message = super().formatMessage(record)
         last = record.args[-1] if isinstance(record.args, tuple) and record.args else None
         if isinstance(last, Lines) and message.endswith(last):
-            return f"{printable(message.removesuffix(last).rstrip(), None)}\n{_each_line(last)}"
+            return f"{printable(message.removesuffix(last).rstrip(), None)}\n{printable_lines(last)}"
         return printable(message, None)
 
     def formatException(self, ei: Any) -> str:
-        return _each_line(super().formatException(ei))
+        return printable_lines(super().formatException(ei))
 
 
-def _each_line(text: str) -> str:
+class PrintableRecords(logging.Filter):
+    """Makes records printable before another library's handler formats them; tracebacks keep their lines.
+
+    Args:
+        ours: names of loggers whose messages are one line; messages of others keep their lines.
+    """
+
+    def __init__(self, *ours: str) -> None:
+        super().__init__()
+        self._ours = ours
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == "uvicorn.access":  # its formatter reads the arguments: client, method, path, …
+            parts = record.args if isinstance(record.args, tuple) else ()
+            record.args = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
+        else:
+            text = record.getMessage()
+            one_line = record.name.startswith(self._ours)
+            record.msg, record.args = printable(text.rstrip(), None) if one_line else printable_lines(text), None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+def printable_lines(text: str) -> str:
+    """Return the text with each of its lines `printable`."""
     return "\n".join(printable(line, None) for line in text.split("\n"))

@@ -3,6 +3,7 @@
 import sys
 import traceback
 
+from grpo_common.text import printable, printable_lines
 from vllm_server import flags, forking, seams
 from vllm_server.checks import (
     check_key,
@@ -42,12 +43,12 @@ def main(argv: list[str]) -> int:
         forking.start()  # imports the engine's half while this process imports its own
         return _serve(argv)
     except FatalError as error:
-        print(f"vllm_server: {error}", file=sys.stderr, flush=True)
+        print(f"vllm_server: {printable_lines(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except Exception as error:
         # An unexpected error, or vLLM's refusal of a flag: the traceback helps to locate it, the last line names it.
-        traceback.print_exc()
-        print(f"vllm_server: {gist(error)}", file=sys.stderr, flush=True)
+        print(printable_lines(traceback.format_exc()), file=sys.stderr)
+        print(f"vllm_server: {printable(gist(error))}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("vllm_server: stopped before it was ready", file=sys.stderr, flush=True)

@@ -26,6 +26,8 @@ from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError, IncompatibleError, gist
 from vllm_server.protocol import VLLM_RUN
 
+logger = logging.getLogger("vllm.grpo.checks")
+
 
 def check_vllm() -> None:
     """Raise a FatalError if vLLM is missing or too old. Warn of a version with which nobody has run this server."""
@@ -56,11 +58,12 @@ def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:
 def check_key(host: str | None, keys: Sequence[str]) -> None:
     """Raise a FatalError if other machines can reach the server and it has no key."""
     if not keys and not is_loopback(host):
-        raise FatalError(
-            "anyone who reaches it could publish adapters and generate", field=f"--host {host}", got="no key",
-            wanted="a key for a server that other machines can reach",
-            fix="set VLLM_API_KEY, give --api-key KEY, or listen on --host 127.0.0.1",
-        )  # fmt: skip
+        why, wanted = (
+            "anyone who reaches it could publish adapters and generate",
+            "a key, as other machines can reach it",
+        )
+        fix = "set VLLM_API_KEY, give --api-key KEY, or listen on --host 127.0.0.1"
+        raise FatalError(why, field=f"--host {host}", got="no key", wanted=wanted, fix=fix)
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -69,14 +72,10 @@ def check_port_free(host: str, port: int) -> None:
         try_to_bind(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise FatalError(
-                field=f"--port {port}", got=f"a port that {port_holder(port)} holds", wanted="a free one",
-                fix="end that process or choose another port",
-            ) from error  # fmt: skip
-        raise FatalError(
-            field=f"--host {host} --port {port}", got=error.strerror, wanted="an address of this machine",
-            fix="correct it",
-        ) from error  # fmt: skip
+            got, fix = f"a port that {port_holder(port)} holds", "end that process or choose another port"
+            raise FatalError(field=f"--port {port}", got=got, wanted="a free one", fix=fix) from error
+        field, wanted = f"--host {host} --port {port}", "an address of this machine"
+        raise FatalError(field=field, got=error.strerror, wanted=wanted, fix="correct it") from error
 
 
 def check_model_path(model: str) -> None:
@@ -84,10 +83,8 @@ def check_model_path(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            raise FatalError(
-                field=f"--model {model}", got=f"a folder without {CONFIG_FILE}", wanted="a saved model's folder",
-                fix="save it by save_pretrained()",
-            )  # fmt: skip
+            got, fix = f"a folder without {CONFIG_FILE}", "save it by save_pretrained()"
+            raise _refused(model, got, "a saved model's folder", fix)
     elif (problem := missing_path(model)) is not None:
         raise FatalError.of([replace(problem, field=f"--model {model}", got=problem.summary, summary="")])
 
@@ -110,7 +107,8 @@ def check_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     architectures = [str(name) for name in config.get("architectures") or []]
     if not architectures:
         raise _refused(model, "a config.json without `architectures`", "a causal language model", "save it again")
-    if not set(architectures) & _text_generators() or config.get("is_encoder_decoder"):
+    known = seams.require("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS")
+    if known.keys().isdisjoint(architectures) or config.get("is_encoder_decoder"):
         _check_by_vllm(model, ", ".join(architectures), trust_remote_code)
     _check_head_size(model, config)
     _check_dtype(model, config, dtype)
@@ -137,11 +135,6 @@ def config_or_nothing(model: str) -> dict[str, Any]:
         return read_config(model)
     except (OSError, ValueError):
         return {}
-
-
-def _text_generators() -> frozenset[str]:
-    """Return architectures that vLLM implements for text generation."""
-    return frozenset(seams.require("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"))
 
 
 def _check_by_vllm(model: str, names: str, trust_remote_code: bool) -> None:
@@ -189,115 +182,6 @@ def _refused(model: str, got: str, wanted: str, fix: str) -> FatalError:
 # Can a trainer write the weights?
 
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-_REPACKING_FORMATS = ("bitsandbytes", "gguf")
-
-
-def check_shareable(
-    args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
-) -> None:
-    """Raise for the first setting that does not work with shared weights.
-
-    Args:
-        args: the parsed command line.
-        config: the model's config.json.
-        device: "cpu" or "cuda".
-        kernel: the kernel's release, `os.uname().release`.
-
-    Raises:
-        FatalError: it names everything that cannot work; exit status 2.
-    """
-    refusals = _refusals(args, config, device, environment, kernel)
-    if problems := [replace(refusal, field="--shared-weights") for refusal in refusals]:
-        raise FatalError.of(problems)
-
-
-def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
-    """Raise for settings with which no trainer could send weights; see `check_shareable`."""
-    found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
-    latent = _latent_attention(config, "computing its copies of weights again was tried on CPUs only")
-    refusals = [*found, *_plain_weights(args, config, device), *(latent if device == "cuda" else ())]
-    if len(config_parts(config)) > 1 and not args.language_model_only:
-        wanted = "the model's text part alone, since a trainer sends no other part"
-        refusals.append(Problem(got="--no-language-model-only", wanted=wanted, fix="leave it out"))
-    if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
-        raise FatalError.of(problems)
-
-
-def _refusals(
-    args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
-) -> Iterator[Problem]:
-    for refusal in unshareable(vars(args)):
-        yield replace(refusal, got=f"{flag(refusal.field)} {refusal.got}")
-    for text in config_parts(config):
-        for refusal in indivisible(text, args.tensor_parallel_size):
-            size = f"--tensor-parallel-size {args.tensor_parallel_size}"
-            yield replace(refusal, got=f"{size}, and a {refusal.field} of {refusal.got}")
-    if args.port == 0 and not args.uds:
-        yield Problem(
-            got="--port 0", wanted="a port's number, since the bridge file tells the trainer where the server is",
-            fix="choose a port",
-        )  # fmt: skip
-    yield from _plain_weights(args, config, device)
-    yield from _latent_attention(config, "vLLM computes with copies of its weights, which a write in place leaves old")
-    if device != "cuda":
-        return
-    for name in _ALLOCATOR_SETTINGS:
-        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
-            yield Problem(
-                got=f"{name}={environment[name]}", wanted="no expandable_segments, since their memory cannot be shared",
-                fix=f"unset {name}",
-            )  # fmt: skip
-    if "microsoft" in kernel.lower():
-        yield Problem(
-            got=f"WSL ({kernel})", wanted="Linux itself, since WSL has no CUDA IPC",
-            fix="use lora_only or a Linux machine",
-        )  # fmt: skip
-
-
-def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> Iterator[Problem]:
-    """Yield what keeps the engine from computing with the parameters as a checkpoint has them."""
-    if args.load_format in _REPACKING_FORMATS:
-        yield Problem(
-            got=f"--load-format {args.load_format}",
-            wanted="plain weights, since packed ones cannot be trained in place", fix="use safetensors",
-        )  # fmt: skip
-    for text in config_parts(config):
-        yield from _model_refusals(text)
-    if device == "cuda" and args.moe_backend not in ("auto", "triton"):
-        yield Problem(
-            got=f"--moe-backend {args.moe_backend}", wanted="triton, since the others reorder experts' weights",
-            fix="leave it out",
-        )  # fmt: skip
-
-
-def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
-    for name in ("quantization_config", "compression_config"):
-        if config.get(name):
-            found = config[name]
-            method = found.get("quant_method", "?") if isinstance(found, Mapping) else found
-            yield Problem(
-                got=f"a model with {name} ({method}) in its config.json",
-                wanted="plain weights, since quantised ones cannot be trained in place",
-                fix="use lora_only, or the model before it was quantised",
-            )
-
-
-def _latent_attention(config: Mapping[str, Any], why: str) -> Iterator[Problem]:
-    for text in config_parts(config):
-        if text.get("kv_lora_rank"):
-            got = f"a model with multi-head latent attention (kv_lora_rank {text['kv_lora_rank']})"
-            yield Problem(got=got, wanted=f"a model without it, since {why}", fix="use lora_only")
-
-
-def flag(name: str) -> str:
-    """Return the flag of a parsed argument's name."""
-    return "--" + name.replace("_", "-")
-
-
-logger = logging.getLogger("vllm.grpo.checks")
-
 _WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
 
 
@@ -307,15 +191,13 @@ def prepare_writable(args: Namespace) -> None:
     Raises:
         FatalError: see `check_shareable`, `check_receivable` and `BridgeFile.check`.
     """
-    set_in_vain = [name for name in _WITHOUT_EFFECT if name in os.environ]
-    if set_in_vain:
-        logger.warning("%s: accepted, without effect", ", ".join(set_in_vain))
+    if ignored := [name for name in _WITHOUT_EFFECT if name in os.environ]:
+        logger.warning("%s: accepted, without effect", ", ".join(ignored))
     if not (args.shared_weights or args.receive_weights):
         return
     if args.shared_weights and args.receive_weights:
-        raise FatalError(
-            field="--receive-weights", got="--shared-weights with it", wanted="one of them", fix="leave one out"
-        )
+        got = "--shared-weights with it"
+        raise FatalError(field="--receive-weights", got=got, wanted="one of them", fix="leave one out")
     config, device = config_or_nothing(args.model), seams.device_type()
     if args.shared_weights:
         check_shareable(args, config, device, os.environ, os.uname().release)
@@ -324,3 +206,80 @@ def prepare_writable(args: Namespace) -> None:
         check_receivable(args, config, device)
     if device == "cuda":
         args.moe_backend = "triton"  # the triton backend does not reorder experts' weights
+
+
+def check_shareable(
+    args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
+) -> None:
+    """Raise a FatalError that names every setting that does not work with shared weights; exit status 2.
+
+    Args:
+        args: the parsed command line.
+        config: the model's config.json.
+        device: "cpu" or "cuda".
+        kernel: the kernel's release, `os.uname().release`.
+    """
+    found = [replace(each, got=f"{_flag(each.field)} {each.got}") for each in unshareable(vars(args))]
+    for text in config_parts(config):
+        for each in indivisible(text, args.tensor_parallel_size):
+            got = f"--tensor-parallel-size {args.tensor_parallel_size}, and a {each.field} of {each.got}"
+            found.append(replace(each, got=got))
+    if args.port == 0 and not args.uds:
+        wanted = "a port's number, since the bridge file tells the trainer where the server is"
+        found.append(Problem(got="--port 0", wanted=wanted, fix="choose a port"))
+    found += _plain_weights(args, config, device)
+    found += _latent_attention(config, "vLLM computes with copies of its weights, which a write in place leaves old")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if device == "cuda" else ():
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            wanted = "no expandable_segments, since their memory cannot be shared"
+            found.append(Problem(got=f"{name}={environment[name]}", wanted=wanted, fix=f"unset {name}"))
+    if device == "cuda" and "microsoft" in kernel.lower():
+        wanted, fix = "Linux itself, since WSL has no CUDA IPC", "use lora_only or a Linux machine"
+        found.append(Problem(got=f"WSL ({kernel})", wanted=wanted, fix=fix))
+    _raise("--shared-weights", found)
+
+
+def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
+    """Raise for settings with which no trainer could send weights; see `check_shareable`."""
+    found = [replace(each, got=f"{_flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
+    found += _plain_weights(args, config, device)
+    if device == "cuda":
+        found += _latent_attention(config, "computing its copies of weights again was tried on CPUs only")
+    if len(config_parts(config)) > 1 and not args.language_model_only:
+        wanted = "the model's text part alone, since a trainer sends no other part"
+        found.append(Problem(got="--no-language-model-only", wanted=wanted, fix="leave it out"))
+    _raise("--receive-weights", found)
+
+
+def _raise(field: str, problems: Sequence[Problem]) -> None:
+    if problems:
+        raise FatalError.of([replace(each, field=field) for each in problems])
+
+
+def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> Iterator[Problem]:
+    """Yield what keeps the engine from computing with the parameters as a checkpoint has them."""
+    if args.load_format in ("bitsandbytes", "gguf"):
+        wanted = "plain weights, since packed ones cannot be trained in place"
+        yield Problem(got=f"--load-format {args.load_format}", wanted=wanted, fix="use safetensors")
+    for text in config_parts(config):
+        for name in ("quantization_config", "compression_config"):
+            if found := text.get(name):
+                method = found.get("quant_method", "?") if isinstance(found, Mapping) else found
+                got = f"a model with {name} ({method}) in its config.json"
+                wanted = "plain weights, since quantised ones cannot be trained in place"
+                yield Problem(got=got, wanted=wanted, fix="use lora_only, or the model before it was quantised")
+    if device == "cuda" and args.moe_backend not in ("auto", "triton"):
+        wanted = "triton, since the others reorder experts' weights"
+        yield Problem(got=f"--moe-backend {args.moe_backend}", wanted=wanted, fix="leave it out")
+
+
+def _latent_attention(config: Mapping[str, Any], why: str) -> Iterator[Problem]:
+    for text in config_parts(config):
+        if text.get("kv_lora_rank"):
+            got = f"a model with multi-head latent attention (kv_lora_rank {text['kv_lora_rank']})"
+            yield Problem(got=got, wanted=f"a model without it, since {why}", fix="use lora_only")
+
+
+def _flag(name: str) -> str:
+    """Return the flag of a parsed argument's name."""
+    return "--" + name.replace("_", "-")

@@ -18,17 +18,6 @@ from vllm_server.seams import Engine
 from vllm_server.worker.shared_weights import Exported
 
 
-async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
-    """Return the prompt as the engine takes it: text is tokenised, and the prompt is checked.
-
-    Raises:
-        One of `request_errors`: the prompt is too long or not valid for this model.
-    """
-    raw = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-    (ready,) = await engine.renderer.render_cmpl_async([raw])
-    return ready
-
-
 async def call_workers(engine: Engine, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
     """Return what a method of every worker answers. Of several replicas vLLM's own call returns the first's answers."""
     if engine.vllm_config.parallel_config.data_parallel_size == 1:
@@ -113,10 +102,8 @@ class Adapters:
             await self._call("grpo_open_channel", name, msgspec.json.encode(request).decode())
         except RuntimeError as error:
             await self.close_channel(name)
-            raise ServeError(
-                422, "channel", got=error, wanted="a trainer that the engine can reach this way",
-                fix="publish by another transport (memory works everywhere)",
-            ) from error  # fmt: skip
+            fix = "publish by another transport (memory works everywhere)"
+            raise ServeError(422, "channel", error, "a trainer that the engine can reach this way", fix) from error
 
     async def close_channel(self, name: str) -> None:
         """Close the channel in every worker."""

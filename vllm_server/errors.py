@@ -1,6 +1,6 @@
 """Refusals: each names the field, the value received, the value wanted, and the fix."""
 
-import msgspec
+from typing import Any
 
 from grpo_common.errors import UserError
 
@@ -16,59 +16,31 @@ _TYPES = {
 }
 
 
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """The field at fault, the value received, the value wanted, and the fix; `message` contains all four."""
-
-    message: str
-    type: str
-    code: int
-    param: str
-    got: str
-    wanted: str
-    fix: str
-
-
-class ErrorResponse(msgspec.Struct, frozen=True):
-    """The body of every refusal of our routes: OpenAI's error shape with three further fields."""
-
-    error: ErrorDetail
-
-
 class ServeError(UserError, ValueError):
     """A request that the server cannot serve, with its HTTP status."""
 
-    def __init__(self, status: int, field: str, *, got: object, wanted: str, fix: str) -> None:
+    def __init__(self, status: int, field: str, got: object, wanted: str, fix: str) -> None:
         self.status = status
         # JSON cannot hold lone surrogates, which a path that is not UTF-8 contains.
         super().__init__(field=field, got=str(got).encode(errors="replace").decode(), wanted=wanted, fix=fix)
 
-    def response(self) -> ErrorResponse:
-        """Return the body of the answer."""
-        return ErrorResponse(
-            ErrorDetail(
-                message=str(self),
-                type=_TYPES.get(self.status, "InternalServerError"),
-                code=self.status,
-                param=self.field,
-                got=self.got,
-                wanted=self.wanted,
-                fix=self.fix,
-            )
-        )
+    def response(self) -> dict[str, dict[str, Any]]:
+        """Return the body of the answer: OpenAI's error shape with three further fields."""
+        kind = _TYPES.get(self.status, "InternalServerError")
+        error = {"message": str(self), "type": kind, "code": self.status, "param": self.field}
+        return {"error": {**error, "got": self.got, "wanted": self.wanted, "fix": self.fix}}
 
 
 def engine_is_dead() -> ServeError:
     """Return the refusal of requests that need the engine after it has ended or failed."""
-    return ServeError(503, "engine", got="a failed engine", wanted="a live engine", fix="restart the server")
+    return ServeError(503, "engine", "a failed engine", "a live engine", "restart the server")
 
 
 def not_finite(field: str, got: str) -> ServeError:
     """Return the refusal of an adapter with values that are not finite, before or after scaling."""
-    return ServeError(
-        422, field, got=got,
-        wanted="an adapter that is finite in the dtype in which it is served, multiplied by its scale as well",
-        fix="publish one of an earlier step; train with a lower learning rate or lora_alpha",
-    )  # fmt: skip
+    wanted = "an adapter that is finite in the dtype in which it is served, multiplied by its scale as well"
+    fix = "publish one of an earlier step; train with a lower learning rate or lora_alpha"
+    return ServeError(422, field, got, wanted, fix)
 
 
 class FatalError(UserError):

@@ -34,14 +34,9 @@ logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler an
 class FencedEngine(Protocol):
     """The engine's methods that the fence uses; `engine.SharedEngine` implements them."""
 
-    async def hold(self, *, abort: bool) -> None:
-        """Stop scheduling, and wait for the current forward pass. With `abort`, end in-flight requests early."""
-
-    async def renew(self, *, recompute: bool) -> None:
-        """Drop caches of the old weights. With `recompute`, also recompute the caches of in-flight requests."""
-
-    async def release(self) -> None:
-        """Resume scheduling."""
+    async def hold(self, *, abort: bool) -> None: ...
+    async def renew(self, *, recompute: bool) -> None: ...
+    async def release(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -96,15 +91,11 @@ class Fence:
         """Return whether an update is in progress."""
         return self._update is not None
 
-    # -------------------------------------------------------------------------------------------- requests
-
     def check_healthy(self) -> None:
         """Raise a ServeError, 503, while the state of the weights is unknown."""
         if self.fault is not None:
-            raise ServeError(
-                503, "weights", got=self.fault, wanted="weights in a known state",
-                fix="complete an update that writes all of them (a restarted trainer does that)",
-            )  # fmt: skip
+            fix = "complete an update that writes all of them (a restarted trainer does that)"
+            raise ServeError(503, "weights", self.fault, "weights in a known state", fix)
 
     async def passage(self) -> None:
         """Wait while an update is in progress.
@@ -119,26 +110,22 @@ class Fence:
 
     def check_idle(self) -> None:
         """Raise a ServeError, 409, during an update: only the update may pause or resume generation then."""
-        if self._update is not None:
-            raise self._busy(self._update)
-
-    # --------------------------------------------------------------------------------------------- updates
+        if (update := self._update) is not None:
+            got = f"an update that began {time.monotonic() - update.started:.1f} s ago and has not ended"
+            fix = f"end it, or wait: after {update.timeout_s:g} s it counts as torn"
+            raise ServeError(409, "update", got, "none in progress", fix)
 
     def check_writable(self, field: str) -> None:
         """Raise a ServeError, 409, if no trainer writes this server's weights."""
         if not self.writable:
-            raise ServeError(
-                409, field, got="a server whose weights do not change", wanted="one whose weights a trainer writes",
-                fix="start it with --shared-weights or --receive-weights",
-            )  # fmt: skip
+            got, wanted = "a server whose weights do not change", "one whose weights a trainer writes"
+            raise ServeError(409, field, got, wanted, "start it with --shared-weights or --receive-weights")
 
     def check_boot(self, boot_id: str) -> None:
         """Raise a ServeError, 409, if another server was meant."""
         if boot_id != self.boot_id:
-            raise ServeError(
-                409, "boot_id", got=boot_id, wanted=f"{self.boot_id}, this server's",
-                fix="the server was restarted: connect to it again",
-            )  # fmt: skip
+            wanted, fix = f"{self.boot_id}, this server's", "the server was restarted: connect to it again"
+            raise ServeError(409, "boot_id", boot_id, wanted, fix)
 
     def note_applying(self, token: str) -> None:
         """Note that weights that were sent are being written: from now on an update that fails is torn."""
@@ -150,18 +137,15 @@ class Fence:
 
     async def tear(self, token: str, why: str) -> None:
         """Poison the weights: a write of weights that were sent has failed."""
-        update = self.held(token)
-        self._stop_clock(update)
-        await self._tear(update, why)
+        self._stop_clock(self.held(token))
+        await self._tear(why)
 
     def held(self, token: str) -> Update:
         """Return the update within which the weights may be written; raise a ServeError, 409, for another's token."""
         update = self._update
         if update is None or not update.held or update.ending or token != update.token:
-            raise ServeError(
-                409, "token", got="another token", wanted="that of the update in progress",
-                fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
-            )  # fmt: skip
+            fix = f"begin another ({self.fault})" if self.fault else "begin an update first"
+            raise ServeError(409, "token", "another token", "that of the update in progress", fix)
         return update
 
     async def begin(self, asked: UpdateBeginRequest) -> UpdateBeginResponse:
@@ -173,7 +157,7 @@ class Fence:
         self.check_writable("update")
         self.check_boot(asked.boot_id)
         if not 0 < asked.timeout_s < float("inf"):
-            raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")
+            raise ServeError(422, "timeout_s", asked.timeout_s, "more than 0 seconds", "raise it")
         self.check_idle()
         update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
         self._update = update  # set before the first await: a second update that begins meanwhile is refused
@@ -197,15 +181,13 @@ class Fence:
         if asked.version != PROOF_VERSION:
             check_version(asked.version)
         if self.sent and not update.applied and not asked.torn:
-            raise ServeError(
-                409, "update", got="no weights", wanted="weights that were sent and applied",
-                fix="apply them first, or end the update with torn",
-            )  # fmt: skip
+            fix = "apply them first, or end the update with torn"
+            raise ServeError(409, "update", "no weights", "weights that were sent and applied", fix)
         self._stop_clock(update)
         if asked.torn and self.sent and not update.applying:
             await self._cancel()
         elif asked.torn:
-            await self._tear(update, "the trainer reported that its write was not completed")
+            await self._tear("the trainer reported that its write was not completed")
         else:
             await self._finish(update, asked.version)
         stall = self.last_stall_seconds = time.monotonic() - update.started
@@ -240,11 +222,11 @@ class Fence:
     def _time_is_up(self, update: Update) -> None:
         self._stop_clock(update)
         why = f"it did not end within {update.timeout_s:g} s: the trainer is presumed dead"
-        tearing = asyncio.get_running_loop().create_task(self._tear(update, why))
+        tearing = asyncio.get_running_loop().create_task(self._tear(why))
         self._tearing.add(tearing)
         tearing.add_done_callback(self._tearing.discard)
 
-    async def _tear(self, update: Update, why: str) -> None:
+    async def _tear(self, why: str) -> None:
         """Poison the weights and end in-flight requests: they may never get valid weights."""
         self.fault = f"an update of the weights is torn: {why}"
         logger.error("Generation is refused: %s", self.fault)
@@ -261,10 +243,3 @@ class Fence:
     def _settle(self) -> None:
         self._update = None
         self._settled.set()
-
-    def _busy(self, update: Update) -> ServeError:
-        seconds = time.monotonic() - update.started
-        return ServeError(
-            409, "update", got=f"an update that began {seconds:.1f} s ago and has not ended", wanted="none in progress",
-            fix=f"end it, or wait: after {update.timeout_s:g} s it counts as torn",
-        )  # fmt: skip

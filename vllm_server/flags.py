@@ -38,9 +38,6 @@ DEFAULT_HOST = "127.0.0.1"
 
 HELP_ALL = "--help-all"
 
-WORKER_EXTENSION = "vllm_server.patches.PolicyWorker"
-SHARING_WORKER_EXTENSION = "vllm_server.patches.SharingWorker"
-
 UNLOGGED = (HEALTH_ROUTE, BRIDGE_UPDATE_BEGIN_ROUTE, BRIDGE_UPDATE_END_ROUTE)
 """Routes without a line in the access log. Clients poll the first every second. Generation waits for the others; the
 fence logs each update that ends, and the trainer each one that is refused."""
@@ -75,32 +72,23 @@ def own_parser() -> argparse.ArgumentParser:
 
     It prints `--help`, and reads what is checked before vLLM is imported; `parse` reads everything.
     """
+    epilog = f"{HELP_ALL} lists every flag of vLLM's server as well."
     parser = argparse.ArgumentParser(
-        PROGRAM,
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=f"{HELP_ALL} lists every flag of vLLM's server as well.",
-        add_help=False,
-        allow_abbrev=False,
+        PROGRAM, usage=USAGE, description=DESCRIPTION, epilog=epilog, add_help=False, allow_abbrev=False
     )
     _add_policy_options(parser.add_argument_group("options for GRPO training"))
-    plain = parser.add_argument_group("most used vLLM options")
-    plain.add_argument("--model", metavar="MODEL", help="model folder or hub name")
-    plain.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
-    plain.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help="port to listen on (default: %(default)s)"
-    )
-    key_help = "key that every client must send (default: $VLLM_API_KEY)"
-    plain.add_argument("--api-key", nargs="*", metavar="KEY", help=key_help)
-    plain.add_argument("--max-lora-rank", metavar="N", help="serve adapters up to this rank (the trainer's --lora-r)")
-    plain.add_argument(
-        "--max-model-len", metavar="N",
-        help="maximum tokens of prompt plus completion; at least the trainer's --seq-len",
-    )  # fmt: skip
-    plain.add_argument("--dtype", help="dtype of weights and activations (the trainer's --dtype)")
-    plain.add_argument("--gpu-memory-utilization", metavar="SHARE", help="fraction of the GPU's memory for this server")
+    add = parser.add_argument_group("most used vLLM options").add_argument
+    add("--model", metavar="MODEL", help="model folder or hub name")
+    add("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=DEFAULT_PORT, metavar="N", help="port to listen on (default: %(default)s)")
+    add("--api-key", nargs="*", metavar="KEY", help="key that every client must send (default: $VLLM_API_KEY)")
+    add("--max-lora-rank", metavar="N", help="serve adapters up to this rank (the trainer's --lora-r)")
+    length_help = "maximum tokens of prompt plus completion; at least the trainer's --seq-len"
+    add("--max-model-len", metavar="N", help=length_help)
+    add("--dtype", help="dtype of weights and activations (the trainer's --dtype)")
+    add("--gpu-memory-utilization", metavar="SHARE", help="fraction of the GPU's memory for this server")
     for flag in ("--uds", "--config"):
-        plain.add_argument(flag, help=argparse.SUPPRESS)
+        add(flag, help=argparse.SUPPRESS)
     return parser
 
 
@@ -153,8 +141,9 @@ def parse(argv: list[str]) -> Namespace:
         language_model_only=True,  # no towers for images and sounds: the trainer trains the text part
         disable_access_log_for_endpoints=",".join(UNLOGGED),
         **unset,
-        **(_cpu_defaults() if seams.device_type() == "cpu" else {}),
     )
+    if seams.device_type() == "cpu":  # 16 bits are no faster, and vLLM's KV cache would be a share of all memory
+        parser.set_defaults(dtype="float32", enforce_eager=True, kv_cache_memory_bytes=CPU_CACHE_BYTES)
     args = parser.parse_args(argv)
     args.model = args.model or args.model_tag
     if not args.model:
@@ -162,13 +151,10 @@ def parse(argv: list[str]) -> Namespace:
     args.lora_root = getattr(args, "lora_root", ["."])
     _plan_lora(args, plain)
     if args.worker_extension_cls:
-        raise FatalError(
-            field="--worker-extension-cls", got=args.worker_extension_cls,
-            wanted="none, since the server sets its own extension", fix="leave it out",
-        )  # fmt: skip
-    args.worker_extension_cls = (
-        SHARING_WORKER_EXTENSION if args.shared_weights or args.receive_weights else WORKER_EXTENSION
-    )
+        got, wanted = args.worker_extension_cls, "none, since the server sets its own extension"
+        raise FatalError(field="--worker-extension-cls", got=got, wanted=wanted, fix="leave it out")
+    writable = args.shared_weights or args.receive_weights
+    args.worker_extension_cls = f"vllm_server.patches.{'SharingWorker' if writable else 'PolicyWorker'}"
     if args.enable_lora and seams.device_type() == "cuda":
         os.environ[KERNELS_VARIABLE] = args.lora_kernels
     _plan_logits(args)
@@ -184,70 +170,53 @@ def parse(argv: list[str]) -> Namespace:
 
 def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     """Add this server's options."""
-    group.add_argument(
-        "--lora-name",
-        default=DEFAULT_LORA_NAME,
+    add = group.add_argument
+    add(
+        "--lora-name", default=DEFAULT_LORA_NAME,
         help="prefix of the names under which adapter versions are served: NAME-vN (default: %(default)s)",
-    )
-    group.add_argument(
-        "--lora-root",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="DIR",
+    )  # fmt: skip
+    add(
+        "--lora-root", action="append", default=argparse.SUPPRESS, metavar="DIR",
         help="adapters are loaded only from this folder and its subfolders (repeatable; default: the current folder)",
-    )
-    group.add_argument(
-        "--lora-keep-versions",
-        type=_positive,
-        default=DEFAULT_KEEP_VERSIONS,
-        metavar="N",
+    )  # fmt: skip
+    add(
+        "--lora-keep-versions", type=_positive, default=DEFAULT_KEEP_VERSIONS, metavar="N",
         help="number of newest versions that stay loaded (default: %(default)s)",
-    )
-    group.add_argument(
-        "--lora-kernels",
-        choices=("grpo", "vllm"),
-        default="grpo",
+    )  # fmt: skip
+    add(
+        "--lora-kernels", choices=("grpo", "vllm"), default="grpo",
         help="LoRA kernels on an NVIDIA GPU: grpo (faster when a batch has tokens of several versions) or vllm "
         "(default: grpo)",
-    )
-    group.add_argument(
-        "--logits-dtype",
-        choices=("auto", "float32", "model"),
-        default="auto",
+    )  # fmt: skip
+    add(
+        "--logits-dtype", choices=("auto", "float32", "model"), default="auto",
         help="dtype of the logits. float32: not rounded to 16 bits, so logprobs are as exact as the trainer's; model: "
         "the model's dtype, as in vLLM; auto (the default): float32 on a GPU, model on a CPU",
-    )
-    group.add_argument(
-        "--return-routed-experts",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--return-routed-experts", action="store_true",
         help="return the experts that a mixture-of-experts model chose for each token; a trainer with "
         "--routing-replay=server needs them",
-    )
-    group.add_argument(
-        "--policy-version",
-        type=_version,
-        default=0,
-        metavar="N",
+    )  # fmt: skip
+    add(
+        "--policy-version", type=_version, default=0, metavar="N",
         help="version number of the starting weights (default: %(default)s)",
-    )
-    group.add_argument(
-        "--shared-weights",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--shared-weights", action="store_true",
         default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() in ("1", "true", "yes"),
         help="share the weights in memory with a trainer on this machine, for --weight-bridge-mode shared_vllm and "
         "--share-base (or set VLLM_ENABLE_SHARED_WEIGHTS=1)",
-    )
-    group.add_argument(
-        "--receive-weights",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--receive-weights", action="store_true",
         help="receive all weights from a trainer while the server runs (--weight-bridge-mode broadcast)",
-    )
-    group.add_argument(
-        "--bridge-config-path",
-        metavar="FILE",
+    )  # fmt: skip
+    add(
+        "--bridge-config-path", metavar="FILE",
         help="file in which the server tells trainers where the shared weights are (default: $VLLM_BRIDGE_CONFIG_PATH, "
         "else a file in $LOGDIR, else one in the folder atropos_bridge of the system's temporary folder)",
-    )
+    )  # fmt: skip
 
 
 def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
@@ -258,17 +227,12 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
         # A version exists only in its slot, so there must be as many slots as versions at one time.
         args.max_loras = args.max_loras or args.lora_keep_versions + SPARE_ADAPTERS
         if args.max_loras <= args.lora_keep_versions:
-            raise FatalError(
-                field="--max-loras", got=args.max_loras,
-                wanted=f"{args.lora_keep_versions + 1} or more: --lora-keep-versions, and one that is being loaded",
-                fix="raise it, or lower --lora-keep-versions",
-            )  # fmt: skip
+            wanted = f"{args.lora_keep_versions + 1} or more: --lora-keep-versions, and one that is being loaded"
+            fix = "raise it, or lower --lora-keep-versions"
+            raise FatalError(field="--max-loras", got=args.max_loras, wanted=wanted, fix=fix)
         if args.max_cpu_loras not in (None, args.max_loras):
-            raise FatalError(
-                field="--max-cpu-loras", got=args.max_cpu_loras,
-                wanted=f"{args.max_loras} as --max-loras, or none: adapters are kept in their slots only",
-                fix="leave it out",
-            )  # fmt: skip
+            wanted = f"{args.max_loras} as --max-loras, or none: adapters are kept in their slots only"
+            raise FatalError(field="--max-cpu-loras", got=args.max_cpu_loras, wanted=wanted, fix="leave it out")
         args.max_cpu_loras = args.max_loras
     for name, value in plain.items():
         if getattr(args, name) is None:
@@ -293,7 +257,7 @@ def _plan_graphs(args: Namespace) -> None:
 def _default_max_num_seqs(world_size: int) -> int:
     """Return how many sequences this vLLM's server computes at one time by default, on this GPU."""
     usage = seams.require("vllm.usage.usage_lib", "UsageContext").OPENAI_API_SERVER
-    _, sequences = seams.require("vllm.engine.arg_utils", "EngineArgs", "get_batch_defaults")(world_size)
+    _, sequences = seams.require("vllm.engine.arg_utils", "EngineArgs.get_batch_defaults")(world_size)
     return sequences[usage]
 
 
@@ -325,11 +289,6 @@ def _has_room_for_a_worker() -> bool:
     return cores >= CORES * gpus and _SHM.is_dir() and shutil.disk_usage(_SHM).free >= WORKER_QUEUE_BYTES
 
 
-def _cpu_defaults() -> dict[str, object]:
-    """Return defaults for a CPU: float32 (16 bits are no faster), no compilation, and a small KV cache."""
-    return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-
-
 def _plan_logits(args: Namespace) -> None:
     """Have vLLM return the fp32 sums of the head's product, unless the user has set the head's dtype.
 
@@ -351,14 +310,12 @@ def _plan_logits(args: Namespace) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted 1 or more")
-    return value
+    return int(text)
 
 
 def _version(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= HIGHEST_VERSION:
+    if not 0 <= int(text) <= HIGHEST_VERSION:
         raise argparse.ArgumentTypeError(f"got {text}, wanted 0 to {HIGHEST_VERSION}")
-    return value
+    return int(text)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import cache
 from typing import Any
@@ -52,23 +52,18 @@ async def generate(server: PolicyServer, request: Request, body: dict[str, Any])
     try:
         asked = GenerateRequest.from_body(body)
     except msgspec.ValidationError as error:
-        raise ServeError(
-            422, "prompt or routing", got=str(error), wanted="see docs/server.md", fix="correct it"
-        ) from error
+        raise ServeError(422, "prompt or routing", error, "see docs/server.md", "correct it") from error
     params = build_sampling_params(asked.sampling, stream=asked.stream)
     async with AsyncExitStack() as held:
         lease = await held.enter_async_context(server.serving(asked.model, asked.policy_version))
         outputs = await held.enter_async_context(aclosing(_outputs(server, asked, params, lease.version)))
-        if not asked.stream:
-            final = await unless_disconnected(request, _last(outputs))
-        else:
-            # The first output is fetched before the headers are sent, so that a bad request gets an error status.
-            final = await unless_disconnected(request, _next(outputs))
-            if final is not None:
-                return _HeldStream(_lines(final, outputs, lease), held.pop_all())
-    if final is None:
-        return Response(status_code=499)  # the client has disconnected
-    return _response(server, final, params, lease)
+        # A stream's first output is fetched before its headers are sent, so that a bad request gets an error status.
+        output = await unless_disconnected(request, _output(outputs, last=not asked.stream))
+        if output is None:
+            return Response(status_code=499)  # the client has disconnected
+        if asked.stream:
+            return _HeldStream(_lines(output, outputs, lease), held.pop_all())
+    return _response(server, output, params, lease)
 
 
 @route("GET", HEALTH_GENERATE_ROUTE)
@@ -78,10 +73,10 @@ async def health_generate(server: PolicyServer, request: Request) -> None:
     params = build_sampling_params(asked.sampling, stream=False)
     try:
         async with asyncio.timeout(_HEALTH_LIMIT_S), server.serving() as lease:
-            await unless_disconnected(request, _last(_outputs(server, asked, params, lease.version)))
+            await unless_disconnected(request, _output(_outputs(server, asked, params, lease.version)))
     except TimeoutError:
         wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
-        raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume generation, or wait") from None
+        raise ServeError(503, "engine", "no token", wanted, "resume generation, or wait") from None
 
 
 async def _outputs(
@@ -100,19 +95,18 @@ async def _outputs(
         cause = error.__cause__ if isinstance(error, engine_generate_error()) else error
         if not isinstance(cause, (*request_errors(), *_UNCHECKED)):
             raise
-        raise ServeError(422, "request", got=str(cause), wanted="what this model takes", fix="correct it") from error
+        raise ServeError(422, "request", cause, "what this model takes", "correct it") from error
 
 
-async def _next(outputs: AsyncIterator[Any]) -> Any:
-    return await anext(outputs)
-
-
-async def _last(outputs: AsyncIterator[Any]) -> Any:
-    last = None
+async def _output(outputs: AsyncIterator[Any], *, last: bool = True) -> Any:
+    """Return the last or the first output."""
+    found = None
     async for output in outputs:
-        last = output
-    assert last is not None, "the engine ended a request without an output"
-    return last
+        found = output
+        if not last:
+            break
+    assert found is not None, "the engine ended a request without an output"
+    return found
 
 
 def _response(server: PolicyServer, final: Any, params: Any, lease: Lease) -> GenerateResponse:
@@ -128,7 +122,9 @@ def _response(server: PolicyServer, final: Any, params: Any, lease: Lease) -> Ge
         prompt_token_ids=prompt_ids,
         token_ids=[list(output.token_ids) for output in final.outputs],
         logprobs=None if params.logprobs is None else [_positions(o.logprobs) for o in final.outputs],
-        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(final.prompt_logprobs),
+        prompt_logprobs=None
+        if params.prompt_logprobs is None
+        else [None if position is None else _plain(position) for position in final.prompt_logprobs],
         routed_experts=_experts(server, final) if params.flat_logprobs and params.logprobs is not None else None,
     )
 
@@ -195,16 +191,11 @@ def _positions(logprobs: Any) -> list[list[TokenLogprobs]]:
     Raises:
         ServeError: see `_check_not_nan`.
     """
-    starts = getattr(logprobs, "start_indices", None)
-    if starts is None:
+    if (starts := getattr(logprobs, "start_indices", None)) is None:
         return [[_plain(position)] for position in logprobs]
     ids, values = logprobs.token_ids, [max(value, _FLOOR) for value in logprobs.logprobs]
     _check_not_nan(values)
     return [[dict(zip(ids[i:j], values[i:j], strict=True))] for i, j in zip(starts, logprobs.end_indices, strict=True)]
-
-
-def _prompt_logprobs(logprobs: Sequence[Mapping[int, Any] | None]) -> list[TokenLogprobs | None]:
-    return [None if position is None else _plain(position) for position in logprobs]
 
 
 def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
@@ -217,10 +208,9 @@ def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
 def _check_not_nan(values: Iterable[float]) -> None:
     """Raise a ServeError, 422, for NaN: JSON has none, and a trainer can't use it."""
     if any(map(math.isnan, values)):
-        raise ServeError(
-            422, "sampling", got="logprobs that are not finite", wanted="weights and penalties that keep logits finite",
-            fix="choose smaller penalties; without penalties the version's weights overflow: publish another one",
-        )  # fmt: skip
+        wanted = "weights and penalties that keep logits finite"
+        fix = "choose smaller penalties; without penalties the version's weights overflow: publish another one"
+        raise ServeError(422, "sampling", "logprobs that are not finite", wanted, fix)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,9 +234,7 @@ def check_integers(body: dict[str, Any]) -> None:
     """Raise a ServeError, 422, if an integer does not fit the 64 bits of the engine's messages and tensors."""
     for key, value in body.items():
         if _too_large(value):
-            raise ServeError(
-                422, key, got="an integer beyond 64 bits", wanted="-2**63 to 2**63 - 1", fix="choose a smaller one"
-            )
+            raise ServeError(422, key, "an integer beyond 64 bits", "-2**63 to 2**63 - 1", "choose a smaller one")
 
 
 def _too_large(value: object) -> bool:
@@ -265,24 +253,18 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     """
     for key in sampling:
         if key not in known_keys():
-            known = [*known_keys(), *_ROUTING_KEYS]
-            raise ServeError(
-                422, key, got="a key that this server does not know", wanted="a sampling parameter of vLLM",
-                fix=did_you_mean(key, known, f"known are {', '.join(sorted(known_keys()))}"),
-            )  # fmt: skip
+            fix = did_you_mean(key, [*known_keys(), *_ROUTING_KEYS], f"known are {', '.join(sorted(known_keys()))}")
+            raise ServeError(422, key, "a key that this server does not know", "a sampling parameter of vLLM", fix)
     try:
         params = msgspec.convert(sampling, require("vllm.sampling_params", "SamplingParams"), str_keys=True)
     except request_errors() as error:  # msgspec's are ValueErrors and contain `$.key`; vLLM's name the key
         place = re.search(r"`\$\.(\w+)", str(error))
         field = place.group(1) if place else next((k for k in sampling if k in str(error)), "sampling")
-        raise ServeError(
-            422, field, got=repr(sampling.get(field, sampling)), wanted=str(error), fix="correct the value"
-        ) from error
+        got = repr(sampling.get(field, sampling))
+        raise ServeError(422, field, got, str(error), "correct the value") from error
     if stream and params.prompt_logprobs is not None:
-        raise ServeError(
-            422, "prompt_logprobs", got="stream", wanted="a request without stream",
-            fix="omit stream or prompt_logprobs",
-        )  # fmt: skip
+        fix = "omit stream or prompt_logprobs"
+        raise ServeError(422, "prompt_logprobs", "stream", "a request without stream", fix)
     kinds = require("vllm.sampling_params", "RequestOutputKind")
     params.output_kind = kinds.DELTA if stream else kinds.FINAL_ONLY
     # Flat logprobs are one list for all positions instead of many small objects: faster, and less work for the garbage

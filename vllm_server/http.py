@@ -1,4 +1,9 @@
-"""What all routes share: how a handler is registered, request bodies, answers and refusals."""
+"""HTTP in front of the engine: how a handler is registered, and what comes before vLLM's own routes.
+
+vLLM's routes that generate answer by the newest version; those that change the engine are refused while a trainer
+updates this server. A request that names the served model (or none) gets the newest version: its `model` is rewritten.
+The answer's `model` and the header `x-policy-version` name that version.
+"""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -8,8 +13,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_common.disconnects import replayed
 from vllm_server.errors import ServeError, engine_is_dead
+from vllm_server.policy import Lease
+from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER, parse_version
 from vllm_server.seams import engine_dead_error
 from vllm_server.server import PolicyServer
 
@@ -18,8 +27,8 @@ Handler = Callable[..., Awaitable[Any]]
 
 NDJSON = "application/x-ndjson"
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON raises. A ValidationError is a DecodeError."""
+ROUTES: list[Route] = []
+"""This server's routes, in the order in which `route` was called."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -32,27 +41,20 @@ def error_response(error: ServeError) -> Response:
     return json_response(error.response(), error.status)
 
 
-async def read_body(request: Request, kind: type[T]) -> T:
-    """Return the request's JSON body; an empty one counts as `{}`.
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """Return a JSON body; an empty one counts as `{}`.
 
     Raises:
         ServeError: 422, the body is not JSON or not of that kind.
     """
-    return parse_body(await request.body(), kind)
-
-
-def parse_body(body: bytes, kind: type[T]) -> T:
-    """See `read_body`."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except UNREADABLE as error:
-        raise ServeError(
-            422, "body", got=f"a misfit ({error})", wanted="the JSON that docs/server.md describes", fix="correct it"
-        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _misfit(f"a misfit ({error})") from error
 
 
-ROUTES: list[Route] = []
-"""This server's routes, in the order in which `route` was called."""
+def _misfit(got: str) -> ServeError:
+    return ServeError(422, "body", got, "the JSON that docs/server.md describes", "correct it")
 
 
 def route(method: str, path: str) -> Callable[[Handler], Handler]:
@@ -77,7 +79,7 @@ def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def argument(request: Request, kind: Any) -> Any:
         if kind is PolicyServer:
             return request.app.state.policy_server
-        return request if kind is Request else await read_body(request, kind)
+        return request if kind is Request else parse_body(await request.body(), kind)
 
     @wraps(handler)
     async def handle(request: Request) -> Response:
@@ -91,13 +93,150 @@ def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         except engine_dead_error():
             return error_response(engine_is_dead())
         except ClientDisconnect:  # in the middle of its body
-            return Response(status_code=499)  # the client has disconnected
+            return Response(status_code=499)
         except RecursionError:  # from reading or writing deeply nested values of a body
-            return error_response(_TOO_DEEP)
+            return error_response(_misfit("values nested too deeply"))
 
     return handle
 
 
-_TOO_DEEP = ServeError(
-    422, "body", got="values nested too deeply", wanted="the JSON that docs/server.md describes", fix="correct it"
+# ----------------------------------------------------------------------------------------------------------------------
+# Before vLLM's own routes.
+
+
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
+    | {"/v1/systemone", "/generative_scoring", "/inference/v1/generate", "/cohere/v2/chat"}
 )
+WITHOUT_VERSIONS = "/invocations"
+"""SageMaker's: takes its model from a header, and without it answers by the base model."""
+
+SCALING = "/scale_elastic_ep"
+"""The engines that it would start would not have the trained weights; by itself vLLM's answers 500."""
+CHANGING = frozenset(
+    {"/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory", "/reset_encoder_cache"}
+    | {"/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache", "/update_weight_version", "/weight_checker"}
+    | {"/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update"}
+    | {"/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/fault_tolerance/apply"}
+)
+"""vLLM's routes, most of them of its development mode, that change the engine under a trainer."""
+
+ADAPTERS = {"/v1/load_lora_adapter": "lora_name", "/v1/unload_lora_adapter": "lora_name", "/adapters": "name"}
+"""vLLM's routes for adapters of its own, and the key of the name. With a version's name they would write other weights
+into its slot, or take the name away. `DELETE /adapters/NAME` has it in the path."""
+
+
+class _Model(msgspec.Struct):
+    model: str | None = None
+
+
+class BeforeVllm:
+    """ASGI middleware around vLLM's application. It holds a version until the whole answer, also a stream, is sent."""
+
+    def __init__(self, app: ASGIApp, server: PolicyServer) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # --root-path
+        method = scope["method"] if scope["type"] == "http" else ""
+        if method and (refusal := self._refusal(path, method)) is not None:
+            await error_response(refusal)(scope, receive, send)
+        elif method == "POST" and path in GENERATING:
+            await self._by_newest(scope, receive, send)
+        elif method == "POST" and path in ADAPTERS:
+            await self._by_name(scope, receive, send, ADAPTERS[path])
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, path: str, method: str) -> ServeError | None:
+        if path == WITHOUT_VERSIONS:
+            return ServeError(404, "path", path, "a route with versions", "use /v1")
+        if path == SCALING:
+            wanted = "the number of engines that the server was started with"
+            return ServeError(409, path[1:], "another number", wanted, "start another: grpo servers add")
+        if path.startswith("/adapters/"):
+            return self._refusal_of_name(path.removeprefix("/adapters/"))
+        if path in CHANGING and method == "POST" and self.server.has_trainer:
+            got, fix = (
+                "a change of the engine while a trainer updates it",
+                "use the routes below /bridge, or end the run",
+            )
+            return ServeError(409, path[1:], got, "a server without a trainer", fix)
+        return None
+
+    def _refusal_of_name(self, name: object) -> ServeError | None:
+        registry = self.server.registry
+        if isinstance(name, str) and (registry.knows(name) or parse_version(name, registry.lora_name) is not None):
+            return ServeError(409, "adapter_name", name, "a name that no version has", "use the routes below /lora")
+        return None
+
+    async def _by_name(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
+        """Pass on a request for one of vLLM's own adapters."""
+        body = await _read(receive)
+        try:
+            if (refusal := self._refusal_of_name(parse_body(body, dict[str, Any]).get(key, ""))) is not None:
+                raise refusal
+            await self.app(scope, _replay(body, receive), send)
+        except ServeError as error:
+            await error_response(error)(scope, receive, send)
+
+    async def _by_newest(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        try:
+            # vLLM reads more than JSON, such as NaN. What is not read here it would answer by the model that it finds.
+            fields, asked = parse_body(body, dict[str, msgspec.Raw]), parse_body(body, _Model).model
+            if not self.server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
+                return await self.app(scope, _replay(body, receive), send)
+            async with self.server.serving(asked) as lease:
+                name = msgspec.Raw(msgspec.json.encode(lease.version.name))
+                body = msgspec.json.encode(fields | {"model": name})
+                others = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+                scope = {**scope, "headers": [*others, (b"content-length", str(len(body)).encode())]}
+                await self.app(scope, _replay(body, receive), self._answer(scope, receive, send, lease))
+        except ServeError as error:
+            await error_response(error)(scope, receive, send)
+
+    def _answer(self, scope: Scope, receive: Receive, send: Send, lease: Lease) -> Send:
+        """Return a `send` that adds the version's headers.
+
+        It replaces vLLM's error by our refusal if the engine has failed or the weights are torn.
+        """
+        refused = False
+
+        async def answer(message: Message) -> None:
+            nonlocal refused
+            if refused:
+                return
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                try:
+                    await self.server.check_engine()
+                    self.server.fence.check_healthy()
+                except ServeError as error:
+                    refused = True
+                    await error_response(error)(scope, receive, with_version)
+                    return
+            await with_version(message)
+
+        async def with_version(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                versions = {VERSION_HEADER: lease.began_with, VERSION_END_HEADER: lease.ended_with}
+                ours = [
+                    (name.encode(), str(number).encode()) for name, number in versions.items() if number is not None
+                ]
+                message = {**message, "headers": [*message.get("headers", []), *ours]}
+            await send(message)
+
+        return answer
+
+
+async def _read(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    return replayed({"type": "http.request", "body": body, "more_body": False}, receive)

@@ -1,15 +1,204 @@
-"""Blocks of tokens in the server's process: their logprobs (`worker/output_blocks.py`) given to their requests.
+"""Send a completion's tokens from the engine to the server's process in blocks of 16. vLLM sends each token by itself.
 
-vLLM converts each row of logprobs by itself, and decodes its tokens to text. `POST /generate` returns no such text. So
-its rows are converted together and are not decoded.
+Only a complete answer needs them, so nobody waits for a block. A stream gets each token at once; so does a request with
+stop strings, which vLLM finds in the server's process. The logprobs of all blocks of a step travel as three arrays:
+vLLM sends three for each request, and many small arrays are slow to encode and to decode. The first output with
+logprobs has the rows of all, and says to which outputs they belong; `unpack` gives each its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import copy
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
+
 from vllm_server import seams
+
+BLOCK = 16
+"""Tokens of a block."""
+FEW = 64
+"""Logprobs of a token that are put into a block. A request for those of the whole vocabulary gives each row of its step
+as many; such a step is sent as vLLM does."""
+
+_BLOCK = "_grpo_block"
+"""Attribute of vLLM's request: its block that is not full yet."""
+
+
+class Rows:
+    """The logprobs of a step, in the place of vLLM's LogprobsLists. Requests take the number of their row.
+
+    Attributes:
+        columns: logprobs of a token.
+        ids: token ids of all rows in turn, the sampled one first. Flat lists are no work for the garbage collector.
+        logprobs: likewise.
+        ranks: of the sampled tokens.
+    """
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = lists
+        self.columns: int = lists.logprobs.shape[1]
+        self.ids: list[int] = lists.logprob_token_ids.ravel().tolist()
+        self.logprobs: list[float] = lists.logprobs.ravel().tolist()
+        self.ranks: list[int] = lists.sampled_token_ranks.tolist()
+
+    def slice_request(self, row: int, positions: int) -> Any:
+        """Return what vLLM keeps as an output's `new_logprobs`."""
+        return row if positions == 1 else self._lists.slice_request(row, positions)
+
+
+class Block:
+    """Tokens of a completion, and their logprobs as in `Rows`, with 0 columns if the request wants none.
+
+    Attributes:
+        waits: whether the request is answered when it is complete.
+    """
+
+    __slots__ = ("columns", "ids", "logprobs", "ranks", "tokens", "waits")
+
+    def __init__(self, columns: int, *, waits: bool) -> None:
+        self.columns = columns
+        self.waits = waits
+        self.tokens: list[int] = []
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int] = []
+
+    def add(self, rows: Rows, row: int) -> None:
+        first, last = row * self.columns, (row + 1) * self.columns
+        self.ids += rows.ids[first:last]
+        self.logprobs += rows.logprobs[first:last]
+        self.ranks.append(rows.ranks[row])
+
+
+def send_in_blocks() -> None:
+    """Call this in the engine's process, before it takes requests.
+
+    Raises:
+        FatalError: this vLLM makes its outputs, or pauses, elsewhere.
+    """
+    scheduler = seams.require("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output")
+    blocks = Blocks(
+        output=seams.require("vllm.v1.engine", "EngineCoreOutput"),
+        lists=seams.require("vllm.v1.outputs", "LogprobsLists"),
+        complete=seams.require("vllm.sampling_params", "RequestOutputKind", "FINAL_ONLY").FINAL_ONLY,
+    )
+    engine = seams.require("vllm.v1.engine.core", "EngineCoreProc", "pause_scheduler")
+    message = seams.require("vllm.v1.engine", "EngineCoreOutputs")
+    vllms: Callable[..., dict[int, Any]] = scheduler.update_from_output
+    pause: Callable[..., Any] = engine.pause_scheduler
+
+    def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:
+        requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
+        if rows := blocks.rows(ran.logprobs):
+            ran = copy.copy(ran)
+            ran.logprobs = rows
+        made = vllms(self, scheduled, ran)
+        for outputs in made.values():
+            outputs.outputs = blocks.pack(blocks.due(outputs.outputs, requests, rows))
+        return made
+
+    @functools.wraps(pause)  # vLLM reads its signature
+    def pause_scheduler(self: Any, mode: str = "abort", *args: Any, **more: Any) -> Any:
+        if mode == "abort":  # answers what the requests have so far
+            for client, outputs in blocks.begun(self.scheduler.requests.values()).items():
+                self.output_queue.put_nowait((client, message(outputs=blocks.pack(outputs))))
+        return pause(self, mode, *args, **more)
+
+    scheduler.update_from_output, engine.pause_scheduler = update_from_output, pause_scheduler
+
+
+class Blocks:
+    """What becomes of a step's outputs.
+
+    Args:
+        output: vLLM's EngineCoreOutput.
+        lists: vLLM's LogprobsLists.
+        complete: vLLM's kind of a request that is answered once, when it is complete.
+    """
+
+    def __init__(self, *, output: Any, lists: Any, complete: Any) -> None:
+        self._output, self._lists, self._complete = output, lists, complete
+        carried = {"request_id", "new_token_ids", "new_logprobs"}
+        self._rest = attrgetter(*(name for name in output.__struct_fields__ if name not in carried))
+        self._nothing = self._rest(output("", []))
+
+    def rows(self, logprobs: Any) -> Rows | None:
+        """Return a step's logprobs by rows; None: there are none, or those of experts, drafts or many tokens."""
+        if type(logprobs) is not self._lists or logprobs.cu_num_generated_tokens is not None:
+            return None
+        shape = logprobs.logprobs.shape
+        return Rows(logprobs) if logprobs.logprob_token_ids.shape == shape and shape[1] <= FEW else None
+
+    def due(self, outputs: Iterable[Any], requests: Mapping[str, Any], rows: Rows | None) -> list[Any]:
+        """Return the outputs that are sent now, with the blocks of their requests."""
+        sent = []
+        for output in outputs:
+            if (request := requests.get(output.request_id)) is None:
+                sent.append(output)
+                continue
+            state, row = vars(request), output.new_logprobs
+            joins = row is None or type(row) is int
+            columns = 0 if row is None or rows is None else rows.columns
+            block: Block | None = state.get(_BLOCK)
+            if block and not (joins and block.columns == columns):
+                sent.append(self._output(output.request_id, block.tokens, block))
+                block = state[_BLOCK] = None
+            if not joins:
+                sent.append(output)
+                continue
+            if block is None:
+                block = state[_BLOCK] = Block(columns, waits=self._waits(request.sampling_params))
+            block.tokens += output.new_token_ids
+            if row is not None and rows is not None:
+                block.add(rows, row)
+            if len(block.tokens) >= BLOCK or not block.waits or not all(map(is_, self._rest(output), self._nothing)):
+                output.new_token_ids, output.new_logprobs, state[_BLOCK] = block.tokens, block, None
+                sent.append(output)
+        return sent
+
+    def begun(self, requests: Iterable[Any]) -> dict[int, list[Any]]:
+        """Return the blocks that are not full, as outputs by client."""
+        outputs: dict[int, list[Any]] = {}
+        for request in requests:
+            if block := vars(request).pop(_BLOCK, None):
+                output = self._output(request.request_id, block.tokens, block)
+                outputs.setdefault(request.client_index, []).append(output)
+        return outputs
+
+    def _waits(self, params: Any) -> bool:
+        return params is not None and params.output_kind is self._complete and not params.stop
+
+    def pack(self, outputs: list[Any]) -> list[Any]:
+        """Replace blocks with the same number of columns by one LogprobsLists, in the first of their outputs.
+
+        Its `cu_num_generated_tokens`, which vLLM leaves empty in an output, are the places of the outputs. An output
+        has as many rows as tokens.
+        """
+        owners: dict[int, dict[int, Block]] = {}
+        for place, output in enumerate(outputs):
+            block = output.new_logprobs
+            if type(block) is Block:
+                output.new_logprobs = None
+                if block.columns:
+                    owners.setdefault(block.columns, {})[place] = block
+        for columns, blocks in owners.items():
+            ids, logprobs, ranks = (
+                np.array([each for block in blocks.values() for each in getattr(block, name)], dtype)
+                for name, dtype in (("ids", np.int32), ("logprobs", np.float32), ("ranks", np.int32))
+            )
+            shape = len(ranks), columns
+            packed = self._lists(ids.reshape(shape), logprobs.reshape(shape), ranks, [*blocks])
+            outputs[min(blocks)].new_logprobs = packed
+        return outputs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the server's process. vLLM converts each row of logprobs by itself, and decodes its tokens to text. The route
+# `POST /generate` returns no such text. So its rows are converted together and are not decoded.
 
 
 def unpack() -> None:
@@ -18,7 +207,7 @@ def unpack() -> None:
     Raises:
         FatalError: this vLLM gets or processes its outputs elsewhere.
     """
-    client = seams.found("vllm.v1.engine.core_client", "AsyncMPClient", "get_output_async")
+    client = seams.require("vllm.v1.engine.core_client", "AsyncMPClient", "get_output_async")
     receive: Callable[[Any], Awaitable[Any]] = client.get_output_async
 
     async def get_output_async(self: Any) -> Any:
@@ -27,8 +216,8 @@ def unpack() -> None:
         return made
 
     client.get_output_async = get_output_async
-    flat = seams.found("vllm.logprobs", "FlatLogprobs")
-    processor = seams.found("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
+    flat = seams.require("vllm.logprobs", "FlatLogprobs")
+    processor = seams.require("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
     update: Callable[[Any, Any], None] = processor._update_sample_logprobs
 
     def _update_sample_logprobs(self: Any, new: Any) -> None:
@@ -80,6 +269,6 @@ def pass_through(take: Callable[[Any, Any], Any]) -> None:
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.
     """
-    processor = seams.found("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
+    processor = seams.require("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
     update = processor._update_sample_logprobs
     processor._update_sample_logprobs = lambda self, new: update(self, take(self, new))

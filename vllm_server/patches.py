@@ -7,34 +7,37 @@ docs/server.md.
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from grpo_common.text import PrintableRecords
 
 Process = Literal["server", "engine", "worker"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Patch:
     """One replacement.
 
     Attributes:
-        replaces: the places in vLLM.
-        process: the kind of process in which it is made. A worker may be in the engine's process.
         by: "module:function" of this project that makes it; it raises an IncompatibleError if vLLM lacks the place.
             "module" alone: it is made there for one engine object.
+        process: the kind of process in which it is made. A worker may be in the engine's process.
         why: the reason.
+        replaces: the places in vLLM, with a space between them.
+        test: the test that fails when the place moves; a file below tests/.
         until: what makes it unnecessary.
-        test: the test that fails when the place moves.
         device: the only platform with it; None: all.
         writable: only a server whose weights a trainer writes has it.
     """
 
-    replaces: tuple[str, ...]
-    process: Process
     by: str
+    process: Process
     why: str
-    until: str
+    replaces: str
     test: str
+    until: str = "a vLLM in which it brings less than 3 %"
     device: Literal["cpu", "cuda"] | None = None
     writable: bool = False
 
@@ -44,117 +47,82 @@ _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedE
 
 PATCHES = (
     Patch(
-        replaces=("vllm.v1.engine.core.EngineCoreProc.run_engine_core",),
-        process="server",
-        by="vllm_server.forking:guard_engines",
-        why="an engine ends with its server, also when the server is killed: vLLM's keeps running",
-        until="a vLLM whose engine watches its parent",
-        test="tests/integration/test_server_life.py",
+        "vllm_server.forking:guard_engines", "server",
+        "an engine ends with its server, also when the server is killed: vLLM's keeps running",
+        "vllm.v1.engine.core.EngineCoreProc.run_engine_core",
+        "integration/test_server_life.py", until="a vLLM whose engine watches its parent",
     ),
     Patch(
-        replaces=("vllm.v1.engine.utils.get_mp_context", "vllm.v1.engine.coordinator.get_mp_context"),
-        process="server",
-        by="vllm_server.forking:fork_engines",
-        why="the engine is forked from a process that imports while the server imports: ready 6 s sooner on 2 cores",
-        until="a vLLM whose `serve` takes a running fork server",
-        test="tests/integration/test_server_life.py",
+        "vllm_server.forking:fork_engines", "server",
+        "the engine is forked from a process that imports while the server imports: ready 6 s sooner on 2 cores",
+        "vllm.v1.engine.utils.get_mp_context vllm.v1.engine.coordinator.get_mp_context",
+        "integration/test_server_life.py", until="a vLLM whose `serve` takes a running fork server",
     ),
     Patch(
-        replaces=("vllm.v1.engine.core_client.AsyncMPClient.add_request_async",),
-        process="server",
-        by="vllm_server.engine",
-        why="completions from any route wait for an update of the weights, and find no cache of older weights",
-        until="a vLLM whose cache keys have the version of the weights, and whose requests wait for an update",
-        test="tests/unit/test_engine.py",
-        writable=True,
+        "vllm_server.engine", "server",
+        "a completion waits while weights are written, and finds no cache of older ones",
+        "vllm.v1.engine.core_client.AsyncMPClient.add_request_async",
+        "unit/test_engine.py", until="a vLLM whose cache keys have the version of the weights", writable=True,
     ),
     Patch(
-        replaces=(
-            "vllm.v1.engine.core_client.AsyncMPClient.get_output_async",
-            "vllm.v1.engine.logprobs.LogprobsProcessor._update_sample_logprobs",
-        ),
-        process="server",
-        by="vllm_server.output_blocks:unpack",
-        why="logprobs of a block of tokens are converted together, and not decoded to text: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_output_blocks.py",
+        "vllm_server.output_blocks:unpack", "server",
+        "logprobs of a block of tokens are converted together, and not decoded to text: speed",
+        "vllm.v1.engine.core_client.AsyncMPClient.get_output_async "
+        "vllm.v1.engine.logprobs.LogprobsProcessor._update_sample_logprobs",
+        "unit/test_output_blocks.py",
     ),
     Patch(
-        replaces=("vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",),
-        process="engine",
-        by="vllm_server.worker.kv_blocks:skip_needless_bookkeeping",
-        why="vLLM's bookkeeping of the KV cache runs when a block is full, not at each token: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_kv_blocks.py",
+        "vllm_server.worker.speed:skip_needless_bookkeeping", "engine",
+        "vLLM's bookkeeping of the KV cache runs when a block is full, not at each token: speed",
+        "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",
+        "unit/test_kv_blocks.py",
     ),
     Patch(
-        replaces=("vllm.v1.core.sched.scheduler.Scheduler.update_from_output",),
-        process="engine",
-        by="vllm_server.worker.output_blocks:send_in_blocks",
-        why="tokens of requests that are not streamed leave the engine 16 at a time: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_output_blocks.py",
+        "vllm_server.output_blocks:send_in_blocks", "engine",
+        "tokens of requests that are not streamed leave the engine 16 at a time: speed",
+        "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+        "unit/test_output_blocks.py",
     ),
     Patch(
-        replaces=("vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata", "torch.ops.vllm.lora_shrink"),
-        process="worker",
-        by="vllm_server.lora_kernels.install:prepare_worker",
-        why="tokens are grouped by adapter without waiting for the GPU, and kernels take tokens of several versions",
-        until="a vLLM whose own kernels are within 3 % (`--lora-kernels vllm`)",
-        test="tests/gpu/test_lora_kernels_gpu.py",
-        device="cuda",
+        "vllm_server.lora_kernels.install:prepare_worker", "worker",
+        "tokens are grouped by adapter without waiting for the GPU, and kernels take tokens of several versions",
+        "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata torch.ops.vllm.lora_shrink",
+        "gpu/test_lora_kernels_gpu.py",
+        until="a vLLM whose own kernels are within 3 % (`--lora-kernels vllm`)", device="cuda",
     ),
     Patch(
-        replaces=("vllm.v1.worker.gpu.sample.states.SamplingStates",),
-        process="worker",
-        by="vllm_server.worker.sampling_parameters:copy_when_changed",
-        why="sampling parameters are copied to the GPU when they change: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_sampling_parameters.py",
-        device="cuda",
+        "vllm_server.worker.speed:copy_when_changed", "worker",
+        "sampling parameters are copied to the GPU when they change: speed",
+        "vllm.v1.worker.gpu.sample.states.SamplingStates",
+        "unit/test_sampling_parameters.py", device="cuda",
     ),
     Patch(
-        replaces=("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores",),
-        process="worker",
-        by="vllm_server.worker.sampled_logprobs:prepare_worker",
-        why="logprobs are computed of the sampled tokens only: speed",
-        until="a vLLM in which it brings less than 3 %",
-        test="tests/unit/test_sampled_logprobs.py",
-        device="cuda",
+        "vllm_server.worker.speed:compute_logprobs_once", "worker",
+        "logprobs are computed of the sampled tokens only: speed",
+        "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores",
+        "unit/test_sampled_logprobs.py", device="cuda",
     ),
     Patch(
-        replaces=(f"{_RUNNER}.initialize_kv_cache", f"{_RUNNER}.execute_model", f"{_RUNNER}._sample"),
-        process="worker",
-        by="vllm_server.worker.routed_experts:prepare_worker",
-        why="`--return-routed-experts` records experts on CPUs and in the older model runner",
-        until="vLLM's own, where its outputs are proved equal",
-        test="tests/unit/test_routed_experts.py",
+        "vllm_server.worker.routed_experts:prepare_worker", "worker",
+        "`--return-routed-experts` records experts on CPUs and in the older model runner",
+        f"{_RUNNER}.initialize_kv_cache {_RUNNER}.execute_model {_RUNNER}._sample",
+        "unit/test_routed_experts.py", until="vLLM's own, where its outputs are proved equal",
     ),
     Patch(
-        replaces=(f"{_RUNNER}._sample", f"{_RUNNER}._bookkeeping_sync"),
-        process="worker",
-        by="vllm_server.worker.seeds:prepare_worker",
-        why="a seeded request whose sample vLLM discards ends the engine on a CPU, whose generators have no offset",
-        until="a vLLM that rewinds CPU generators",
-        test="tests/integration/test_server_generate.py",
-        device="cpu",
+        "vllm_server.worker.on_cpu:rewind_generators", "worker",
+        "a seeded request whose sample vLLM discards ends the engine on a CPU, whose generators have no offset",
+        f"{_RUNNER}._sample {_RUNNER}._bookkeeping_sync",
+        "integration/test_server_generate.py", until="a vLLM that rewinds CPU generators", device="cpu",
     ),
     Patch(
-        replaces=(
-            "vllm._custom_ops._supports_onednn",
-            "vllm.model_executor.layers.utils.check_cpu_sgl_kernel",
-            f"{_EXPERTS}.process_weights_after_loading",
-            f"{_EXPERTS}.apply",
-        ),
-        process="worker",
-        by="vllm_server.worker.shared_weights:keep_weights_plain",
-        why="a CPU's engine computes with the parameters, not with packed copies that no trainer can write",
-        until="a vLLM with a flag for plain weights on a CPU",
-        test="tests/integration/test_shared_server.py",
-        device="cpu",
-        writable=True,
+        "vllm_server.worker.on_cpu:keep_weights_plain", "worker",
+        "a CPU's engine computes with the parameters, not with packed copies that no trainer can write",
+        "vllm._custom_ops._supports_onednn vllm.model_executor.layers.utils.check_cpu_sgl_kernel "
+        f"{_EXPERTS}.process_weights_after_loading {_EXPERTS}.apply",
+        "integration/test_shared_server.py",
+        until="a vLLM with a flag for plain weights on a CPU", device="cpu", writable=True,
     ),
-)
+)  # fmt: skip
 
 _applied: set[str] = set()
 """Names of functions that have run in this process, or in the one that it was forked from."""
@@ -166,6 +134,7 @@ def patch_vllm(process: Process, *, writable: bool = False) -> None:
     Raises:
         IncompatibleError: this vLLM lacks a place.
     """
+    printable_logs()
     device = importlib.import_module("vllm_server.seams").device_type()
     for patch in PATCHES:
         wanted = patch.process == process and patch.device in (None, device) and (writable or not patch.writable)
@@ -173,6 +142,16 @@ def patch_vllm(process: Process, *, writable: bool = False) -> None:
         if wanted and function and patch.by not in _applied:
             _applied.add(patch.by)
             getattr(importlib.import_module(module), function)()
+
+
+_PRINTABLE = PrintableRecords("vllm.grpo", "uvicorn")
+
+
+def printable_logs() -> None:
+    """Have this process's logs change nothing but the place where they are shown: requests may hold anything."""
+    handlers = [each for name in ("", "vllm", "uvicorn", "uvicorn.access") for each in logging.getLogger(name).handlers]
+    for handler in filter(None, [*handlers, logging.lastResort]):
+        handler.addFilter(_PRINTABLE)
 
 
 WORKERS = {"PolicyWorker": False, "SharingWorker": True}

@@ -10,36 +10,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from vllm_server import protocol
 from vllm_server.engine import parameters
 from vllm_server.errors import ServeError
-from vllm_server.http import read_body, route
-from vllm_server.protocol import (
-    SAFETENSORS_MEDIA_TYPE,
-    BridgeDebug,
-    BridgeInfo,
-    BridgeStatus,
-    ChannelCloseRequest,
-    ChannelRequest,
-    ChannelResponse,
-    Checksums,
-    EndpointList,
-    LoraLoadRequest,
-    LoraLoadResponse,
-    LoraStatus,
-    LoraUnloadRequest,
-    LoraUnloadResponse,
-    PausedState,
-    PauseRequest,
-    SleepingState,
-    StateDictInfo,
-    UpdateBeginRequest,
-    UpdateBeginResponse,
-    UpdateEndRequest,
-    UpdateEndResponse,
-    WeightsApplyRequest,
-    WeightsDone,
-    WeightsOpenRequest,
-    WeightsOpenResponse,
-    WeightsStageRequest,
-)
+from vllm_server.http import parse_body, route
 from vllm_server.server import PolicyServer
 
 logger = logging.getLogger("vllm.grpo.routes")  # below "vllm": vLLM's handler and format
@@ -56,39 +27,36 @@ async def health(server: PolicyServer) -> None:
 
 
 @route("GET", protocol.BRIDGE_INFO_ROUTE)
-async def info(server: PolicyServer) -> BridgeInfo:
-    """Return the server's identity and limits."""
+async def info(server: PolicyServer) -> protocol.BridgeInfo:
     return server.bridge_info()
 
 
 @route("GET", protocol.BRIDGE_DEBUG_ROUTE)
-async def debug(server: PolicyServer) -> BridgeDebug:
-    """Return what holds generation."""
+async def debug(server: PolicyServer) -> protocol.BridgeDebug:
     return await server.bridge_debug()
 
 
 @route("GET", protocol.BRIDGE_STATE_DICT_INFO_ROUTE)
-async def state_dict_info(server: PolicyServer) -> StateDictInfo:
-    """Return the model's parameters."""
+async def state_dict_info(server: PolicyServer) -> protocol.StateDictInfo:
     found = await parameters(server.engine)
-    return StateDictInfo(len(found), found)
+    return protocol.StateDictInfo(len(found), found)
 
 
 @route("GET", protocol.BRIDGE_CHECKSUMS_ROUTE)
-async def checksums(server: PolicyServer) -> Checksums:
+async def checksums(server: PolicyServer) -> protocol.Checksums:
     """Return checksums of the weights that are served now."""
     server.fence.check_writable("checksums")
-    return Checksums(await server.engine.collective_rpc("grpo_checksums"))
+    return protocol.Checksums(await server.engine.collective_rpc("grpo_checksums"))
 
 
 @route("GET", protocol.BRIDGE_LIST_ENDPOINTS_ROUTE)
-async def list_endpoints(request: Request) -> EndpointList:
+async def list_endpoints(request: Request) -> protocol.EndpointList:
     """Return every route of the server, vLLM's included."""
-    found = set(_endpoints(request.app.routes))
-    return EndpointList(sorted(found, key=lambda line: line.partition(" ")[::-1]))
+    found = set(endpoints(request.app.routes))
+    return protocol.EndpointList(sorted(found, key=lambda line: line.partition(" ")[::-1]))
 
 
-def _endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
+def endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
     """Yield "METHOD /path" of each route. A mounted application whose routes are not visible counts as one route."""
     for each in routes:
         path = prefix + getattr(each, "path", "")
@@ -97,7 +65,7 @@ def _endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
         elif isinstance(each, Route):
             yield from (f"{method} {path}" for method in (each.methods or {"GET"}) if method != "HEAD")
         elif below := list(getattr(each, "routes", None) or []):
-            yield from _endpoints(below, path)
+            yield from endpoints(below, path)
         else:
             yield f"GET {path}"
 
@@ -107,60 +75,56 @@ def _endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
 
 
 @route("GET", protocol.BRIDGE_IS_PAUSED_ROUTE)
-async def is_paused(server: PolicyServer) -> PausedState:
-    """Return whether generation is paused."""
-    return PausedState(await server.engine.is_paused())
+async def is_paused(server: PolicyServer) -> protocol.PausedState:
+    return protocol.PausedState(await server.engine.is_paused())
 
 
 @route("POST", protocol.BRIDGE_PAUSE_ROUTE)
-async def pause(server: PolicyServer, asked: PauseRequest) -> BridgeStatus:
+async def pause(server: PolicyServer, asked: protocol.PauseRequest) -> protocol.BridgeStatus:
     """Pause generation; `mode` decides what happens to in-flight requests."""
     server.fence.check_idle()
     server.fence.paused = True
     # vLLM's docstring says that "keep" keeps the cache, but its code clears it by default.
     await server.engine.pause_generation(mode=asked.mode, clear_cache=asked.mode != "keep")
-    return BridgeStatus("paused")
+    return protocol.BridgeStatus("paused")
 
 
 @route("POST", protocol.BRIDGE_RESUME_ROUTE)
-async def resume(server: PolicyServer) -> BridgeStatus:
-    """Resume generation."""
+async def resume(server: PolicyServer) -> protocol.BridgeStatus:
     server.fence.check_idle()
     server.fence.check_healthy()
     server.fence.paused = False
     await server.engine.resume_generation()
-    return BridgeStatus("resumed")
+    return protocol.BridgeStatus("resumed")
 
 
 @route("GET", protocol.BRIDGE_IS_SLEEPING_ROUTE)
-async def is_sleeping(server: PolicyServer) -> SleepingState:
-    """Return whether the server sleeps."""
-    return SleepingState(server.args.enable_sleep_mode and await server.engine.is_sleeping())
+async def is_sleeping(server: PolicyServer) -> protocol.SleepingState:
+    return protocol.SleepingState(server.args.enable_sleep_mode and await server.engine.is_sleeping())
 
 
 @route("POST", protocol.BRIDGE_SLEEP_ROUTE)
-async def sleep(server: PolicyServer) -> BridgeStatus:
+async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
     """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     _check_may_sleep(server)
     await server.engine.sleep(1)
-    return BridgeStatus("asleep")
+    return protocol.BridgeStatus("asleep")
 
 
 @route("POST", protocol.BRIDGE_WAKE_UP_ROUTE)
-async def wake_up(server: PolicyServer) -> BridgeStatus:
-    """Undo `sleep`."""
+async def wake_up(server: PolicyServer) -> protocol.BridgeStatus:
     _check_may_sleep(server)
     await server.engine.wake_up()
-    return BridgeStatus("awake")
+    return protocol.BridgeStatus("awake")
 
 
 def _check_may_sleep(server: PolicyServer) -> None:
     if server.args.shared_weights:
         fix = "stop the trainer and the server instead, since the trainer computes in this memory"
-        raise ServeError(409, "sleep", got="a server that shares its weights", wanted="one that doesn't", fix=fix)
+        raise ServeError(409, "sleep", "a server that shares its weights", "one that doesn't", fix)
     if not server.args.enable_sleep_mode:
         fix = "start it with --enable-sleep-mode"
-        raise ServeError(409, "sleep", got="a server without sleep mode", wanted="one with it", fix=fix)
+        raise ServeError(409, "sleep", "a server without sleep mode", "one with it", fix)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,38 +132,32 @@ def _check_may_sleep(server: PolicyServer) -> None:
 
 
 @route("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE)
-async def begin_update(server: PolicyServer, asked: UpdateBeginRequest) -> UpdateBeginResponse:
-    """Hold generation: a trainer is about to write the weights."""
+async def begin_update(server: PolicyServer, asked: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
     return await server.fence.begin(asked)
 
 
 @route("POST", protocol.BRIDGE_UPDATE_END_ROUTE)
-async def end_update(server: PolicyServer, asked: UpdateEndRequest) -> UpdateEndResponse:
-    """Resume generation, or refuse it, as the request says."""
+async def end_update(server: PolicyServer, asked: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
     return await server.fence.end(asked)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_OPEN_ROUTE)
-async def open_weights(server: PolicyServer, asked: WeightsOpenRequest) -> WeightsOpenResponse:
-    """Open the channel by which a trainer sends weights."""
+async def open_weights(server: PolicyServer, asked: protocol.WeightsOpenRequest) -> protocol.WeightsOpenResponse:
     return await server.weights.open(asked)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_STAGE_ROUTE)
-async def stage_weights(server: PolicyServer, asked: WeightsStageRequest) -> WeightsDone:
-    """Receive a version while generation continues."""
+async def stage_weights(server: PolicyServer, asked: protocol.WeightsStageRequest) -> protocol.WeightsDone:
     return await server.weights.stage(asked)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_APPLY_ROUTE)
-async def apply_weights(server: PolicyServer, asked: WeightsApplyRequest) -> WeightsDone:
-    """Write a version, within an update."""
+async def apply_weights(server: PolicyServer, asked: protocol.WeightsApplyRequest) -> protocol.WeightsDone:
     return await server.weights.apply(asked)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE)
-async def close_weights(server: PolicyServer, asked: ChannelCloseRequest) -> BridgeStatus:
-    """Close the channel."""
+async def close_weights(server: PolicyServer, asked: protocol.ChannelCloseRequest) -> protocol.BridgeStatus:
     return await server.weights.close(asked)
 
 
@@ -208,64 +166,59 @@ async def close_weights(server: PolicyServer, asked: ChannelCloseRequest) -> Bri
 
 
 @route("GET", protocol.LORA_STATUS_ROUTE)
-async def lora_status(server: PolicyServer) -> LoraStatus:
-    """Return the versions that the engine holds."""
+async def lora_status(server: PolicyServer) -> protocol.LoraStatus:
     return server.lora_status()
 
 
 @route("POST", protocol.LORA_LOAD_ROUTE)
-async def load(server: PolicyServer, request: Request) -> LoraLoadResponse:
+async def load(server: PolicyServer, request: Request) -> protocol.LoraLoadResponse:
     """Publish the adapter of a `LoraLoadRequest`, or the one in the body, even if the client disconnects meanwhile."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != SAFETENSORS_MEDIA_TYPE:
-        return await server.publisher.load(await _from_json(request, kind))
+    if kind != protocol.SAFETENSORS_MEDIA_TYPE:
+        return await server.publisher.load(_from_json(await request.body(), kind))
     length = request.headers.get("content-length", "")
-    size = int(length) if length.isdecimal() else None
     try:
-        async with server.publisher.bodies.holding(request.stream(), size) as file:
+        async with server.publisher.bodies.holding(
+            request.stream(), int(length) if length.isdecimal() else None
+        ) as file:
             return await server.publisher.load(_from_query(request), file)
     except ClientDisconnect:
         logger.warning("An adapter broke off on its way here: nothing of it is published")
         raise
 
 
-async def _from_json(request: Request, kind: str) -> LoraLoadRequest:
+def _from_json(body: bytes, kind: str) -> protocol.LoraLoadRequest:
     """Return the request in a JSON body, whatever its content type.
 
     A body that is neither JSON nor declared as JSON may be an adapter with a wrong content type, so the error names
     both types.
     """
     try:
-        return await read_body(request, LoraLoadRequest)
+        return parse_body(body, protocol.LoraLoadRequest)
     except ServeError as error:
         if kind in ("", "application/json"):
             raise
-        got, wanted = f"{kind} ({error.got})", f"application/json or {SAFETENSORS_MEDIA_TYPE}"
-        fix = "set the content type to that of the body"
-        raise ServeError(422, "content-type", got=got, wanted=wanted, fix=fix) from error
+        got, wanted = f"{kind} ({error.got})", f"application/json or {protocol.SAFETENSORS_MEDIA_TYPE}"
+        raise ServeError(422, "content-type", got, wanted, "set the content type to that of the body") from error
 
 
-def _from_query(request: Request) -> LoraLoadRequest:
+def _from_query(request: Request) -> protocol.LoraLoadRequest:
     try:
-        return msgspec.convert(dict(request.query_params), LoraLoadRequest, strict=False)
+        return msgspec.convert(dict(request.query_params), protocol.LoraLoadRequest, strict=False)
     except msgspec.ValidationError as error:
-        wanted = "adapter_name, version and activate"
-        raise ServeError(422, "query", got=error, wanted=wanted, fix="correct it") from error
+        raise ServeError(422, "query", error, "adapter_name, version and activate", "correct it") from error
 
 
 @route("POST", protocol.LORA_UNLOAD_ROUTE)
-async def unload(server: PolicyServer, asked: LoraUnloadRequest) -> LoraUnloadResponse:
-    """Withdraw a version."""
+async def unload(server: PolicyServer, asked: protocol.LoraUnloadRequest) -> protocol.LoraUnloadResponse:
     return await server.publisher.unload(asked)
 
 
 @route("POST", protocol.LORA_CHANNEL_ROUTE)
-async def open_channel(server: PolicyServer, asked: ChannelRequest) -> ChannelResponse:
-    """Open the channel by which a trainer publishes adapters."""
+async def open_channel(server: PolicyServer, asked: protocol.ChannelRequest) -> protocol.ChannelResponse:
     return await server.publisher.open_channel(asked)
 
 
 @route("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE)
-async def close_channel(server: PolicyServer, asked: ChannelCloseRequest) -> BridgeStatus:
-    """Close the channel."""
+async def close_channel(server: PolicyServer, asked: protocol.ChannelCloseRequest) -> protocol.BridgeStatus:
     return await server.publisher.close_channel(asked)

@@ -15,30 +15,7 @@ from vllm_server.errors import IncompatibleError
 from vllm_server.protocol import VLLM_RUN
 
 CLI = "vllm.entrypoints.launchers.cli_args"
-_ENTRY = "vllm.entrypoints.launchers.api_server.entry"
-_APP_STATE = "vllm.entrypoints.launchers.api_server.app_state"
-_APP = "vllm.entrypoints.launchers.app"
-_LAUNCHER = "vllm.entrypoints.launchers.launcher"
 _CORE_CLIENT = "vllm.v1.engine.core_client"
-
-NAMES: dict[str, tuple[str, ...]] = {
-    _LAUNCHER: ("NoSignalServer", "watchdog_loop"),
-    CLI: ("make_arg_parser", "validate_parsed_serve_args"),
-    "vllm.entrypoints.launchers.utils.server_utils": ("get_uvicorn_log_config",),
-    "vllm.entrypoints.launchers.utils.ssl": ("SSLCertRefresher",),
-    "vllm.entrypoints.serve.utils.api_utils": ("cli_env_setup",),
-    "vllm.utils.argparse_utils": ("FlexibleArgumentParser",),
-    "vllm.utils.system_utils": ("decorate_logs",),
-    "vllm.v1.engine.core": ("EngineCoreProc.run_engine_core",),
-    "vllm.v1.engine.utils": ("get_mp_context",),
-    "vllm.v1.engine.coordinator": ("get_mp_context",),
-    "vllm.v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
-    "vllm.exceptions": ("VLLMClientError",),
-    "vllm.sampling_params": ("SamplingParams", "RequestOutputKind"),
-    "vllm.lora.request": ("LoRARequest",),
-    "vllm.renderers.base": ("BaseRenderer.render_cmpl_async",),
-}
-"""By module: functions, classes and methods."""
 
 
 class Engine(Protocol):
@@ -70,29 +47,51 @@ class Engine(Protocol):
     def get_tokenizer(self) -> Any: ...
 
 
-PARAMETERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
-    (_LAUNCHER, ""): {"setup_server": ("args", "reuse_port")},
-    (_ENTRY, ""): {"build_async_engine_client": ("args",)},
-    (_APP, ""): {"build_app": ("args", "supported_tasks", "model_config")},
-    (_APP_STATE, ""): {"init_app_state": ("engine_client", "state", "args", "supported_tasks")},
-    ("vllm.v1.engine.async_llm", "AsyncLLM"): {
-        name: tuple(inspect.signature(function).parameters)[1:]
+Seams = dict[str, dict[str, tuple[str, ...]]]
+
+SEAMS: Seams = {
+    "vllm.entrypoints.launchers.launcher": {
+        "setup_server": ("args", "reuse_port"),
+        "NoSignalServer": (),
+        "watchdog_loop": (),
+    },
+    "vllm.entrypoints.launchers.api_server.entry": {"build_async_engine_client": ("args",)},
+    "vllm.entrypoints.launchers.api_server.app_state": {
+        "init_app_state": ("engine_client", "state", "args", "supported_tasks")
+    },
+    "vllm.entrypoints.launchers.app": {"build_app": ("args", "supported_tasks", "model_config")},
+    "vllm.entrypoints.launchers.utils.server_utils": {"get_uvicorn_log_config": ("args",)},
+    "vllm.entrypoints.launchers.utils.ssl": {"SSLCertRefresher": ()},
+    "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ()},
+    CLI: {"make_arg_parser": (), "validate_parsed_serve_args": ("args",)},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ()},
+    "vllm.utils.system_utils": {"decorate_logs": ()},
+    "vllm.v1.engine.core": {"EngineCoreProc.run_engine_core": ()},
+    "vllm.v1.engine.utils": {"get_mp_context": ()},
+    "vllm.v1.engine.coordinator": {"get_mp_context": ()},
+    "vllm.v1.engine.exceptions": {"EngineDeadError": (), "EngineGenerateError": ()},
+    "vllm.exceptions": {"VLLMClientError": ()},
+    "vllm.sampling_params": {"SamplingParams": (), "RequestOutputKind": ()},
+    "vllm.lora.request": {"LoRARequest": ()},
+    "vllm.renderers.base": {"BaseRenderer.render_cmpl_async": ()},
+    "vllm.v1.engine.async_llm": {
+        f"AsyncLLM.{name}": tuple(inspect.signature(function).parameters)[1:]
         for name, function in vars(Engine).items()
         if not name.startswith("_")
     },
-    (_CORE_CLIENT, "AsyncMPClient"): {"_call_utility_async": ("method", "engine")},
+    _CORE_CLIENT: {"AsyncMPClient._call_utility_async": ("method", "engine")},
 }
-"""By class, or module: functions with the parameters that this server passes."""
+"""By module: functions, classes and methods, with the parameters that this server passes by name."""
 
-SHARED_PARAMETERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
-    (_CORE_CLIENT, "AsyncMPClient"): {
-        "pause_scheduler_async": ("mode", "clear_cache"),
-        "resume_scheduler_async": (),
-        "reset_prefix_cache_async": ("reset_running_requests",),
-        "reset_encoder_cache_async": (),
-        "add_request_async": ("request",),
+WRITABLE_SEAMS: Seams = {
+    _CORE_CLIENT: {
+        "AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
+        "AsyncMPClient.resume_scheduler_async": (),
+        "AsyncMPClient.reset_prefix_cache_async": ("reset_running_requests",),
+        "AsyncMPClient.reset_encoder_cache_async": (),
+        "AsyncMPClient.add_request_async": ("request",),
     },
-    ("vllm.v1.engine.output_processor", "OutputProcessor"): {"abort_requests": ("request_ids", "internal")},
+    "vllm.v1.engine.output_processor": {"OutputProcessor.abort_requests": ("request_ids", "internal")},
 }
 """The same for a server whose weights a trainer writes."""
 
@@ -106,36 +105,21 @@ def probe(*, writable: bool = False) -> None:
     Raises:
         IncompatibleError: names everything that this vLLM does not have.
     """
-    missing = [f"{module}.{name}" for module, names in NAMES.items() for name in names if not has(module, name)]
-    tables = [PARAMETERS, SHARED_PARAMETERS] if writable else [PARAMETERS]
-    missing += [
-        f"{owner or module}.{name}({', '.join(lacking or ())})"
-        for table in tables
-        for (module, owner), functions in table.items()
-        for name, parameters in functions.items()
-        if (lacking := _lacking(module, f"{owner}.{name}".lstrip("."), parameters)) is None or lacking
-    ]
+    missing: list[str] = []
+    for table in (SEAMS, WRITABLE_SEAMS) if writable else (SEAMS,):
+        for module, names in table.items():
+            for name, parameters in names.items():
+                try:
+                    known = inspect.signature(require(module, name)).parameters if parameters else require(module, name)
+                except IncompatibleError:
+                    missing.append(f"{module}.{name}")
+                    continue
+                if lacking := [each for each in parameters if each not in known]:
+                    missing.append(f"{module}.{name}({', '.join(lacking)})")
     if writable and not _salts_cache_keys():
         missing.append("EngineCoreRequest.cache_salt that becomes part of cache keys")
     if missing:
         raise moved(", no ".join(missing))
-
-
-def has(module: str, name: str) -> bool:
-    """Return whether a module of vLLM has `name`, which may have dots."""
-    try:
-        require(module, *name.split("."))
-    except IncompatibleError:
-        return False
-    return True
-
-
-def _lacking(module: str, name: str, parameters: tuple[str, ...]) -> list[str] | None:
-    """Return the parameters that a function lacks; None: there is no such function."""
-    if not has(module, name):
-        return None
-    known = inspect.signature(require(module, *name.split("."))).parameters
-    return [each for each in parameters if each not in known]
 
 
 def _salts_cache_keys() -> bool:
@@ -151,11 +135,14 @@ def _salts_cache_keys() -> bool:
     return "salt" in str(keys)
 
 
-def require(module: str, *names: str) -> Any:
-    """Return one of vLLM's modules, or what is called `names` in it: a class, and a method of that class.
+def require(module: str, name: str = "", *members: str) -> Any:
+    """Return one of vLLM's modules, or what is called `name` in it; `name` may have dots.
+
+    Args:
+        members: what the result must have.
 
     Raises:
-        IncompatibleError: it does not exist; the message names it.
+        IncompatibleError: something of this does not exist; the message names it.
     """
     try:
         value: Any = importlib.import_module(module)
@@ -163,25 +150,16 @@ def require(module: str, *names: str) -> Any:
         if not module.startswith(error.name or "\0"):
             raise  # the module exists, but one of its imports does not
         raise moved(module) from error
-    for number, name in enumerate(names):
-        if not hasattr(value, name):
-            raise moved(f"{module}.{'.'.join(names[: number + 1])}")
-        value = getattr(value, name)
-    return value
-
-
-def seam(module: str, *names: str) -> Any:
-    """Return one of vLLM's modules, which must have all `names`; see `require`."""
-    for name in names:
-        require(module, name)
-    return require(module)
-
-
-def found(module: str, name: str, *members: str) -> Any:
-    """Return a class or function of one of vLLM's modules; a class must have all `members`; see `require`."""
+    place = module
+    for part in filter(None, name.split(".")):
+        place = f"{place}.{part}"
+        if not hasattr(value, part):
+            raise moved(place)
+        value = getattr(value, part)
     for member in members:
-        require(module, name, member)
-    return require(module, name)
+        if not hasattr(value, member):
+            raise moved(f"{place}.{member}")
+    return value
 
 
 def moved(symbol: str) -> IncompatibleError:

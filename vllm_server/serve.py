@@ -25,11 +25,10 @@ from vllm.utils.system_utils import decorate_logs
 from grpo_common.gate import Gate, Refusal
 from grpo_common.http import address, connection_limit
 from vllm_server import forking, generate, routes
-from vllm_server.before_vllm import BeforeVllm
 from vllm_server.checks import keys_of
 from vllm_server.errors import EngineEndedError, ServeError
-from vllm_server.http import ROUTES, error_response
-from vllm_server.patches import patch_vllm
+from vllm_server.http import ROUTES, BeforeVllm, error_response
+from vllm_server.patches import patch_vllm, printable_logs
 from vllm_server.server import PolicyServer
 
 HANDLERS = (routes, generate)
@@ -81,8 +80,7 @@ def application(vllms: ASGIApp, server: PolicyServer, args: Namespace) -> ASGIAp
 
     def refuse(_: Scope, refusal: Refusal) -> Response:
         problem = refusal.problem
-        error = ServeError(refusal.status, problem.field, got=problem.got, wanted=problem.wanted, fix=problem.fix)
-        return error_response(error)
+        return error_response(ServeError(refusal.status, problem.field, problem.got, problem.wanted, problem.fix))
 
     gate = Gate(
         BeforeVllm(vllms, server), host=args.host, keys=keys_of(args.api_key), origins=args.allowed_origins,
@@ -117,6 +115,7 @@ class _HttpServer(NoSignalServer):
             ssl_ciphers=args.ssl_ciphers,
             log_config=get_uvicorn_log_config(args) or LOGGING_CONFIG,
         )
+        printable_logs()
         limits = {name: getattr(args, name) for name in ("h11_max_incomplete_event_size", "h11_max_header_count")}
         vars(config).update(limits)  # as vLLM's launcher sets them
         config.load()

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from vllm_server import routed_experts, seams
 from vllm_server.bridge_file import BridgeFile, export
-from vllm_server.engine import Adapters, SharedEngine, describe_workers, rendered
+from vllm_server.engine import Adapters, SharedEngine, describe_workers
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
@@ -127,19 +127,17 @@ class PolicyServer:
         lora = None
         if version is not self.registry.base:
             lora = self.adapters.request(version.name, version.adapter_id, version.path)
-        ready = await rendered(self.engine, prompt)
         text = prompt if isinstance(prompt, str) else None
-        async with aclosing(
-            self.engine.generate(ready, params, request_id, lora_request=lora, prompt_text=text)
-        ) as outputs:
+        asked = {"prompt_token_ids": prompt} if text is None else {"prompt": text}
+        (ready,) = await self.engine.renderer.render_cmpl_async([asked])  # text is tokenised, and the prompt checked
+        running = self.engine.generate(ready, params, request_id, lora_request=lora, prompt_text=text)
+        async with aclosing(running) as outputs:
             async for output in outputs:
                 if any(part.finish_reason == "abort" for part in output.outputs):
                     self.fence.check_healthy()  # raises if torn weights ended the request
                 if any(part.finish_reason == "error" for part in output.outputs):
-                    raise ServeError(
-                        422, "request", got="an error of the engine", wanted="a request that it can complete",
-                        fix="omit structured outputs that no token can satisfy",
-                    )  # fmt: skip
+                    fix = "omit structured outputs that no token can satisfy"
+                    raise ServeError(422, "request", "an error of the engine", "a request that it can complete", fix)
                 yield output
 
     @property

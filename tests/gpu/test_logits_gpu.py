@@ -72,9 +72,9 @@ def test_scores_are_exact_and_gradients_those_of_16_bits(compiled: bool, trains_
 def test_logprobs_and_ranks_of_sampled_tokens_are_vllms(rows: int, dtype: torch.dtype) -> None:
     from vllm.v1.worker.gpu.sample import sampler
 
-    from vllm_server.worker import sampled_logprobs
+    from vllm_server.worker import speed
 
-    name = sampled_logprobs.NAME
+    name = speed.NAME
     vllms = getattr(sampler, name)
     generator = torch.Generator("cuda").manual_seed(1)
     logits = (torch.randn(rows, V, device="cuda", generator=generator) * 8).to(dtype)
@@ -82,7 +82,7 @@ def test_logprobs_and_ranks_of_sampled_tokens_are_vllms(rows: int, dtype: torch.
     tokens = logits.float().softmax(-1).multinomial(1, generator=generator)[:, 0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, name, vllms)  # put back after `prepare_worker`
-        sampled_logprobs.prepare_worker()
+        speed.compute_logprobs_once()
         ours = getattr(sampler, name)(logits, 0, tokens, None, max_per_req_token_ids=0)
     theirs = vllms(logits, 0, tokens, None, max_per_req_token_ids=0)
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=2e-5)

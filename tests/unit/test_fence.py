@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.stand_ins import pass_time
 from tests.unit.factories import refusing, story
@@ -73,71 +76,153 @@ def begin(in_flight: InFlight = "keep", timeout_s: float = 60.0, boot_id: str = 
     return UpdateBeginRequest(boot_id=boot_id, in_flight=in_flight, timeout_s=timeout_s)
 
 
-async def update(fence: Fence, version: int, in_flight: InFlight = "keep", torn: bool = False) -> None:
-    begun = await fence.begin(begin(in_flight))
-    await fence.end(UpdateEndRequest(token=begun.token, version=version, torn=torn))
+def end(token: str, version: int = 1, torn: bool = False) -> UpdateEndRequest:
+    return UpdateEndRequest(token=token, version=version, torn=torn)
 
 
-def fenced(test: Callable[[Fence, Engine], Coroutine[None, None, None]]) -> Callable[[], None]:
-    """A test that is a coroutine, with a fence on an engine."""
-    return lambda: asyncio.run(test(fence_on(engine := Engine()), engine))
+class Life(RuleBasedStateMachine):
+    """Updates and requests in any order.
+
+    Attributes:
+        token: of the update in progress.
+        asked: what is to become of its in-flight requests.
+        torn: the state of the weights is unknown.
+        requests: those that have not begun.
+        salts: of all updates that ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.engine = Engine()
+        self.fence = fence_on(self.engine)
+        self.token, self.asked, self.torn, self.version = "", "keep", False, 0
+        self.requests: list[asyncio.Task[None]] = []
+        self.salts = [self.fence.salt]
+
+    def run(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        """Return what it returns, after everything else that can go on has gone on."""
+
+        async def settled() -> Any:
+            try:
+                return await doing
+            finally:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+        self.engine.events.clear()
+        return self.loop.run_until_complete(settled())
+
+    def teardown(self) -> None:
+        for each in self.requests:
+            each.cancel()
+        self.run(asyncio.sleep(0))
+        self.loop.close()
+
+    @rule()
+    def request(self) -> None:
+        self.requests.append(self.loop.create_task(self.fence.passage()))
+        self.run(asyncio.sleep(0))
+
+    @precondition(lambda self: not self.token)
+    @rule(asked=st.sampled_from(["keep", "recompute", "abort"]))
+    def begin(self, asked: InFlight) -> None:
+        begun = self.run(self.fence.begin(begin(asked)))
+        self.token, self.asked = begun.token, asked
+        assert self.engine.events == ["hold, abort" if asked == "abort" else "hold"] and begun.pause_seconds > 0
+
+    @precondition(lambda self: not self.token)
+    @rule()
+    def begin_on_an_engine_that_cannot_be_held(self) -> None:
+        self.engine.failing = "hold"
+        with pytest.raises(EngineFault):
+            self.run(self.fence.begin(begin()))
+        self.engine.failing = ""
+        assert self.engine.events == (["hold"] if self.torn or self.fence.paused else ["hold", "release"])
+
+    @precondition(lambda self: self.token)
+    @rule(version=st.integers(0, 9), again=st.booleans())
+    def end(self, version: int, again: bool) -> None:
+        """Requests that wait do not begin if the next update begins `again` before they wake."""
+
+        async def both() -> tuple[Any, str]:
+            ended = await self.fence.end(end(self.token, version))
+            return ended, (await self.fence.begin(begin())).token if again else ""
+
+        renew = "renew, recompute" if self.asked == "recompute" else "renew"
+        ended, token = self.run(both())
+        release = [] if self.fence.paused else ["release"]
+        assert self.engine.events == [renew, f"version {version}", *release, *(["hold"] if again else [])]
+        assert ended.policy_version == version and ended.stall_seconds == self.fence.last_stall_seconds > 0
+        assert self.fence.salt not in self.salts, "nothing that was cached before is found again"
+        self.salts.append(self.fence.salt)
+        self.token, self.asked, self.torn = token, "keep", False
+
+    @precondition(lambda self: self.token)
+    @rule(failing=st.sampled_from(["renew", "release"]))
+    def end_on_an_engine_that_does_not_go_on(self, failing: str) -> None:
+        self.engine.failing = failing if self.asked != "recompute" or failing == "release" else "renew, recompute"
+        if failing == "release" and self.fence.paused:
+            self.fence.paused = False
+        with pytest.raises(EngineFault):
+            self.run(self.fence.end(end(self.token)))
+        self.engine.failing = ""
+        assert "EngineFault" in str(self.fence.fault) and "torn" not in str(self.fence.fault)
+        self.token, self.torn = "", True
+        self.salts = [*self.salts, self.fence.salt][: self.fence.updates + 1]
+
+    @precondition(lambda self: self.token)
+    @rule()
+    def tear(self) -> None:
+        self.run(self.fence.end(end(self.token, torn=True)))
+        assert self.engine.events == ["hold, abort"] and "torn" in str(self.fence.fault), "what ran is ended"
+        self.token, self.torn = "", True
+
+    @precondition(lambda self: self.token)
+    @rule()
+    def meddle(self) -> None:
+        """Another update, or an end without the token, changes nothing; and tells nobody the token."""
+        for refused, name in ((self.fence.begin(begin()), "update"), (self.fence.end(end("mine")), "token")):
+            with refusing(ServeError, name, 409) as error:
+                self.run(refused)
+            assert self.token not in str(error.value) and "mine" not in str(error.value)
+        with refusing(ServeError, "update", 409):
+            self.fence.check_idle()
+        assert self.engine.events == []
+
+    @precondition(lambda self: not self.token)
+    @rule(token=st.sampled_from(["", "mine"]))
+    def end_what_did_not_begin(self, token: str) -> None:
+        with refusing(ServeError, "token", 409) as error:
+            self.run(self.fence.end(end(token)))
+        assert (str(self.fence.fault) in error.value.fix) == self.torn
+        self.fence.check_idle()
+
+    @rule(paused=st.booleans())
+    def pause_from_outside(self, paused: bool) -> None:
+        self.fence.paused = paused
+
+    @invariant()
+    def requests_begin_only_with_weights_in_a_known_state(self) -> None:
+        assert self.fence.updating == bool(self.token) and len(self.salts) == self.fence.updates + 1
+        assert (self.fence.fault is not None) == self.torn
+        done = [each for each in self.requests if each.done()]
+        for each in done:
+            error = each.exception()
+            assert (error is not None) == self.torn
+            assert error is None or (isinstance(error, ServeError) and (error.status, error.field) == (503, "weights"))
+        self.requests = [each for each in self.requests if not each.done()]
+        assert not self.requests or self.token, "without an update nothing waits"
+        assert not done or self.torn or not self.token, "during an update nothing begins"
 
 
-@pytest.mark.parametrize(
-    ("in_flight", "hold", "renew"),
-    [("keep", "hold", "renew"), ("recompute", "hold", "renew, recompute"), ("abort", "hold, abort", "renew")],
-)
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
 @story
-async def test_fence_holds_the_engine_renews_its_caches_changes_the_version_and_lets_it_go(
-    in_flight: InFlight, hold: str, renew: str
-) -> None:
-    engine = Engine()
-    fence = fence_on(engine)
-    begun = await fence.begin(begin(in_flight))
-    assert engine.events == [hold]
-    assert fence.updating
-    salt = fence.salt
-    ended = await fence.end(UpdateEndRequest(token=begun.token, version=7))
-    assert engine.events == [hold, renew, "version 7", "release"]
-    assert (ended.policy_version, fence.updates, fence.updating) == (7, 1, False)
-    assert ended.stall_seconds >= begun.pause_seconds > 0
-    assert fence.last_update_time > 0
-    assert fence.salt != salt  # nothing that was cached before is found again
-
-
-@fenced
-async def test_fence_lets_requests_wait_during_an_update(fence: Fence, engine: Engine) -> None:
-    await fence.passage()  # open: at once
-    begun = await fence.begin(begin())
-    passed: list[str] = []
-
-    async def request() -> None:
-        await fence.passage()
-        passed.append(engine.events[-1])
-
-    waiting = asyncio.create_task(request())
-    await asyncio.sleep(0.01)
-    assert not passed
-    await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    await waiting
-    assert passed == ["release"]
-
-
-@fenced
-async def test_fence_lets_a_request_wait_on_if_the_next_update_begins_before_it_wakes(fence: Fence, _: Engine) -> None:
-    begun = await fence.begin(begin())
-    waiting = asyncio.create_task(fence.passage())
-    await asyncio.sleep(0)
-    await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    second = await fence.begin(begin())
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    await fence.end(UpdateEndRequest(token=second.token, version=2))
-    await waiting
-
-
-@fenced
-async def test_fence_lets_requests_wait_from_when_the_engine_is_held(fence: Fence, engine: Engine) -> None:
+async def test_fence_lets_requests_wait_from_when_the_engine_is_held_and_ends_once() -> None:
+    fence = fence_on(engine := Engine())
     engine.gate.clear()
     beginning = asyncio.create_task(fence.begin(begin()))
     await asyncio.sleep(0)
@@ -145,89 +230,38 @@ async def test_fence_lets_requests_wait_from_when_the_engine_is_held(fence: Fenc
     await asyncio.sleep(0.01)
     assert not (waiting.done() or beginning.done())
     with refusing(ServeError, "token"):  # nobody has it yet
-        await fence.end(UpdateEndRequest(token="", version=1))
+        await fence.end(end(""))
     engine.gate.set()
-    begun = await beginning
-    await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    await waiting
-
-
-@fenced
-async def test_fence_has_one_update_at_a_time_of_this_server_only(fence: Fence, engine: Engine) -> None:
-    with refusing(ServeError, "boot_id", 409, got="another"):
-        await fence.begin(begin(boot_id="another"))
-    begun = await fence.begin(begin())
-    with refusing(ServeError, "update", 409):
-        await fence.begin(begin())
-    with refusing(ServeError, "update", 409):
-        fence.check_idle()
-    with refusing(ServeError, "token", 409) as refused:
-        await fence.end(UpdateEndRequest(token="mine", version=1))
-    assert "mine" not in str(refused.value)
-    assert engine.events == ["hold"]
-    await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    with refusing(ServeError, "token", 409) as refused:
-        await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    assert begun.token not in str(refused.value)
-    assert "torn" not in refused.value.fix
-    fence.check_idle()
-
-
-@fenced
-async def test_fence_ends_once_if_it_is_asked_twice(fence: Fence, engine: Engine) -> None:
-    begun = await fence.begin(begin())
+    token = (await beginning).token
     engine.gate.clear()
-    first = asyncio.create_task(fence.end(UpdateEndRequest(token=begun.token, version=1)))
+    ending = asyncio.create_task(fence.end(end(token)))
     await asyncio.sleep(0)
     with refusing(ServeError, "token"):
-        await fence.end(UpdateEndRequest(token=begun.token, version=1))
+        await fence.end(end(token))
     engine.gate.set()
-    await first
+    await asyncio.gather(ending, waiting)
     assert engine.events.count("release") == 1
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_fence_refuses_an_update_without_a_time_limit(timeout_s: float) -> None:
-    with refusing(ServeError, "timeout_s", 422, got=str(timeout_s)):
-        asyncio.run(fence_on(Engine()).begin(begin(timeout_s=timeout_s)))
+@pytest.mark.parametrize(
+    ("asked", "writable", "status", "field"),
+    [
+        *((begin(timeout_s=limit), True, 422, "timeout_s") for limit in (0.0, -1.0, float("inf"), float("nan"))),
+        (begin(boot_id="another"), True, 409, "boot_id"),
+        (begin(), False, 409, "update"),
+    ],
+)
+def test_fence_refuses_an_update(asked: UpdateBeginRequest, writable: bool, status: int, field: str) -> None:
+    fence = fence_on(Engine(), writable)
+    with refusing(ServeError, field, status):
+        asyncio.run(fence.begin(asked))
+    assert not fence.updating
 
 
-def test_fence_of_a_server_that_shares_nothing_has_no_updates() -> None:
-    fence = fence_on(Engine(), writable=False)
-    with pytest.raises(ServeError) as refused:
-        asyncio.run(fence.begin(begin()))
-    assert refused.value.status == 409 and "--shared-weights" in refused.value.fix
-
-
-@fenced
-async def test_fence_refuses_requests_after_a_torn_update_until_one_ended_well(fence: Fence, engine: Engine) -> None:
-    begun = await fence.begin(begin())
-    waiting = asyncio.create_task(fence.passage())
-    await asyncio.sleep(0)
-    salt = fence.salt
-    ended = await fence.end(UpdateEndRequest(token=begun.token, version=3, torn=True))
-    assert engine.events == ["hold", "hold, abort"]  # held still, and what ran is ended
-    assert (fence.updates, fence.salt) == (0, salt)
-    assert ended.stall_seconds > 0
-    for refusal in (waiting, fence.passage()):
-        with refusing(ServeError, "weights", 503) as refused:
-            await refusal
-        assert "torn" in refused.value.got
-
-    engine.events.clear()
-    begun = await fence.begin(begin())
-    with refusing(ServeError, "weights") as refused:  # not before it has ended
-        await fence.passage()
-    assert "torn" in refused.value.got
-    await fence.end(UpdateEndRequest(token=begun.token, version=4))
-    assert engine.events == ["hold", "renew", "version 4", "release"]
-    await fence.passage()
-    fence.check_healthy()
-
-
-@fenced
-async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time(fence: Fence, engine: Engine) -> None:
-    begun = await fence.begin(begin(timeout_s=0.02))
+@story
+async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time() -> None:
+    fence = fence_on(engine := Engine())
+    token = (await fence.begin(begin(timeout_s=0.02))).token
     async with asyncio.timeout(60):
         while fence.updating:
             await asyncio.sleep(0.001)
@@ -236,67 +270,25 @@ async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time(fence: Fence
         fence.check_healthy()
     assert "torn" in refused.value.got and "0.02 s" in refused.value.got
     with refusing(ServeError, "token", 409) as refused:  # too late
-        await fence.end(UpdateEndRequest(token=begun.token, version=1))
+        await fence.end(end(token))
     assert "torn" in refused.value.fix
-    await update(fence, 1)
-    fence.check_healthy()
 
 
-@fenced
-async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ended(fence: Fence, _: Engine) -> None:
-    begun = await fence.begin(begin(timeout_s=60.0))
-    await fence.end(UpdateEndRequest(token=begun.token, version=1))
-    second = await fence.begin(begin(timeout_s=600.0))
-    pass_time(61.0)
-    await asyncio.sleep(0.01)
-    fence.check_healthy()
-    await fence.end(UpdateEndRequest(token=second.token, version=2))
-
-
-@fenced
-async def test_fence_stops_the_clock_while_an_update_ends(fence: Fence, engine: Engine) -> None:
-    begun = await fence.begin(begin(timeout_s=60.0))
-    engine.gate.clear()
-    ending = asyncio.create_task(fence.end(UpdateEndRequest(token=begun.token, version=1)))
+@pytest.mark.parametrize("ended", [True, False])
+@story
+async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ends(ended: bool) -> None:
+    """Nor while it ends."""
+    fence = fence_on(engine := Engine())
+    token = (await fence.begin(begin(timeout_s=60.0))).token
+    if not ended:
+        engine.gate.clear()
+    ending = asyncio.create_task(fence.end(end(token)))
     await asyncio.sleep(0)
     pass_time(61.0)
     await asyncio.sleep(0.01)
     engine.gate.set()
     await ending
     fence.check_healthy()
-
-
-@story
-async def test_fence_lets_an_engine_that_cannot_be_held_go_on() -> None:
-    engine = Engine(failing="hold")
-    fence = fence_on(engine)
-    with pytest.raises(EngineFault):
-        await fence.begin(begin())
-    assert engine.events == ["hold", "release"]
-    await fence.passage()
-    engine.failing = ""
-    await update(fence, 1)
-
-
-@pytest.mark.parametrize("failing", ["renew", "release"])
-@story
-async def test_fence_says_that_an_engine_does_not_go_on(failing: str) -> None:
-    fence = fence_on(Engine(failing=failing))
-    with pytest.raises(EngineFault):
-        await update(fence, 1)
-    with refusing(ServeError, "weights") as refused:
-        await fence.passage()
-    assert "EngineFault" in refused.value.got and "torn" not in refused.value.got
-
-
-@fenced
-async def test_fence_leaves_generation_paused_that_was_paused_from_outside(fence: Fence, engine: Engine) -> None:
-    fence.paused = True
-    await update(fence, 1)
-    assert engine.events == ["hold", "renew", "version 1"]
-    fence.paused = False
-    await update(fence, 2)
-    assert engine.events[-1] == "release"
 
 
 HEADER = b64encode(encode_header(lay_out([("w", (2, 2))], "F32"), {})).decode()

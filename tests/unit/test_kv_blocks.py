@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_server.worker.kv_blocks import skip_needless_bookkeeping
+from vllm_server.worker.speed import skip_needless_bookkeeping
 
 SIZE = 4
 """Tokens of a block."""

@@ -322,13 +322,13 @@ def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str
 def test_a_request_that_the_server_refuses() -> None:
     with pytest.raises(ServeError) as error:
         parse_body(b'{"version": "newest"}', LoraLoadRequest)
-    answer = error.value.response().error
-    assert answer.message == (
+    answer = error.value.response()["error"]
+    assert answer["message"] == (
         "body: got a misfit (Expected `int | null`, got `str` - at `$.version`), "
         "wanted the JSON that docs/server.md describes; correct it"
     )
-    assert (answer.code, answer.type, answer.param) == (422, "UnprocessableEntityError", "body")
-    assert answer.message == f"{answer.param}: got {answer.got}, wanted {answer.wanted}; {answer.fix}"
+    assert (answer["code"], answer["type"], answer["param"]) == (422, "UnprocessableEntityError", "body")
+    assert answer["message"] == "{param}: got {got}, wanted {wanted}; {fix}".format(**answer)
 
 
 @pytest.mark.parametrize(

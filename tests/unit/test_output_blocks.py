@@ -23,9 +23,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_server.output_blocks import give_back, unpack
-from vllm_server.worker import output_blocks
-from vllm_server.worker.output_blocks import BLOCK, FEW
+from vllm_server import output_blocks
+from vllm_server.output_blocks import BLOCK, FEW, give_back, unpack
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from tests.triton_kernels import compiled_for_hopper, interpreting
 from vllm_server.worker import logprob_kernels
 from vllm_server.worker.logprob_kernels import logprobs_and_ranks
-from vllm_server.worker.sampled_logprobs import in_place_of
+from vllm_server.worker.speed import in_place_of
 
 
 @pytest.fixture(scope="module")

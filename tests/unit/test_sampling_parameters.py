@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_server.worker.sampling_parameters import copy_when_changed
+from vllm_server.worker.speed import copy_when_changed
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "seeds")
 

@@ -26,9 +26,8 @@ from starlette.testclient import TestClient
 from grpo_common.http import connection_limit
 from tests.processes import ROOT
 from vllm_server import generate, protocol, routes
-from vllm_server.before_vllm import CHANGING, GENERATING, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.errors import EngineEndedError
-from vllm_server.http import ROUTES
+from vllm_server.http import ADAPTERS, CHANGING, GENERATING, ROUTES, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.server import PolicyServer
 
@@ -180,6 +179,15 @@ def test_changing_routes_are_refused_while_there_is_a_trainer(path: str) -> None
     assert client_of().post(path, json={}).status_code == 200
 
 
+def test_versions_are_out_of_reach_of_vllms_routes_for_adapters() -> None:
+    """They would load other weights in place, or take a version's name away."""
+    client = client_of()
+    for name, status in (("policy-v1", 409), ("policy-v7", 409), ("policy", 409), ("theirs", 200)):
+        for path, key in ADAPTERS.items():
+            assert client.post(path, json={key: name, "load_inplace": True}).status_code == status
+        assert (client.delete(f"/adapters/{name}").status_code == 409) is (status == 409)
+
+
 @pytest.mark.parametrize("body", [{"new_data_parallel_size": 2}, [], {}])
 def test_scaling_is_always_refused(body: object) -> None:
     """vLLM answers 500, or would start engines without the trained weights."""
@@ -204,49 +212,65 @@ def test_trainer_is_known_by_weights_channel_or_publish(flag: str, channel: bool
 
 
 HARMLESS = frozenset(
-    {
-        "/adapters",
-        "/tokenize",
-        "/detokenize",
-        "/abort_requests",
-        "/inference/v1/abort_requests",
-        "/is_scaling_elastic_ep",
-    }
-    | {
-        "/ping",
-        "/v1/responses/render",
-        "/v1/messages/render",
-        "/start_profile",
-        "/stop_profile",
-        "/v1/responses/{response_id}/cancel",
-        "/v1/messages/count_tokens",
-    }
+    {"/tokenize", "/detokenize", "/abort_requests", "/inference/v1/abort_requests", "/ping"}
+    | {*ADAPTERS, "/adapters/{adapter_name}"}
+    | {"/is_scaling_elastic_ep", "/start_profile", "/stop_profile"}
     | {f"/v1/{kind}/{step}" for kind in ("completions", "chat/completions") for step in ("render", "derender")}
-    | {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {"/v1/responses/render", "/v1/messages/render", "/v1/messages/count_tokens"}
+    | {"/v1/responses/{response_id}/cancel"}
 )
-"""They generate nothing and change no weights, caches or schedule. vLLM's own adapters have slots of their own."""
+"""They generate nothing and change no weights, versions, caches or schedule."""
 
-
-def test_vllm_has_no_writing_route_that_nobody_has_looked_at() -> None:
-    """With all that its development mode adds; a new one is entered in one of the lists."""
-    pytest.importorskip("vllm")
-    code = """
-import json, sys
-from types import SimpleNamespace
-from vllm_server import flags
+REAL = """
+import json, logging
 from vllm.entrypoints.launchers.app import build_app
-args = flags.parse(["--model", "none"])
+from vllm_server import flags, routes, serve
+from vllm_server.patches import patch_vllm
+
+args = flags.parse(["--model", "none", "--disable-access-log-for-endpoints", ""])
+patch_vllm("server")
 app = build_app(args, ("generate",), None)
-print(json.dumps([r.path for r in app.routes if "POST" in (getattr(r, "methods", None) or ())]))
+serve._HttpServer(app, args)
+hostile = "\\x1b[31m \\u202e \\n forged"
+for name in ("vllm.grpo.server", "vllm.entrypoints.api", "uvicorn.error", "asyncio"):
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        logging.getLogger(name).exception("of %s", hostile)
+parts = "127.0.0.1:1", "GET", f"/{hostile}", "1.1", 200
+logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *parts)
+print("\\n" + json.dumps(list(routes.endpoints(app.routes))))
 """
+
+
+@pytest.fixture(scope="module")
+def real() -> str:
+    """What a process prints that has built vLLM's own application: hostile log records, and at last its routes.
+
+    vLLM adds the routes of its development mode.
+    """
+    pytest.importorskip("vllm")
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", REAL]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    paths = set(json.loads(done.stdout.splitlines()[-1]))
+    return done.stderr + done.stdout
+
+
+def test_vllm_has_no_writing_route_that_nobody_has_looked_at(real: str) -> None:
+    """A new one is entered in one of the lists."""
+    lines = [line.split(" ") for line in json.loads(real.splitlines()[-1])]
+    paths = {path for method, path in lines if method not in ("GET", "HEAD", "OPTIONS", "WEBSOCKET")}
     assert "/v1/completions" in paths and "/collective_rpc" in paths
     assert paths - GENERATING - CHANGING - HARMLESS == {SCALING, WITHOUT_VERSIONS}
+
+
+def test_logs_show_what_requests_hold_without_effect(real: str) -> None:
+    """Messages and tracebacks of ours, of vLLM, of uvicorn and of asyncio, and paths in the access log."""
+    assert real.count("\\x1b[31m") == 9 and real.count("\\u202e") == 9
+    assert "\x1b" not in real and "\u202e" not in real
+    forged = [line for line in real.splitlines() if line.strip().startswith("forged")]
+    assert len(forged) == 6, "only tracebacks and vLLM's messages keep their lines"
 
 
 def test_every_route_of_the_protocol_has_one_handler() -> None:

@@ -119,7 +119,7 @@ logger = logging.getLogger("vllm.grpo.lora_kernels")
 
 def prepare_worker() -> None:
     """Group tokens on the host. With `--lora-kernels grpo`, also replace vLLM's kernels by ours."""
-    wrapper = seams.found("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU", "update_metadata")
+    wrapper = seams.require("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU", "update_metadata")
     wrapper.update_metadata = update_metadata
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return

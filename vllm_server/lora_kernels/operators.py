@@ -170,8 +170,8 @@ def install() -> None:
     """
     global _library
     module = "vllm.lora.ops.triton_ops"
-    shrink = seams.found(f"{module}.lora_shrink_op", "_lora_shrink")
-    expand = seams.found(f"{module}.lora_expand_op", "_lora_expand")
+    shrink = seams.require(f"{module}.lora_shrink_op", "_lora_shrink")
+    expand = seams.require(f"{module}.lora_expand_op", "_lora_expand")
     _library = torch.library.Library("vllm", "IMPL")
     key = seams.require("vllm.platforms", "current_platform").dispatch_key
     _library.impl("lora_shrink", _shrink_in_place_of(shrink), key, allow_override=True)

@@ -111,7 +111,7 @@ def prepare_worker() -> None:
     if not os.environ.get(EXPERTS_VARIABLE):
         return
     names = ("initialize_kv_cache", "execute_model", "_sample")
-    runner = seams.found("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", *names)
+    runner = seams.require("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", *names)
     initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner._sample
 
     def initialize_and_bind(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ def prepare_worker() -> None:
 
 def _attends_to_all(spec: Any) -> bool:
     """Return whether the blocks of a KV cache keep all tokens; those of a sliding window are used for others again."""
-    full = seams.found("vllm.v1.kv_cache_interface", "FullAttentionSpec")
+    full = seams.require("vllm.v1.kv_cache_interface", "FullAttentionSpec")
     each = getattr(spec, "kv_cache_specs", None)  # of layers that differ in size only
     return all(isinstance(one, full) for one in (each.values() if each is not None else [spec]))
 
@@ -152,7 +152,7 @@ def bind(model: nn.Module, tokens: int, slots: int, device: torch.device) -> Rec
         tokens: most tokens of a step.
         slots: tokens of the KV cache.
     """
-    found = seams.found("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter")
+    found = seams.require("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter")
     layers = [module for module in model.modules() if isinstance(getattr(module, "router", None), found)]
     routers: list[Any] = list({id(layer.router): layer.router for layer in layers}.values())
     # A monolithic kernel chooses experts itself, and asks no router.
