@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import psutil
@@ -26,8 +26,10 @@ if TYPE_CHECKING:  # they import torch
     from vllm_server.worker.shared_weights import Exported
 
 logger = logging.getLogger("vllm.grpo.bridge_file")
+T = TypeVar("T")
 
 FOLDER = "atropos_bridge"  # in the system temporary folder
+_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers that listen on all addresses
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,8 @@ class BridgeFile:
 
         If the path is a folder, the file has its usual name in that folder.
         """
-        said = flag or environment.get("VLLM_BRIDGE_CONFIG_PATH")
-        if said:
-            path = Path(said).expanduser().absolute()
+        if place := flag or environment.get("VLLM_BRIDGE_CONFIG_PATH"):
+            path = Path(place).expanduser().absolute()
             return cls(path / FILE_NAME if path.is_dir() else path)
         if environment.get("LOGDIR"):
             return cls(Path(environment["LOGDIR"]).expanduser().absolute() / FILE_NAME)
@@ -58,26 +59,20 @@ class BridgeFile:
         """Raise a FatalError if the file cannot be written here, or if it is the file of a running server."""
         folder = self.path.parent
         if self.own_folder:
-            self._check_owner(folder)
+            self._check_owner()
         elif not folder.is_dir():
-            raise self._refused(
-                f"{folder}, which is no folder", "a folder that exists", f"mkdir -p {shlex.quote(str(folder))}"
-            )
+            fix = f"mkdir -p {shlex.quote(str(folder))}"
+            raise self._refused(f"{folder}, which is no folder", "a folder that exists", fix)
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
             raise self._refused(f"{folder}, which is read-only", "a folder to write to", "choose another")
-        number = self._schema_version()
-        if number > SCHEMA_VERSION:
-            raise self._refused(
-                f"a file of schema_version {number}, of a server of a newer version",
-                f"none, or one of schema_version {SCHEMA_VERSION}",
-                "choose another place; if that server has ended, remove the file",
-            )
-        other = self._read()
-        if other is not None and _is_alive(other, self.path):
-            raise self._refused(
-                f"the file of the server with process id {other.server_pid} ({other.server_url}), which runs",
-                "a file of this server alone", "end that server or choose another place",
-            )  # fmt: skip
+        number = (self._read(dict[str, Any]) or {}).get("schema_version")
+        if isinstance(number, int) and number > SCHEMA_VERSION:
+            got = f"a file of schema_version {number}, of a server of a newer version"
+            fix = "choose another place; if that server has ended, remove the file"
+            raise self._refused(got, f"none, or one of schema_version {SCHEMA_VERSION}", fix)
+        if (other := self._read(BridgeConfigFile)) is not None and _is_alive(other, self.path):
+            got = f"the file of the server with process id {other.server_pid} ({other.server_url}), which runs"
+            raise self._refused(got, "a file of this server alone", "end that server or choose another place")
 
     def write(self, config: BridgeConfigFile) -> None:
         """Write the file atomically, readable by this user only.
@@ -85,13 +80,12 @@ class BridgeFile:
         Raises:
             FatalError: the file cannot be written; see `check`.
         """
-        folder = self.path.parent
         try:
             if self.own_folder:
                 with contextlib.suppress(FileExistsError):
-                    folder.mkdir(mode=0o700)
-                self._check_owner(folder)
-            descriptor, name = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=folder)  # 0600
+                    self.path.parent.mkdir(mode=0o700)
+                self._check_owner()
+            descriptor, name = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=self.path.parent)  # 0600
             try:
                 with os.fdopen(descriptor, "wb") as stream:
                     stream.write(msgspec.json.format(msgspec.json.encode(config)))
@@ -106,39 +100,32 @@ class BridgeFile:
 
     def remove(self, boot_id: str) -> None:
         """Remove the file, unless another server has replaced it."""
-        config = self._read()
+        config = self._read(BridgeConfigFile)
         if config is not None and config.boot_id == boot_id:
             self.path.unlink(missing_ok=True)
         if self.own_folder:
             with contextlib.suppress(OSError):  # another server's file is in it
                 self.path.parent.rmdir()
 
-    def _schema_version(self) -> int:
-        """Return the number of the file's format; 0: there is no file, or it has none."""
-        try:
-            number = msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any]).get("schema_version")
-        except (OSError, msgspec.DecodeError):
-            return 0
-        return number if isinstance(number, int) else 0
-
-    def _read(self) -> BridgeConfigFile | None:
+    def _read(self, kind: type[T]) -> T | None:
         """Return the file's content, or None if there is no file or it is of another kind. `write` overwrites that."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=BridgeConfigFile)
+            return msgspec.json.decode(self.path.read_bytes(), type=kind)
         except (OSError, msgspec.DecodeError):
             return None
 
-    def _check_owner(self, folder: Path) -> None:
+    def _check_owner(self) -> None:
         """Refuse a folder of another user: in a shared temporary folder another user may have created it first."""
+        folder, user = self.path.parent, os.geteuid()
         try:
             found = folder.lstat()
         except FileNotFoundError:
             return
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+            got = f"{folder}, of user {found.st_uid} with mode {stat.filemode(found.st_mode)}"
             raise self._refused(
-                f"{folder}, of user {found.st_uid} with mode {stat.filemode(found.st_mode)}",
-                f"a folder of user {os.geteuid()} alone (drwx------)", "choose another place, or remove it",
-            )  # fmt: skip
+                got, f"a folder of user {user} alone (drwx------)", "choose another place, or remove it"
+            )
 
     def _refused(self, got: str, wanted: str, fix: str) -> FatalError:
         return FatalError(field=f"--bridge-config-path {self.path}", got=got, wanted=wanted, fix=fix)
@@ -154,9 +141,6 @@ def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
         return False
 
 
-_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers that listen on all addresses
-
-
 async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
     """Share the weights and write the bridge file.
 
@@ -168,6 +152,7 @@ async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers:
     """
     first, *others = await engine.export()
     handles = first.handles
+    scheme, host = "https" if args.ssl_keyfile else "http", _REACHED_BY.get(args.host or "", args.host or "")
     file = BridgeFile.choose(args.bridge_config_path, os.environ)
     file.write(
         BridgeConfigFile(
@@ -182,7 +167,7 @@ async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers:
             num_params=len(handles),
             schema_version=SCHEMA_VERSION,
             kind="cuda_ipc" if seams.device_type() == "cuda" else "file",
-            server_url=server_url(args),
+            server_url=f"unix:{args.uds}" if args.uds else f"{scheme}://{address(host, args.port)}",
             server_pid=os.getpid(),
             boot_id=boot_id,
             machine=machine_id(),
@@ -209,13 +194,3 @@ def _mappings(exported: "Exported") -> dict[str, ParamMapping]:
         name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
         for name, handle in exported.handles.items()
     }
-
-
-def server_url(args: Namespace) -> str:
-    """Return the URL by which a trainer on this machine reaches the server."""
-    if args.uds:
-        return f"unix:{args.uds}"
-    host = args.host or ""
-    host = _REACHED_BY.get(host, host)
-    scheme = "https" if args.ssl_keyfile else "http"
-    return f"{scheme}://{address(host, args.port)}"

@@ -14,7 +14,6 @@ from grpo_common.http import SERVER_IDLE_S
 from grpo_common.models import config_parts
 from vllm_server import checks, seams
 from vllm_server.errors import FatalError
-from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import (
     BRIDGE_UPDATE_BEGIN_ROUTE,
     BRIDGE_UPDATE_END_ROUTE,
@@ -27,7 +26,7 @@ from vllm_server.protocol import (
     SPARE_ADAPTERS,
     WORKER_QUEUE_BYTES,
 )
-from vllm_server.worker import EXPERTS_VARIABLE, is_batch_invariant
+from vllm_server.worker import EXPERTS_VARIABLE, KERNELS_VARIABLE, is_batch_invariant
 
 logger = logging.getLogger("vllm.grpo.flags")
 

@@ -106,15 +106,29 @@ def leave() -> None:
 def context() -> ForkServerContext | None:
     """Return the context that forks an engine's process; wait for the imports.
 
-    Return None if a fork is not safe; the log says why.
+    Return None if a fork is not safe: a test process says why, and so does the log.
     """
     if _preloaded is None:
         return None
     forked = _Context()
-    if reason := _ask(forked, _preloaded):
+    ours, theirs = forked.Pipe(duplex=False)
+    try:
+        forked.Process(target=_answer, args=(theirs, _preloaded), name="fit").start()
+        theirs.close()
+        reason = ours.recv()
+    except (OSError, EOFError) as error:
+        reason = f"the process with the imports has ended ({error!r})"
+    if reason:
         logger.warning("the engine's process is spawned instead of forked, and makes its own imports: %s", reason)
-        return None
-    return forked
+    return None if reason else forked
+
+
+def _answer(answers: Connection, preload: str) -> None:
+    module = sys.modules.get(preload)
+    if module is None:
+        answers.send(f"{preload} could not be imported")
+    else:
+        answers.send(module.unfit or too_late(module.started_with, os.environ))
 
 
 def fork_engines() -> None:
@@ -136,26 +150,6 @@ def allow_forked_workers() -> None:
     """
     if _forked and os.environ.get(_CORES_VARIABLE, _ANY_CORES) == _ANY_CORES:
         os.environ[METHOD_VARIABLE] = "fork"
-
-
-def _ask(forked: _Context, preload: str) -> str:
-    """Fork a test process; return its reason against forking engines, or an empty string."""
-    ours, theirs = forked.Pipe(duplex=False)
-    process = forked.Process(target=_answer, args=(theirs, preload), name="fit")
-    try:
-        process.start()
-        theirs.close()
-        return ours.recv()
-    except (OSError, EOFError) as error:
-        return f"the process with the imports has ended ({error!r})"
-
-
-def _answer(answers: Connection, preload: str) -> None:
-    module = sys.modules.get(preload)
-    if module is None:
-        answers.send(f"{preload} could not be imported")
-    else:
-        answers.send(module.unfit or too_late(module.started_with, os.environ))
 
 
 def too_late(started_with: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ from vllm_server.policy import Lease, Version
 from vllm_server.protocol import (
     GENERATE_ROUTE,
     HEALTH_GENERATE_ROUTE,
+    ROUTING_KEYS,
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
@@ -220,7 +221,6 @@ def _check_not_nan(values: Iterable[float]) -> None:
 _NOT_FOR_REQUESTS = frozenset(
     {"output_kind", "skip_clone", "output_text_buffer_length", "flat_logprobs", "prompt_logprob_token_ids"}
 )
-_ROUTING_KEYS = ("prompt", "stream", "model", "policy_version")
 
 
 @cache
@@ -253,7 +253,7 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     """
     for key in sampling:
         if key not in known_keys():
-            fix = did_you_mean(key, [*known_keys(), *_ROUTING_KEYS], f"known are {', '.join(sorted(known_keys()))}")
+            fix = did_you_mean(key, [*known_keys(), *ROUTING_KEYS], f"known are {', '.join(sorted(known_keys()))}")
             raise ServeError(422, key, "a key that this server does not know", "a sampling parameter of vLLM", fix)
     try:
         params = msgspec.convert(sampling, require("vllm.sampling_params", "SamplingParams"), str_keys=True)

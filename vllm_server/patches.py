@@ -75,7 +75,7 @@ PATCHES = (
         "vllm_server.worker.speed:skip_needless_bookkeeping", "engine",
         "vLLM's bookkeeping of the KV cache runs when a block is full, not at each token: speed",
         "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",
-        "unit/test_kv_blocks.py",
+        "unit/test_speed.py",
     ),
     Patch(
         "vllm_server.output_blocks:send_in_blocks", "engine",
@@ -84,7 +84,7 @@ PATCHES = (
         "unit/test_output_blocks.py",
     ),
     Patch(
-        "vllm_server.lora_kernels.install:prepare_worker", "worker",
+        "vllm_server.worker.lora:prepare_worker", "worker",
         "tokens are grouped by adapter without waiting for the GPU, and kernels take tokens of several versions",
         "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata torch.ops.vllm.lora_shrink",
         "gpu/test_lora_kernels_gpu.py",
@@ -94,7 +94,7 @@ PATCHES = (
         "vllm_server.worker.speed:copy_when_changed", "worker",
         "sampling parameters are copied to the GPU when they change: speed",
         "vllm.v1.worker.gpu.sample.states.SamplingStates",
-        "unit/test_sampling_parameters.py", device="cuda",
+        "unit/test_speed.py", device="cuda",
     ),
     Patch(
         "vllm_server.worker.speed:compute_logprobs_once", "worker",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_server.lora_kernels.install import group, update_metadata, write
-from vllm_server.lora_kernels.operators import run_expand, run_shrink
+from vllm_server.worker.lora import group, update_metadata, write
+from vllm_server.worker.lora_kernels import run_expand, run_shrink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.triton_kernels import compiled_for_hopper, interpreting
-from vllm_server.lora_kernels import KERNELS_VARIABLE, install, kernels, operators
-from vllm_server.lora_kernels.install import prepare_worker, update_metadata
-from vllm_server.lora_kernels.operators import Blocks, run_expand, run_shrink
+from vllm_server.worker import KERNELS_VARIABLE, lora, lora_kernels
+from vllm_server.worker.lora import prepare_worker, update_metadata
+from vllm_server.worker.lora_kernels import Blocks, run_expand, run_shrink
 
 SLOTS = 5
 
@@ -126,11 +126,14 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
     tokens: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    both = {"RANK": rank, "BLOCK_R": operators.rank_block(rank)}
-    down, up = operators.shrink_blocks(tokens, 18944), operators.expand_blocks(tokens, 18944)
+    both = {"RANK": rank, "BLOCK_R": lora_kernels.rank_block(rank)}
+    down, up = lora_kernels.shrink_blocks(tokens, 18944), lora_kernels.expand_blocks(tokens, 18944)
     of_shrink = {**both, "BLOCK_M": down.tokens, "BLOCK_K": down.outer, "STEPS": down.steps}
     of_expand = {**both, "BLOCK_M": up.tokens, "BLOCK_N": up.outer, "ADD": True}
-    for kernel, constants, warps in ((kernels.shrink, of_shrink, down.warps), (kernels.expand, of_expand, up.warps)):
+    for kernel, constants, warps in (
+        (lora_kernels.shrink, of_shrink, down.warps),
+        (lora_kernels.expand, of_expand, up.warps),
+    ):
         made = compiled(kernel, constants, warps)
         assert len(made.asm["cubin"]) > 1000 and "ld.global.v4" in made.asm["ptx"]
         assert made.metadata.shared <= 227 << 10  # bytes a program may have on Hopper
@@ -139,13 +142,13 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 256, 512, 8192])
 def test_blocks_are_sizes_that_triton_takes(tokens: int) -> None:
     for inputs in (64, 896, 3584, 18944):
-        for blocks in (operators.shrink_blocks(tokens, inputs), operators.expand_blocks(tokens, inputs)):
+        for blocks in (lora_kernels.shrink_blocks(tokens, inputs), lora_kernels.expand_blocks(tokens, inputs)):
             assert blocks.tokens >= 16 and blocks.outer >= 16
             assert blocks.tokens & (blocks.tokens - 1) == 0 == blocks.outer & (blocks.outer - 1)
 
 
 def test_ranks_at_a_time() -> None:
-    assert [operators.rank_block(rank) for rank in (1, 8, 16, 24, 64, 320)] == [16, 16, 16, 32, 64, 64]
+    assert [lora_kernels.rank_block(rank) for rank in (1, 8, 16, 24, 64, 320)] == [16, 16, 16, 32, 64, 64]
 
 
 def test_the_operators_are_replaced_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +156,13 @@ def test_the_operators_are_replaced_under_their_names(monkeypatch: pytest.Monkey
     import vllm.lora.ops.triton_ops.lora_shrink_op
 
     calls: list[tuple[str, tuple[Any, ...]]] = []
-    monkeypatch.setattr(operators, "run_shrink", lambda *args: calls.append(("shrink", args)))
-    monkeypatch.setattr(operators, "run_expand", lambda *args: calls.append(("expand", args)))
+    monkeypatch.setattr(lora_kernels, "run_shrink", lambda *args: calls.append(("shrink", args)))
+    monkeypatch.setattr(lora_kernels, "run_expand", lambda *args: calls.append(("expand", args)))
     monkeypatch.setattr(
         vllm.lora.ops.triton_ops.lora_shrink_op, "_lora_shrink", lambda *args: calls.append(("vllm's shrink", args))
     )
-    monkeypatch.setattr(operators, "_library", None)
-    operators.install()
+    monkeypatch.setattr(lora_kernels, "_library", None)
+    lora_kernels.install()
     slots, active, count = batch([1, 1, 0])
     meta = (slots, slots, slots, slots, active, torch.tensor([False]), torch.tensor([count], dtype=torch.int32))
     nobody = (*meta[:5], torch.tensor([True]), meta[6])
@@ -192,7 +195,7 @@ FIELDS = ("active_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "no_
 def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[int]) -> None:
     ours, vllms = kernel_meta(captured), kernel_meta(captured)
     for slots in batches:  # one after the other into the same tensors, as in a server
-        install.write(ours, install.group(torch.tensor(slots, dtype=torch.int32).numpy()))
+        lora.write(ours, lora.group(torch.tensor(slots, dtype=torch.int32).numpy()))
         vllms.prepare_tensors(torch.tensor(slots, dtype=torch.long))
         for field in FIELDS:
             assert torch.equal(getattr(ours, field), getattr(vllms, field)), field
@@ -202,9 +205,9 @@ def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[
 
 
 def test_slots_of_adapters() -> None:
-    assert install.slots_of([7, 0, 9, 7], [9, None, 7]).tolist() == [2, -1, 0, 2]
+    assert lora.slots_of([7, 0, 9, 7], [9, None, 7]).tolist() == [2, -1, 0, 2]
     with pytest.raises(KeyError):
-        install.slots_of([8], [9, None, 7])
+        lora.slots_of([8], [9, None, 7])
 
 
 def test_a_worker_groups_tokens_on_the_host_as_vllm_does_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +238,7 @@ def test_a_worker_takes_up_what_the_server_was_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", punica_gpu.PunicaWrapperGPU.update_metadata)
     installed: list[str] = []
-    monkeypatch.setattr(operators, "install", lambda: installed.append("kernels"))
+    monkeypatch.setattr(lora_kernels, "install", lambda: installed.append("kernels"))
     for kind, invariant, wanted in ((None, "0", []), ("vllm", "0", []), ("grpo", "1", []), ("grpo", "0", ["kernels"])):
         monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)

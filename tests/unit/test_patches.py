@@ -48,7 +48,7 @@ def test_patches_come_with_no_import_and_each_once() -> None:
     pytest.importorskip("vllm")
     said = run("""
 for module in pkgutil.walk_packages(vllm_server.__path__, "vllm_server."):
-    if "preload" not in module.name and "__main__" not in module.name and "lora_kernels." not in module.name:
+    if "preload" not in module.name and "__main__" not in module.name and "lora_kernels" not in module.name:
         importlib.import_module(module.name)
 imported = [name for name in places if place(name) is not places[name]]
 for process in ("server", "engine", "worker"):

@@ -20,7 +20,6 @@ from vllm_server.protocol.routed_experts import RoutedShape
 # ----------------------------------------------------------------------------------------------------------------------
 # Routes and headers of the server, and defaults that its clients know.
 
-
 DEFAULT_PORT: Final = 9001
 
 CPU_CACHE_BYTES: Final = 512 << 20
@@ -126,11 +125,8 @@ FORMAT = 1
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the engine's workers.
-
-    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use; `routed_experts`: what it
-    records of a mixture of experts, if anything.
-    """
+    """One of the engine's workers: on a CPU `gpu_uuid` is empty; `visible_gpus` are those that its process may use;
+    `routed_experts` is what it records of a mixture of experts, if anything."""
 
     rank: int
     gpu_uuid: str
@@ -191,8 +187,6 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PausedState(msgspec.Struct, frozen=True):
-    """`GET /bridge/is_paused`."""
-
     paused: bool
 
 
@@ -210,8 +204,6 @@ class BridgeStatus(msgspec.Struct, frozen=True):
 
 
 class SleepingState(msgspec.Struct, frozen=True):
-    """`GET /bridge/is_sleeping`."""
-
     sleeping: bool
 
 
@@ -263,6 +255,10 @@ class TokenPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_token_ids: list[int]
 
 
+ROUTING_KEYS: Final = ("prompt", "stream", "model", "policy_version")
+"""Keys of `POST /generate` that are no sampling parameters."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /generate`. On the wire the body is flat: the keys of `sampling` are next to `prompt`.
 
@@ -279,13 +275,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_body(self) -> dict[str, Any]:
         """Return the flat JSON object for the wire."""
-        prompt = self.prompt if isinstance(self.prompt, str) else msgspec.to_builtins(self.prompt)
-        routing = {
-            "stream": self.stream or None,
-            "model": self.model,
-            "policy_version": self.policy_version,
-        }
-        return self.sampling | {"prompt": prompt} | {key: v for key, v in routing.items() if v is not None}
+        routing = {"stream": self.stream or None, "model": self.model, "policy_version": self.policy_version}
+        given = {key: value for key, value in routing.items() if value is not None}
+        return self.sampling | {"prompt": msgspec.to_builtins(self.prompt)} | given
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> "GenerateRequest":
@@ -294,10 +286,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             msgspec.ValidationError: a routing key is missing or has the wrong type; the message names it.
         """
-        routing = {"prompt", "stream", "model", "policy_version"}
-        head = {key: value for key, value in body.items() if key in routing}
-        sampling = {key: value for key, value in body.items() if key not in routing}
-        return msgspec.convert(head | {"sampling": sampling}, cls)
+        routing = {key: body[key] for key in ROUTING_KEYS if key in body}
+        sampling = {key: value for key, value in body.items() if key not in ROUTING_KEYS}
+        return msgspec.convert(routing | {"sampling": sampling}, cls)
 
 
 TokenLogprobs = dict[int, float]
@@ -333,8 +324,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """One line of a streamed `/generate` (newline-delimited JSON): the new tokens of completion `index`.
 
     `finish_reason` is set in a completion's last chunk. `policy_version_end` is set if shared weights have changed
-    since
-    the request began: the version at that moment.
+    since the request began: the version at that moment.
     """
 
     index: int

@@ -5,6 +5,9 @@ import os
 EXPERTS_VARIABLE = "GRPO_ROUTED_EXPERTS"
 """Carries `--return-routed-experts` to the worker processes, which inherit the environment."""
 
+KERNELS_VARIABLE = "GRPO_LORA_KERNELS"
+"""Carries `--lora-kernels` to them in the same way."""
+
 EXPERTS_MARK = -2
 """Stands before routed experts among the columns of token ids, all of which are 0 or more."""
 
