@@ -195,14 +195,13 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
         _check_json(field, getattr(group, field))
     _check_options("generation_params", group.generation_params or {})
     _check_options("group_overrides", group.group_overrides or {})
-    for i, own in enumerate(group.overrides or ()):
+    for i, (own, length) in enumerate(zip(group.overrides or [{}] * len(lengths), lengths, strict=True)):
         _check_options(f"overrides[{i}]", own)
-        if (parts := own.get(wire.BRANCHES)) is not None:
-            sizes = [each for each in parts if type(each) is int and each > 0] if isinstance(parts, list) else []
-            if sizes != parts or sum(sizes) != lengths[i]:
-                raise InvalidGroup(
-                    f"overrides[{i}].{wire.BRANCHES}", f"{parts!r:.60}, expected lengths that sum to {lengths[i]}"
-                )
+        try:
+            wire.branch_lengths({**(group.group_overrides or {}), **own}, length)
+        except ValueError as error:
+            place = f"overrides[{i}]" if wire.BRANCHES in own else "group_overrides"
+            raise InvalidGroup(f"{place}.{wire.BRANCHES}", str(error)) from None
     for i, conversation in enumerate(group.messages or ()):
         messages = _row("messages", i, conversation)
         for j, message in enumerate(messages):

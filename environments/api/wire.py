@@ -462,6 +462,20 @@ def counted_scores(group: ScoredData | PackedGroup) -> list[float]:
     return [score for score, mark in zip(group.scores, marks, strict=True) if not mark] if marks else group.scores
 
 
+def branch_lengths(overrides: Mapping[str, Any], tokens: int) -> list[int]:
+    """Return the lengths of the sequences that make one of a group, which has `tokens` in all.
+
+    Raises:
+        ValueError: `BRANCHES` are no lengths above 0 that sum to `tokens`.
+    """
+    lengths = overrides.get(BRANCHES)
+    if lengths is None:
+        return [tokens]
+    if not (isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths) and sum(lengths) == tokens):
+        raise ValueError(f"{lengths!r:.100}, expected lengths above 0 that sum to {tokens}")
+    return lengths
+
+
 # Bodies
 
 

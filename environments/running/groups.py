@@ -70,8 +70,11 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
         return "a score that is not finite"
     if config.ensure_scores_are_not_same and len(set(wire.counted_scores(group))) == 1:
         return ALL_EQUAL
-    parts = [own.get(wire.BRANCHES) or [len(tokens)] for own, tokens in zip(overrides, group.tokens, strict=True)]
-    if max_token_len > 0 and max(max(lengths) for lengths in parts) > max_token_len:
+    try:
+        parts = [wire.branch_lengths(own, len(tokens)) for own, tokens in zip(overrides, group.tokens, strict=True)]
+    except ValueError as error:
+        return f"{wire.BRANCHES}: {error}"
+    if max_token_len > 0 and max(map(max, parts)) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
     return None
 

@@ -130,10 +130,13 @@ def to_group(packed: wire.PackedGroup) -> Group:
             logprobs_T = None  # some environments fill unknown ones with the masked value (1.0)
         given = np.zeros(lengths[i], np.float32) if override.get("set_advantage_to_zero") else advantages[i]
         routed = _read_experts(experts[i]) if experts[i] else None
-        parts = _parts(override.get(wire.BRANCHES), lengths[i])
-        wrong = parts if isinstance(parts, Problem) else routed if isinstance(routed, Problem) else None
-        parts = [slice(0, lengths[i])] if isinstance(parts, Problem) else parts
-        for part in parts:
+        wrong = routed if isinstance(routed, Problem) else None
+        try:
+            sizes = wire.branch_lengths(override, lengths[i])
+        except ValueError as error:
+            sizes, wrong = [lengths[i]], Problem(wire.BRANCHES, summary=str(error))
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            part = slice(end - size, end)
             positions, own = np.flatnonzero(trained_T[part]), None if logprobs_T is None else logprobs_T[part]
             answer = positions
             if not len(answer) and own is not None:  # it was left out of the loss
@@ -152,25 +155,14 @@ def to_group(packed: wire.PackedGroup) -> Group:
                     truncated=bool(override.get(wire.TRUNCATED)),
                     unscored=unscored,
                     follows=part.start > 0,
-                    teacher=_teacher(packed, i, positions) if len(parts) == 1 else None,
-                    experts=routed if len(parts) == 1 and not isinstance(routed, Problem) else None,
+                    teacher=_teacher(packed, i, positions) if len(sizes) == 1 else None,
+                    experts=routed if len(sizes) == 1 and not isinstance(routed, Problem) else None,
                     bent=wrong or _bent({**asked, **override}),
                     start=int(answer[0]) if len(answer) else part.stop - part.start,
                 )
             )
     says = any("temperature" in params for params in (asked, *overrides))
     return Group(tuple(samples), packed.env_id, says_sampling=says)
-
-
-def _parts(lengths: object, total: int) -> list[slice] | Problem:
-    """Return the places of the sequences of which one of the wire consists, see `wire.BRANCHES`; or what is wrong."""
-    if lengths is None:
-        return [slice(0, total)]
-    sizes = [each for each in lengths if type(each) is int and each > 0] if isinstance(lengths, list) else []
-    if sizes != lengths or sum(sizes) != total:
-        wanted = f"lengths above 0 that sum to {total}"
-        return Problem("branches", f"{lengths!r:.100}", wanted, "send those of its parts")
-    return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _floats(data: bytes | None, lengths: list[int]) -> list[NDArray[np.float32]] | list[None]:

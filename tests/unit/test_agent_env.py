@@ -118,10 +118,11 @@ def test_a_calls_reward_is_that_of_its_own_sequence() -> None:
 @pytest.mark.parametrize("lengths", [[1, 2], [2, 0, 2], [-1, 5], [True, 3], "4", {"a": 4}, [[4]]])
 def test_lengths_that_do_not_fit_are_refused_and_nothing_is_trained_on_them(lengths: Any) -> None:
     ours = scored_group([episode([call([1], [2]), call([8], [4])], 1.0, temperature=1.0)])
-    wrong = wire.pack(msgspec.structs.replace(ours, overrides=[{"branches": lengths}]))
-    assert (reason := misfit(to_group(wrong))) is not None and "branches" in reason.field
-    with pytest.raises(groups.InvalidGroup, match="branches"):
-        groups.read(msgspec.msgpack.encode(wrong), wire.MSGPACK)
+    for place in ({"overrides": [{"branches": lengths}]}, {"overrides": None, "group_overrides": {"branches": lengths}}):
+        wrong = wire.pack(msgspec.structs.replace(ours, **place))
+        assert (reason := misfit(to_group(wrong))) is not None and "branches" in reason.field
+        with pytest.raises(groups.InvalidGroup, match="branches"):
+            groups.read(msgspec.msgpack.encode(wrong), wire.MSGPACK)
 
 
 # the front -----------------------------------------------------------------------------------------------------
