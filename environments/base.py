@@ -26,6 +26,7 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
@@ -235,6 +236,17 @@ class BaseEnv(Generic[Item, Config]):
 
         return await self.threads.call(scores) if self.score_in_thread else scores()
 
+    @property
+    def scores_in_threads(self) -> bool:
+        """Whether scoring a group begins when a thread is free, and its time limit with it."""
+        return self.score_in_thread and type(self).score_group is BaseEnv.score_group
+
+    async def scored_within(self, item: Item, work: Awaitable[Found]) -> Found:
+        """Return the result of `work`, which scores an item's group, or raise ScoreTimeout."""
+        async with self.threads.slot() if self.scores_in_threads else nullcontext():
+            with stage("score"):
+                return await self.scoring.within(item, work)
+
     def sampling(self, room: int) -> Sampling:
         """Return how to sample answers when the prompt leaves `room` tokens.
 
@@ -281,8 +293,7 @@ class BaseEnv(Generic[Item, Config]):
         """Return one scored group for the item, or None if there is none (the runner counts these)."""
         prompt = self.prompt(item)
         completions = await self.complete(prompt, self.config.group_size)
-        with stage("score"):
-            scores = await self.scoring.within(item, self.score_group(item, completions))
+        scores = await self.scored_within(item, self.score_group(item, completions))
         pairs = zip(completions, scores, strict=True)
         return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
 
@@ -365,7 +376,7 @@ class BaseEnv(Generic[Item, Config]):
             ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
             logprobs = [0.0] * len(ids)
             completions.append(Completion(token_ids, ids, logprobs, text, "stop", None, self.config.temperature))
-        scores = await self.scoring.within(item, self.score_group(item, completions))
+        scores = await self.scored_within(item, self.score_group(item, completions))
         for score in scores if isinstance(scores, Sequence) and len(scores) == len(MADE_UP) else [scores]:
             if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):
                 raise ConfigError(
@@ -404,7 +415,9 @@ class BaseEnv(Generic[Item, Config]):
         """Return a completion with its score, and with its messages if the settings include them."""
         prompt = self.asked(prompt)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = {"role": "assistant", "content": self.decode(completion)}
+        said: Message = {"role": "assistant", "content": self.decode(completion)}
+        if completion.extra:
+            said["extra"] = completion.extra
         return Trajectory.of(completion, score, [*asked, said] if self.config.include_messages else [])
 
     def asked(self, prompt: str | list[Message]) -> str | list[Message]:

@@ -1,8 +1,8 @@
 """Calls of an environment's own code: functions in threads, limits of time, and a watch of the event loop.
 
-A coroutine that takes longer than `--env.score_timeout` is cancelled. A thread cannot be ended and stays behind. Code
-that blocks the event loop cannot be interrupted either: after `BLOCKED_S` the log shows its stack and the process ends,
-and a run starts it again.
+A coroutine that takes longer than `--env.score_timeout` is cancelled. A thread cannot be ended and stays behind, and so
+does a coroutine that ignores its cancellation. Code that blocks the event loop cannot be interrupted either: after
+`BLOCKED_S` the log shows its stack and the process ends, and a run starts it again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
@@ -39,13 +39,17 @@ LOOK_S = 1.0
 """Seconds between two looks at the event loop, which moves twice as often."""
 LEAST_LOOKS: Final = 3
 """Looks in a row that find the event loop blocked before the process ends, however low the limit is."""
+GRACE_S: Final = 5.0
+"""Seconds that code which is cancelled has to end."""
+LATE: Final = "the time limit of this call"
+"""Message of the cancellation of code that takes too long."""
 UNBLOCK: Final = "code that takes long must run in a thread: await self.threads.call(function, …)"
 
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
-_LIMIT: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
-"""The limit of the current context's work."""
+_HAS_SLOT: ContextVar[bool] = ContextVar("has_slot", default=False)
+"""Whether the current context holds a `Threads.slot`."""
 
 
 class ScoreTimeout(UserError, TimeoutError):
@@ -111,8 +115,8 @@ class Scoring:
             )
 
         try:
-            return await _within(self.seconds, work, late)
-        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:
+            return await limited(self.seconds, work, late)
+        except asyncio.CancelledError as error:
             raise error_of_code(error) from error
 
 
@@ -128,6 +132,22 @@ class Threads:
     def __init__(self, at_once: int) -> None:
         self._slots = asyncio.Semaphore(at_once)
 
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a thread; all calls of the context within count as one.
+
+        Hold it around a time limit, which then begins when the code begins.
+        """
+        if _HAS_SLOT.get():
+            yield
+            return
+        async with self._slots:
+            token = _HAS_SLOT.set(True)
+            try:
+                yield
+            finally:
+                _HAS_SLOT.reset(token)
+
     async def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
         """Return the function's result, or raise its error.
 
@@ -138,33 +158,43 @@ class Threads:
             TimeoutError: The call took longer.
         """
 
-        def limited(work: Awaitable[Any]) -> Awaitable[Any]:
+        def within(work: Awaitable[Any]) -> Awaitable[Any]:
             if timeout is None:
                 return work
-            return _within(timeout, work, lambda: TimeoutError(f"no answer within {timeout:g} s"))
+            return limited(timeout, work, lambda: TimeoutError(f"no answer within {timeout:g} s"))
 
         if inspect.iscoroutinefunction(function):
-            return await limited(function(*args))
-        async with self._slots:
-            result = await limited(_in_thread(function, args))
-        return await limited(result) if inspect.isawaitable(result) else result
+            return await within(function(*args))
+        async with self.slot():
+            result = await within(_in_thread(function, args))
+        return await within(result) if inspect.isawaitable(result) else result
 
 
-async def _within(seconds: float, work: Awaitable[T], late: Callable[[], TimeoutError]) -> T:
-    """Return the result of `work`, or raise the error `late` if it takes longer."""
-    limit = asyncio.timeout(seconds)
-    token = _LIMIT.set(limit)
+async def limited(seconds: float, work: Awaitable[T], late: Callable[[], Exception]) -> T:
+    """Return the result of `work`, or raise the error `late` if it takes longer.
+
+    It runs in a separate task, which is left behind if it ignores its cancellation for `GRACE_S`.
+    """
+
+    async def run() -> T:
+        try:
+            return await work
+        except (KeyboardInterrupt, SystemExit) as error:  # they would end the event loop
+            raise as_exception(error) from error
+
+    task, why = asyncio.create_task(run()), LATE
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that is left behind, too
     try:
-        async with limit:
-            result = await work
-        if not limit.expired():  # else its code caught the cancellation
-            return result
-    except TimeoutError:
-        if not limit.expired():
-            raise
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            raise late()
+        return task.result()
+    except asyncio.CancelledError as error:
+        why = str(error)
+        raise
     finally:
-        _LIMIT.reset(token)
-    raise late()
+        if task.cancel(why):
+            await asyncio.wait({task}, timeout=GRACE_S)
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -194,9 +224,9 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
     thread.start()
     try:
         return await done
-    except asyncio.CancelledError:
-        limit, frame = _LIMIT.get(), sys._current_frames().get(thread.ident or 0)
-        if limit is not None and limit.expired() and frame is not None:  # and not the end of the program
+    except asyncio.CancelledError as error:
+        frame = sys._current_frames().get(thread.ident or 0)
+        if str(error) == LATE and frame is not None:  # and not the end of the program
             log.warning(
                 "%s did not return in time, its thread stays behind. Its stack:\n%s", name, Lines(_stack(frame))
             )

@@ -7,6 +7,7 @@ branch. So every sampled token is trained once, in the context in which it was s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,17 +34,20 @@ class Call:
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of one or more calls, token by token. `ends` has the place after the answer of each call."""
+    """A sequence of one or more calls, token by token. `ends` has the place after the answer of each call; `key` is
+    the tokens as bytes, which are compared without a copy."""
 
     tokens: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ends: list[tuple[Call, int]] = field(default_factory=list)
+    key: bytes = b""
 
     def add(self, call: Call) -> None:
         """Continue with a call, whose prompt begins with `tokens`."""
         heard = call.prompt_ids[len(self.tokens) :]
         self.tokens = call.prompt_ids + call.token_ids
+        self.key = array("q", self.tokens).tobytes()
         self.trained += [False] * len(heard) + [True] * len(call.token_ids)
         self.logprobs += [wire.MASKED_LOGPROB] * len(heard) + call.logprobs
         self.ends.append((call, len(self.tokens)))
@@ -53,8 +57,9 @@ def branches(calls: Sequence[Call]) -> list[Branch]:
     """Return the sequences of an episode's calls, which are in the order in which they were answered."""
     found: list[Branch] = []
     for call in calls:
-        fitting = [one for one in found if call.prompt_ids[: len(one.tokens)] == one.tokens]
-        branch = max(fitting, key=lambda one: len(one.tokens), default=None)
+        prompt = array("q", call.prompt_ids).tobytes()
+        fitting = (one for one in found if prompt.startswith(one.key))
+        branch = max(fitting, key=lambda one: len(one.key), default=None)
         if branch is None:
             found.append(branch := Branch())
         branch.add(call)

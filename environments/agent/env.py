@@ -145,10 +145,14 @@ class AgentEnv(DatasetEnv):
         scores: list[Score] = [result if isinstance(result, float) else None for _, result in ended]
         if self._rewards:
             answers = [Completion([], [], [], result, "stop", None) for _, result in ended if isinstance(result, str)]
-            found, more, _ = await self.scoring.within(number, self._scores_of(data, number, answers))
+            found, more = await self.scored_within(number, self._scores_of(data, number, answers))
             metrics += more
-            judged = iter(found)
-            scores = [None if result is None else next(judged) for _, result in ended]
+            judged = iter(zip(found, answers, strict=True))
+            for place, (own, result) in enumerate(ended):
+                if result is not None:
+                    scores[place], answer = next(judged)
+                    if answer.extra and own.messages:
+                        own.messages[-1] = {**own.messages[-1], "extra": answer.extra}
         shown, temperature = self.config.include_messages, self.config.temperature
         return [
             episode(own.calls, score, temperature=temperature, messages=own.messages if shown else ())
@@ -172,8 +176,8 @@ class AgentEnv(DatasetEnv):
             errors.append(error)
         finally:
             self._front.end(own)
-        if own.fault is not None:
-            raise own.fault
+        if own.faults:
+            raise next(iter(own.faults.values()))
         return own, result
 
     def _result(self, returned: Any, own: Session) -> float | str:

@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from environments.agent.front import POLICY, Session
 from environments.config import ConfigError
-from environments.scoring import Threads, as_exception
+from environments.scoring import Threads, error_of_code, limited
 from environments.user_modules import function_of, module_named, module_of_file
 from grpo_common.errors import UserError
 from grpo_common.text import printable
@@ -28,11 +28,11 @@ TASK_FILE: Final = "{task_file}"
 LAST_BYTES: Final = 64 * 1024
 """Of a command's output, that are kept."""
 SHOWN: Final = 300
-GRACE_S: Final = 5.0
-"""What an episode that is given up has to end."""
 HELD_S: Final = 1.0
-"""What the output of a command that has ended may be held by a process that left its group."""
+"""What the output of a command that has ended may be held by a process of another user."""
 LOOK_S: Final = 0.1
+LOOKS: Final = 5
+"""For processes of an episode: each may have started others meanwhile."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -45,33 +45,18 @@ Agent = Callable[[Mapping[str, Any], Session], Awaitable[Any]]
 
 
 async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: float) -> Any:
-    """Return what an agent returned. It runs in a separate task, which is left behind if it ignores its cancellation.
+    """Return what an agent returned. One that ignores its cancellation is left behind.
 
     Raises:
         EpisodeFailed: it took longer than `seconds`, or cancelled itself.
         Exception: it raised an error; one that would end the process is wrapped.
     """
-
-    async def run() -> Any:
-        try:
-            return await agent(task, own)
-        except BaseException as error:
-            if isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
-                raise
-            raise as_exception(error) from error
-
-    running = asyncio.create_task(run())
-    running.add_done_callback(lambda task: task.cancelled() or task.exception())  # of one that is left behind, too
+    field, got, wanted = "--env.episode_timeout", f"{seconds:g} s", "the end of the episode"
     try:
-        await asyncio.wait({running}, timeout=seconds)
-        if running.done() and not running.cancelled():
-            return running.result()
-        if running.done():
-            raise EpisodeFailed(field="the agent", got="its own cancellation", wanted="a result or an error")
-        raise EpisodeFailed(field="--env.episode_timeout", got=f"{seconds:g} s", wanted="the end of the episode")
-    finally:
-        if running.cancel():
-            await asyncio.wait({running}, timeout=GRACE_S)
+        return await limited(seconds, agent(task, own), lambda: EpisodeFailed(field=field, got=got, wanted=wanted))
+    except asyncio.CancelledError as error:
+        error_of_code(error)  # raises it at the end of the program
+        raise EpisodeFailed(field="the agent", got="its own cancellation", wanted="a result or an error") from None
 
 
 def load_function(name: str, url: str) -> Agent:
@@ -159,15 +144,34 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(_end_all, own.key)
             _, held = await asyncio.wait({*reading, asyncio.create_task(process.wait())}, timeout=HELD_S)
             for each in held:
                 each.cancel()
-            cast("Any", process)._transport.close()  # its pipes, which a process that left the group still holds
+            cast("Any", process)._transport.close()  # its pipes, which such a process still holds
     said, complaint = (bytes(each).decode(errors="replace") for each in outputs.values())
     if process.returncode:
         shown = printable((complaint.strip() or said.strip())[-SHOWN:], SHOWN)
         raise EpisodeFailed(field=words[0], got=f"exit status {process.returncode}: {shown}", wanted="exit status 0")
     return said.strip().rpartition("\n")[2]
+
+
+def _end_all(key: str) -> None:
+    """End the processes that have an episode's key among their variables, also in other sessions."""
+    is_found = True
+    for _ in range(LOOKS):
+        if not is_found:
+            break
+        is_found = False
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or it is another user's
+                process = os.pidfd_open(int(folder.name))  # before its variables are read: numbers are used again
+                try:
+                    if key.encode() in (folder / "environ").read_bytes():
+                        is_found = True
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                finally:
+                    os.close(process)
 
 
 async def _keep_last(stream: asyncio.StreamReader, kept: bytearray) -> None:

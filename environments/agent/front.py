@@ -74,7 +74,8 @@ class Session:
         calls: those that are trained, in the order of their answers.
         not_trained: number of the others.
         messages: prompt and answer of the last call, for people to read.
-        fault: why the server could not answer, for which the agent is not to blame.
+        faults: why the server could not answer, for which the agent is not to blame, by the hash of a call's body; an
+            answer to a later try removes it.
     """
 
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}", repr=False)
@@ -82,7 +83,7 @@ class Session:
     calls: list[Call] = field(default_factory=list)
     not_trained: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
-    fault: PeerError | None = None
+    faults: dict[int, PeerError] = field(default_factory=dict)
     under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     def reward(self, value: float, answer: Any = None) -> None:
@@ -173,8 +174,14 @@ class Front(Loopback):
             body = msgspec.json.decode(content, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(400, f"the body is no JSON object: {error}") from None
-        answer = await self._forwarded(session, path, self._asked(session, path, body))
-        answer = self._recorded(session, path, body, answer, seen=not await request.is_disconnected())
+        asked = self._asked(session, path, body)
+        try:
+            answer = await self._forwarded(session, path, asked)
+            answer = self._recorded(session, body, answer, seen=not await request.is_disconnected())
+        except PeerError as error:
+            session.faults[hash(bytes(content))] = error
+            raise Refused(503, str(error)) from None
+        session.faults.pop(hash(bytes(content)), None)
         if not body.get("stream"):
             return JSONResponse(answer)
         options = body.get("stream_options")
@@ -207,8 +214,9 @@ class Front(Loopback):
             own = body.get("chat_template_kwargs")
             asked["chat_template_kwargs"] = {**self._variables, **(own if isinstance(own, dict) else {})}
             asked["logprobs"] = True
-            if isinstance(tools := asked.get("tools"), list):
-                asked["tools"] = [*map(_loose, tools)]
+            for tool in asked["tools"] if isinstance(asked.get("tools"), list) else ():
+                if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
+                    function.pop("strict", None)  # the server would force the form of arguments on the policy
         else:
             asked["logprobs"] = asked.get("logprobs") or 0
         return asked | {"return_token_ids": True}
@@ -217,7 +225,8 @@ class Front(Loopback):
         """Return the server's answer.
 
         Raises:
-            Refused: it refuses the call, it is away, or the episode has ended meanwhile.
+            Refused: it refuses the call, or the episode has ended meanwhile.
+            PeerError: it is away.
         """
         task = asyncio.create_task(self._ask(path, asked))
         session.under_way.add(task)
@@ -231,17 +240,15 @@ class Front(Loopback):
         except PeerRefused as refusal:
             code = "context_length_exceeded" if "context length" in refusal.got else None
             raise Refused(refusal.status, refusal.got.partition(": ")[2], code) from None
-        except PeerError as error:
-            session.fault = error
-            raise Refused(503, str(error)) from None
 
-    def _recorded(
-        self, session: Session, path: str, body: Mapping[str, Any], answer: Answer, *, seen: bool
-    ) -> dict[str, Any]:
+    def _recorded(self, session: Session, body: Mapping[str, Any], answer: Answer, *, seen: bool) -> dict[str, Any]:
         """Record a call; return the answer as the agent gets it.
 
         Args:
             seen: False: the agent has hung up.
+
+        Raises:
+            PeerError: the answer has no token ids and logprobs.
         """
         content: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         choices: list[dict[str, Any]] = content["choices"]
@@ -253,15 +260,16 @@ class Front(Loopback):
             if body.get("logprobs") is None or body["logprobs"] is False:  # 0 is a number of alternatives
                 choice["logprobs"] = None
             if own is None or token_ids is None or len(logprobs) != len(token_ids):
-                session.fault = PeerError(
+                raise PeerError(
                     field="the inference server", got="a completion without its tokens' ids and logprobs",
                     wanted="those of vLLM (return_token_ids)", fix="use grpo serve",
                 )  # fmt: skip
-                raise Refused(502, str(session.fault))
             message = choice.get("message") or {"content": choice.get("text")}
             with suppress(TypeError, KeyError, AttributeError):  # some form that the server knows, and we do not
                 session.messages = [*map(_shown, body.get("messages") or ()), _shown({**message, "role": "assistant"})]
-            if not (seen and len(choices) == 1 and _is_free(body) and len(own) + len(token_ids) <= self._longest):
+            form = body.get("response_format")
+            is_free = form in (None, {"type": "text"}) and body.get("tool_choice") in (None, "auto", "none")
+            if not (seen and is_free and len(choices) == 1 and len(own) + len(token_ids) <= self._longest):
                 session.not_trained += 1
             elif token_ids:
                 cut, number = choice["finish_reason"] == "length", None if version is None else int(version)
@@ -286,20 +294,6 @@ def _is_text(messages: Any) -> bool:
     )
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return all(part.get("type") in TEXT_PARTS for part in parts)
-
-
-def _is_free(body: Mapping[str, Any]) -> bool:
-    """Return whether the policy may say anything: no tool and no form is forced on it."""
-    form = body.get("response_format")
-    return (form is None or form == {"type": "text"}) and body.get("tool_choice") in (None, "auto", "none")
-
-
-def _loose(tool: Any) -> Any:
-    """Return a tool without `strict`, by which the server would force the form of arguments on the policy."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict):
-        return tool  # the server refuses it
-    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def chunks(answer: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:

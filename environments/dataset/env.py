@@ -28,7 +28,7 @@ from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
 from environments.running.data_record import DataSet, refuse_changed
 from environments.running.evaluation import mean_with_interval
-from environments.trajectory import Message, Trajectory
+from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
         require_data(self.data.path is not None, bool(self.rewards) or not self.asks_rows)
-        self._extras: dict[int, dict[str, str]] = {}
         self._source, other = await asyncio.to_thread(read_data, self.data)
         self._evaluated = other or self._source
         if self.config.data_record is not None:
@@ -244,29 +243,24 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
 
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[Score]:
         """Return the weighted sum of the rewards for each answer; None where none applies."""
-        totals, metrics, extras = await self._scores_of(self._source, item, completions)
+        totals, metrics = await self._scores_of(self._source, item, completions)
         for name, value in metrics:
             self.measures.add(name, value)
-        for place, completion in enumerate(completions if extras else ()):
-            self._extras[id(completion)] = {name: values[place] for name, values in extras.items()}
         return totals
 
-    def trajectory(self, prompt: str | list[Message], completion: Completion, score: Score) -> Trajectory:
-        """Return a completion with its score; its last message has what functions passed to `log_extra`."""
-        extra, made = self._extras.pop(id(completion), None), super().trajectory(prompt, completion, score)
-        if extra and made.messages:
-            made.messages[-1] = {**made.messages[-1], "extra": extra}
-        return made
+    @property
+    def scores_in_threads(self) -> bool:
+        """True if there is a function that is neither a coroutine function nor built in."""
+        return any(each.in_thread for each in self._rewards)
 
     async def _scores_of(
         self, data: Data, number: int, completions: Sequence[Completion]
-    ) -> tuple[list[Score], list[tuple[str, float]], dict[str, list[str]]]:
-        """Return the answers' weighted sums; the metrics: each reward's scores, and what functions passed to
-        `log_metric`; and what they passed to `log_extra`."""
+    ) -> tuple[list[Score], list[tuple[str, float]]]:
+        """Return the answers' weighted sums, and the metrics: each reward's scores, and what functions passed to
+        `log_metric`. What they pass to `log_extra` becomes the completions' `extra`."""
         row, prompt = self._prompt(data, number)
         texts, count = [self.decode(completion) for completion in completions], len(completions)
         metrics: list[tuple[str, float]] = []
-        extras: dict[str, list[str]] = {}
 
         def log_metric(name: str, value: float) -> None:
             if self.measures.accepts(name := str(name), value := float(value), OUR_METRICS):
@@ -274,7 +268,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
 
         def log_extra(column: str, values: Sequence[object]) -> None:
             if len(values) == count:
-                extras[str(column)] = [str(value)[:LONGEST_EXTRA] for value in values]
+                for completion, value in zip(completions, values, strict=True):
+                    completion.extra[str(column)] = str(value)[:LONGEST_EXTRA]
 
         said = [[{"role": "assistant", "content": text}] for text in texts] if self.columns.as_messages else texts
         keywords = {
@@ -291,7 +286,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         scores = await asyncio.gather(*(each.scores(asked) for each in self._rewards))
         for reward, of_reward in zip(self._rewards, scores, strict=True):
             metrics += [(f"reward_{reward.config.label}", score) for score in of_reward if score is not None]
-        return weighted_sum(self._rewards, scores), metrics, extras
+        return weighted_sum(self._rewards, scores), metrics
 
     # ------------------------------------------------------------ evaluation
 
@@ -327,7 +322,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
         completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
         work = self._scores_of(self._evaluated, number, completions)
-        totals, metrics, _ = await self.scoring.within(number, work)
+        totals, metrics = await self.scored_within(number, work)
         return self._means(totals, metrics)
 
     def _means(self, totals: Sequence[Score], metrics: Sequence[tuple[str, float]]) -> dict[str, float]:

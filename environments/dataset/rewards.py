@@ -72,6 +72,7 @@ class Reward:
 
     config: RewardConfig
     compute: Callable[[Asked], Awaitable[Any]]
+    in_thread: bool = False
 
     async def scores(self, asked: Asked) -> list[Score]:
         """Return a score, or None, for each answer.
@@ -148,7 +149,8 @@ def load_reward(
     module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
     function = function_of(field, module, function_name)
     names = _keywords_of(field, function, [*OURS, *columns])
-    return Reward(config, partial(_call, config, function, names, threads))
+    in_thread = not (config.main_thread or inspect.iscoroutinefunction(function))
+    return Reward(config, partial(_call, config, function, names, threads), in_thread)
 
 
 def _keywords_of(field: str, function: Callable[..., Any], known: Sequence[str]) -> list[str]:

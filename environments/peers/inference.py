@@ -77,6 +77,7 @@ class Completion:
         temperature: Temperature of the sampling and of the logprobs.
         cuts: The parameters that left out tokens: `top_p`, `top_k`, `min_p`; training refuses such a completion.
         routed_experts: Experts of each token of prompt and completion but the last, if the server returns them.
+        extra: What its scores say about it, for people to read: `include_messages` shows it with the answer.
     """
 
     prompt_token_ids: list[int]
@@ -88,6 +89,7 @@ class Completion:
     temperature: float = 1.0
     cuts: Mapping[str, float] = field(default_factory=dict)
     routed_experts: bytes | None = None
+    extra: dict[str, str] = field(default_factory=dict)
 
 
 class Inference(Protocol):

@@ -49,7 +49,7 @@ COMMANDS: Final = {
 PROCESSED_AT_ONCE: Final = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""
 CLOSE_S = 10.0
-"""Longest time for `close()`."""
+"""Longest time for `close()`, and then for the environment's other code."""
 BLOCKED_S: Final = 2.5
 """Seconds after a signal at which a process ends whose event loop is blocked: just before a run would kill it."""
 SAY_EVERY_S = 60.0
@@ -109,6 +109,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> N
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
+        stack.push(_end_soon)
         server = servers(settings.openai, patience=settings.env.retry_timeout)
         stack.push_async_callback(server.close)
         env = env_cls(settings.env, server, tokenizer)
@@ -137,6 +138,20 @@ async def _close(env: BaseEnv[Any, Any]) -> None:
         log.warning("close() of the environment is given up after %g s", CLOSE_S)
     except Exception:
         log.exception("close() of the environment failed")
+
+
+def _end_soon(_: object, error: BaseException | None, __: object) -> None:
+    """End this process soon if code of the environment ignores its cancellation, or hangs in a thread: Python waits."""
+
+    def end() -> None:
+        log.warning("code of the environment has not ended within %g s, so this process ends without it", CLOSE_S)
+        if error is not None:
+            print(error, file=sys.stderr)
+        os._exit(0 if error is None else 1)
+
+    timer = threading.Timer(CLOSE_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _stop_on_signals(stop: asyncio.Event, status: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import traceback
@@ -13,7 +12,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.running.pace import RunningShare
-from environments.scoring import OF_CODE, ScoreTimeout, error_of_code, settled
+from environments.scoring import OF_CODE, ScoreTimeout, error_of_code, limited, settled
 from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
 
@@ -142,23 +141,24 @@ class GroupMaker:
             ConfigError, PeerError: The settings are wrong, or the server is gone.
             EnvironmentFailed: One group after another was lost, or has no reward.
         """
-        env, reason, limit = self._env, None, asyncio.timeout(self._env.config.group_timeout)
+        env, reason, seconds = self._env, None, self._env.config.group_timeout
+
+        def late() -> GroupTimeout:
+            return GroupTimeout(
+                field="--env.group_timeout",
+                got=f"{seconds:g} s",
+                wanted="a group",
+                fix="raise it, or limit the time of the requests that collect_trajectories sends",
+            )
+
         try:
-            async with limit:
-                group = await env.scored(item)
+            group = await limited(seconds, env.scored(item), late)
             if group is not None:
                 check_sampled_from_all(group, env.name)
                 self.share.add([trained_tokens(mask) for mask in group.masks])
                 reason = unfit(group, env.config, self.max_token_len)  # its lists may have other lengths
         except OF_CODE as raised:  # it loses one item
             error = error_of_code(raised)
-            if limit.expired() and isinstance(error, TimeoutError):
-                error = GroupTimeout(
-                    field="--env.group_timeout",
-                    got=f"{env.config.group_timeout:g} s",
-                    wanted="a group",
-                    fix="raise it, or limit the time of the requests that collect_trajectories sends",
-                )
             loss = next((loss for kind, loss in LOSSES.items() if isinstance(error, kind)), "")
             if not loss and isinstance(error, PeerError | ConfigError):
                 raise

@@ -118,7 +118,10 @@ def test_a_calls_reward_is_that_of_its_own_sequence() -> None:
 @pytest.mark.parametrize("lengths", [[1, 2], [2, 0, 2], [-1, 5], [True, 3], "4", {"a": 4}, [[4]]])
 def test_lengths_that_do_not_fit_are_refused_and_nothing_is_trained_on_them(lengths: Any) -> None:
     ours = scored_group([episode([call([1], [2]), call([8], [4])], 1.0, temperature=1.0)])
-    for place in ({"overrides": [{"branches": lengths}]}, {"overrides": None, "group_overrides": {"branches": lengths}}):
+    for place in (
+        {"overrides": [{"branches": lengths}]},
+        {"overrides": None, "group_overrides": {"branches": lengths}},
+    ):
         wrong = wire.pack(msgspec.structs.replace(ours, **place))
         assert (reason := misfit(to_group(wrong))) is not None and "branches" in reason.field
         with pytest.raises(groups.InvalidGroup, match="branches"):
@@ -317,11 +320,14 @@ def test_front_passes_refusals_on_and_keeps_the_fault_of_a_server_that_is_away()
         server.fault = PeerRefused("refused", 400, got="400: the maximum context length is 5")
         with pytest.raises(openai.BadRequestError) as refused:
             await client(url, own).chat.completions.create(**SAY)
-        assert refused.value.code == "context_length_exceeded" and own.fault is None
+        assert refused.value.code == "context_length_exceeded" and not own.faults
         server.fault = PeerGone("away", field="the server")
         with pytest.raises(openai.InternalServerError):
             await client(url, own).chat.completions.create(**SAY)
-        assert own.fault is server.fault and not own.calls
+        assert list(own.faults.values()) == [server.fault] and not own.calls
+        server.fault = None
+        await client(url, own).chat.completions.create(**SAY)
+        assert not own.faults and len(own.calls) == 1, "a later try was answered"
 
     run_in(work)
 
@@ -414,7 +420,7 @@ def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
 def test_functions_that_fail_lose_their_episode_alone(
     agents: Path, name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("environments.agent.episode.GRACE_S", 0.2)
+    monkeypatch.setattr("environments.scoring.GRACE_S", 0.2)
     with pytest.raises(error):
         played(lambda url: load_function(f"{agents}:{name}", url), {"q": "?"}, seconds=2.0 if name == "clings" else 60)
 
@@ -446,9 +452,10 @@ def test_a_command_finds_task_and_policy_and_its_last_line_is_the_answer() -> No
 
 
 @pytest.mark.parametrize("leaves_group", [False, True])
-def test_a_command_whose_child_stays_behind_has_ended(leaves_group: bool) -> None:
-    child = f"import subprocess; subprocess.Popen(['sleep', '20'], start_new_session={leaves_group}); print(5)"
-    assert played(command(child), {}, seconds=15.0)[0] == "5"
+def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child(leaves_group: bool) -> None:
+    child = f"import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session={leaves_group}).pid)"
+    pid = int(played(command(child), {}, seconds=60.0)[0])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,7 +511,8 @@ async def solve(task, client):
     return {"text": said.choices[0].message.content, "none": None, "odd": [1]}.get(kind, kind)
 async def silent(task, client):
     return 1.0
-def exact(completions, answer, **kwargs):
+def exact(completions, answer, log_extra, **kwargs):
+    log_extra("right", answer)
     return [float(completion == right) for completion, right in zip(completions, answer)]
 """
 
@@ -566,6 +574,8 @@ def test_env_reward_functions_score_what_the_agent_returns_or_what_the_policy_sa
     assert found is not None and unscored(found) == [False, False, False, True]
     assert sorted(found.scores[:2]) == [0.0, 1.0], "the answers are numbered in the order of the calls"
     assert found.scores[2] == 0.0 and measures["reward_exact"] == 1 / 3
+    assert found.messages is not None, "they show what functions log"
+    assert [each[-1].get("extra") if each else None for each in found.messages] == [{"right": "answer 1"}] * 3 + [None]
 
 
 def test_env_refuses_a_number_with_reward_functions(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
+from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.running import cli
@@ -25,6 +28,12 @@ from environments.scoring import ScoreTimeout, Scoring, Threads
 from tests.stand_ins import pass_time
 
 SECONDS = 0.1
+
+
+class Slow(BaseEnv[int]):
+    def score(self, item: int, answer: str) -> float:
+        time.sleep(0.25)
+        return 1.0
 
 
 async def waits_for_ever() -> None:
@@ -38,8 +47,18 @@ async def catches_all() -> None:
         return
 
 
-@pytest.mark.parametrize("score", [waits_for_ever, catches_all])
-def test_scoring_gives_a_group_up_by_name(score: Callable[[], Awaitable[None]]) -> None:
+async def ignores_the_first() -> None:
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("score", [waits_for_ever, catches_all, ignores_the_first])
+def test_scoring_gives_a_group_up_by_name(
+    score: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("environments.scoring.GRACE_S", SECONDS)
+
     class Unspeakable:
         def __repr__(self) -> str:
             raise ValueError
@@ -129,6 +148,18 @@ def test_threads_coroutines_stay_in_the_loop_and_errors_are_raised() -> None:
             await threads.call(raises, StopIteration(3))
 
     asyncio.run(scene())
+
+
+def test_threads_a_time_limit_begins_when_a_thread_is_free() -> None:
+    """Sixteen groups of 0.25 s on one thread last 4 s, and their limit is 3 s."""
+
+    async def scene() -> list[float]:
+        env = Slow(BaseEnvConfig(tokenizer_name="demo", score_timeout=3.0, max_threads=1), Any, build_tokenizer())  # type: ignore[arg-type]
+        answer = Completion([1], [2], [0.0], "", "stop", None)
+        scores = await asyncio.gather(*(env.scored_within(i, env.score_group(i, [answer])) for i in range(16)))
+        return [score for (score,) in scores if score is not None]
+
+    assert asyncio.run(scene()) == [1.0] * 16
 
 
 def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -270,6 +301,38 @@ def test_cli_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
             process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
+
+
+CLINGING = """
+import asyncio, time
+from contextlib import AsyncExitStack
+from environments.running import cli
+
+async def clings():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+async def main():
+    async with AsyncExitStack() as stack:
+        stack.push(cli._end_soon)
+        left = asyncio.ensure_future({left})
+        await asyncio.sleep(0.1)
+        {end}
+
+cli.CLOSE_S = 0.2
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("left", ["clings()", "asyncio.to_thread(time.sleep, 3600)"])
+@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise ValueError('mine')", 1)])
+def test_cli_a_process_ends_although_code_stays_behind(left: str, end: str, status: int) -> None:
+    command = [sys.executable, "-c", CLINGING.format(left=left, end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and ("mine" in done.stderr) == bool(status), done.stderr
 
 
 async def raises() -> None:
