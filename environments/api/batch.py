@@ -4,10 +4,15 @@ Groups can't be split, so a batch is an exact subset sum with minima. A set of s
 sequences can be made.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import chain
 from math import gcd
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Pool(NamedTuple):
@@ -55,37 +60,47 @@ def _take_in_order(target: int, pools: Sequence[Pool]) -> list[int] | None:
 
 
 def _search(target: int, pools: Sequence[Pool]) -> list[int] | None:
-    """Oldest first; each group is taken if the younger ones can still complete the batch."""
-    groups = sorted((group, size, p) for p, pool in enumerate(pools) for group, size in pool.groups)
-    unit = reduce(gcd, (size for _, size, _ in groups), target)
-    left, need = target // unit, [-(-pool.minimum // unit) for pool in pools]
-    later = [[1] for _ in pools]  # sums of each pool's last 0, 1, … groups
-    for _, size, p in reversed(groups):
-        later[p].append((later[p][-1] | later[p][-1] << size // unit) & ((2 << left) - 1))
+    """Take the oldest groups, as long as the younger ones can complete the batch.
 
-    def completes(rest: int) -> bool:
-        sums = (later[p][-1] >> max(0, n) << max(0, n) for p, n in enumerate(need))
-        return rest >= 0 and bool(reduce(lambda a, b: _sum(a, b, rest), sums, 1) >> rest & 1)
+    If they can complete it after the first m groups, then also after fewer: so m is found by bisection. Once a
+    group cannot be taken, no younger one of its kind (pool and size) can: the older could stand in its place. So there
+    are no more rounds than kinds.
+    """
+    line = sorted((group, size, p) for p, pool in enumerate(pools) for group, size in pool.groups)
+    unit = reduce(gcd, (size for _, size, _ in line), target)
+    taken: list[tuple[int, int, int]] = []
 
-    if not completes(left):
+    def fails(count: int) -> bool:
+        left, need = target, [pool.minimum for pool in pools]
+        for _, size, p in chain(taken, line[:count]):
+            left -= size
+            need[p] -= size
+        rest: list[Counter[int]] = [Counter() for _ in pools]
+        for _, size, p in line[count:]:
+            rest[p][size // unit] += 1
+        return left < 0 or not _completes(left // unit, [-(-each // unit) for each in need], rest)
+
+    if fails(0):
         return None
-    taken: list[int] = []
-    for group, size, p in groups:
-        if left == 0:
-            break
-        later[p].pop()
-        need[p] -= size // unit
-        if completes(left - size // unit):
-            taken.append(group)
-            left -= size // unit
-        else:
-            need[p] += size // unit
-    return taken
+    while line and sum(size for _, size, _ in taken) < target:
+        count = bisect_left(range(1, len(line) + 1), True, key=fails)
+        taken += line[:count]
+        line = [each for each in line[count:] if each[1:] != line[count][1:]]
+    return [group for group, _, _ in taken]
+
+
+def _completes(left: int, need: Sequence[int], rest: Sequence[Mapping[int, int]]) -> bool:
+    """Return whether some groups of `rest`, which has each pool's number by size, hold exactly `left` sequences, and of
+    each pool no fewer than it needs."""
+    sums = 1
+    for minimum, counts in zip(need, rest, strict=True):
+        sums = _with_sums(sums, counts, left, minimum)
+    return bool(sums >> left & 1)
 
 
 def can_make(target: int, sizes: Iterable[int]) -> bool:
     """Return whether any number of groups of these sizes holds exactly `target` sequences."""
-    return bool(_multiples(sizes, target) >> target & 1)
+    return bool(_with_sums(1, dict.fromkeys(sizes, target), target) >> target & 1)
 
 
 def feasible_minima(target: int, reservations: Mapping[int, Reservation], others: frozenset[int]) -> dict[int, int]:
@@ -108,29 +123,33 @@ def feasible_minima(target: int, reservations: Mapping[int, Reservation], others
     held = 1  # sums of the kept ones
     for env, minimum in minima.items():
         free = others.union(*(each.sizes for other, each in reservations.items() if other not in kept and other != env))
-        trial = _sum(held, _multiples(reservations[env].sizes, target) >> minimum << minimum, target)
-        if minimum > 0 and _sum(trial, _multiples(free, target), target) >> target & 1:
+        trial = _with_sums(held, dict.fromkeys(reservations[env].sizes, target), target, minimum)
+        if minimum > 0 and _with_sums(trial, dict.fromkeys(free, target), target) >> target & 1:
             kept[env], held = minimum, trial
     return dict.fromkeys(reservations, 0) | kept
 
 
-def _multiples(sizes: Iterable[int], limit: int) -> int:
-    """Return the sums up to `limit` of any number of groups of these sizes."""
-    sums = 1
-    for size in sizes:
-        step = size
-        while step <= limit:  # doubling: after k rounds up to 2**k - 1 groups of this size
-            sums = (sums | sums << step) & ((2 << limit) - 1)
-            step *= 2
-    return sums
+def _with_sums(sums: int, counts: Mapping[int, int], limit: int, minimum: int = 0) -> int:
+    """Return every sum up to `limit` of one of `sums` and of some groups that hold `minimum` or more.
 
-
-def _sum(a: int, b: int, limit: int) -> int:
-    """Return every sum of one of `a` and one of `b`, up to `limit`."""
-    few, many = sorted((a, b), key=int.bit_count)
-    total = 0
-    while few:
-        lowest = few & -few
-        total |= many << lowest.bit_length() - 1
-        few ^= lowest
-    return total & ((2 << limit) - 1)
+    Args:
+        counts: the number of groups by size.
+    """
+    if minimum > 0 and len(counts) != 1:
+        own = _with_sums(1, counts, limit) >> minimum << minimum
+        # Polynomials with these powers: those of their product are the sums.
+        width = 1 << (2 * limit + 1).bit_length()
+        powers = (np.frombuffer(each.to_bytes(limit // 8 + 1, "little"), "u1") for each in (sums, own))
+        first, second = (np.fft.rfft(np.unpackbits(each, bitorder="little"), width) for each in powers)
+        found = np.packbits(np.fft.irfft(first * second, width)[: limit + 1] > 0.5, bitorder="little")
+        return int.from_bytes(found.tobytes(), "little")
+    for size, count in counts.items():
+        least, many = max(0, -(-minimum // size)), 1
+        left = count - least
+        sums = sums << least * size if left >= 0 else 0
+        while left > 0 and many * size <= limit:  # doubling: after k rounds up to 2**k - 1 groups of this size
+            many = min(many, left)
+            sums |= sums << many * size & (2 << limit) - 1
+            left -= many
+            many *= 2
+    return sums & (2 << limit) - 1

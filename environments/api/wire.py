@@ -46,6 +46,7 @@ MASKED_LOGPROB = 1.0
 # Whole numbers stay within 2**53: the same number in JSON, JavaScript, SQLite and MessagePack.
 _Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 _Count = Annotated[int, Meta(ge=1, le=2**31)]
+_Batch = Annotated[int, Meta(ge=1, le=2**17)]  # sequences: with reservations and odd sizes the choice takes seconds
 Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
@@ -74,7 +75,7 @@ class Register(Struct, frozen=True, kw_only=True):
 
     wandb_group: _Name
     wandb_project: _Name
-    batch_size: _Count
+    batch_size: _Batch
     max_token_len: _Int
     checkpoint_dir: _Name
     save_checkpoint_interval: _Int

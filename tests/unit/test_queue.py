@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from functools import partial
 from itertools import combinations
+from random import Random
 from typing import Any
 
 import msgspec
@@ -140,6 +141,10 @@ def test_a_large_batch_of_mixed_sizes_is_chosen_within_seconds() -> None:
     pools = [Pool([(8 * i + p, size) for i, size in enumerate(sizes[:2500])], 256 if p else 0) for p in range(8)]
     chosen = choose(4096, pools)
     assert chosen is not None and sum(sizes[each // 8] for each in chosen) == 4096
+    mixed = Random(1).sample([size for size in (3, 5, 7) for _ in range(4 * 8192 // size)], 4 * (2730 + 1638 + 1170))
+    pools = [Pool([*enumerate(mixed)][p::4], 1638 if p else 0) for p in range(4)]
+    chosen = choose(8192, pools)
+    assert chosen is not None and sum(mixed[each] for each in chosen) == 8192
     shares = {each: Reservation(64, frozenset({3, 5, 8})) for each in range(64)}
     assert sum(feasible_minima(4096, shares, frozenset({8})).values()) == 4095  # 43 of 64 round 66 down to 63
     assert time.process_time() - began < 8
