@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ T = TypeVar("T")
 POLL_S = 0.25
 """Seconds between two reads of the list."""
 SAY_AFTER_S = 10.0
+AWAY_S = 5.0
+"""Seconds between two requests to a server that does not answer."""
 
 
 def servers(config: ServerConfig, *, patience: float) -> Inference:
@@ -32,10 +35,14 @@ def servers(config: ServerConfig, *, patience: float) -> Inference:
 
 @dataclass(slots=True)
 class _Server:
-    """A server of the list; `requests` are the time limits of its requests, to end them, and their completions."""
+    """A server of the list; `requests` are the time limits of its requests, to end them, and their completions.
+
+    `ask_at` is when one that did not answer is asked again; 0: it answers.
+    """
 
     boot: int
     client: Inference
+    ask_at: float = 0.0
     requests: dict[asyncio.Timeout, int] = field(default_factory=dict)
 
     @property
@@ -46,13 +53,13 @@ class _Server:
 class ListedServers:
     """Each request goes to the server with the fewest completions in flight.
 
-    Requests to a server that is away stay in flight, so it gets few new ones. A request to a server that leaves the
-    list is asked again at another one. While the list is empty, requests wait.
+    A request to a server that does not answer, or that leaves the list, is asked again at another one. While the list
+    is empty, or no server answers, requests wait.
 
     Args:
         config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
             it, the servers are those of its `base_url`, and none leaves or joins.
-        patience: seconds that the list may be empty.
+        patience: seconds that the list may be empty, or that no server may answer a request.
     """
 
     def __init__(self, config: ServerConfig, *, patience: float) -> None:
@@ -80,17 +87,29 @@ class ListedServers:
         await asyncio.gather(*self._closing, *(server.client.close() for server in self._servers.values()))
 
     async def _ask(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
+        began = time.monotonic()
         while True:
             server, limit = await self._free_server(), asyncio.timeout(None)
             server.requests[limit] = n
             try:
                 async with limit:
-                    return await ask(server.client)
+                    answer = await ask(server.client)
+                server.ask_at = 0.0
+                return answer
             except TimeoutError:
                 if not limit.expired():
                     raise
+            except PeerGone as gone:
+                if (now := time.monotonic()) - began >= self._patience:
+                    summary = f"not done within {self._patience:.0f} s"
+                    raise PeerGone(summary, field=gone.field, got=gone.got) from None
+                if not server.ask_at:
+                    log.warning("%s does not answer: its requests go to other servers (%s)", gone.field, gone.got)
+                server.ask_at = now + AWAY_S
             finally:
                 del server.requests[limit]
+            if all(each.ask_at for each in self._servers.values()):
+                await asyncio.sleep(random.uniform(0.5, 1.0) * AWAY_S)
 
     async def _free_server(self) -> _Server:
         """Return the server with the fewest completions in flight; wait for one if there is none.
@@ -111,7 +130,11 @@ class ListedServers:
                 is_reported = True
                 log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
             await asyncio.sleep(POLL_S)
-        return min(self._servers.values(), key=lambda server: server.in_flight)
+        now = time.monotonic()
+        server = min(self._servers.values(), key=lambda server: (server.ask_at > now, server.in_flight))
+        if server.ask_at:
+            server.ask_at = now + AWAY_S
+        return server
 
     async def _watch(self) -> None:
         while True:
@@ -134,5 +157,5 @@ class ListedServers:
         for url, boot in listed.items():
             if url not in self._servers:
                 log.info("inference server %s serves", url)
-                client = InferenceClient(config.model_copy(update={"base_url": url}), patience=self._patience)
+                client = InferenceClient(config.model_copy(update={"base_url": url}), patience=0.0)
                 self._servers[url] = _Server(boot, client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import re
@@ -10,11 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,12 +28,6 @@ from environments.scoring import ScoreTimeout, Scoring, Threads
 from tests.stand_ins import pass_time
 
 SECONDS = 0.1
-
-
-class Slow(BaseEnv[int]):
-    def score(self, item: int, answer: str) -> float:
-        time.sleep(0.25)
-        return 1.0
 
 
 async def waits_for_ever() -> None:
@@ -151,15 +145,22 @@ def test_threads_coroutines_stay_in_the_loop_and_errors_are_raised() -> None:
 
 
 def test_threads_a_time_limit_begins_when_a_thread_is_free() -> None:
-    """Sixteen groups of 0.25 s on one thread last 4 s, and their limit is 3 s."""
+    class Env(BaseEnv[int]):
+        def score(self, item: int, answer: str) -> float:
+            return 1.0
 
-    async def scene() -> list[float]:
-        env = Slow(BaseEnvConfig(tokenizer_name="demo", score_timeout=3.0, max_threads=1), Any, build_tokenizer())  # type: ignore[arg-type]
-        answer = Completion([1], [2], [0.0], "", "stop", None)
-        scores = await asyncio.gather(*(env.scored_within(i, env.score_group(i, [answer])) for i in range(16)))
-        return [score for (score,) in scores if score is not None]
+    async def scene() -> None:
+        env = Env(BaseEnvConfig(tokenizer_name="demo", max_threads=1), cast("Any", None), build_tokenizer())
+        work = asyncio.ensure_future(asyncio.sleep(0, 1.0))
+        async with env.threads.slot():
+            limited = asyncio.create_task(env.scored_within(0, work), context=contextvars.Context())
+            await work
+            await asyncio.sleep(0.05)
+            assert not limited.done(), "it has neither begun nor been given up"
+            assert await env.threads.call(lambda: 2) == 2, "a group has one place for all its calls"
+        assert await limited == 1.0
 
-    assert asyncio.run(scene()) == [1.0] * 16
+    asyncio.run(scene())
 
 
 def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(caplog: pytest.LogCaptureFixture) -> None:
