@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from queue import Queue
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
+LIBC = ctypes.CDLL(None)
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutations.toml")
 
@@ -194,6 +196,7 @@ class Copies:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             self._running.add(pytest)
         status = None
@@ -215,13 +218,20 @@ class Copies:
 
 def _end(pytest: subprocess.Popen[bytes]) -> None:
     """End a pytest as Ctrl-C does, so that it stops the processes of its tests; then kill what is left of its group."""
-    if pytest.poll() is None:
-        pytest.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            pytest.wait(END_S)
-    with suppress(ProcessLookupError):
-        os.killpg(pytest.pid, signal.SIGKILL)
-    pytest.wait()
+    try:
+        if pytest.poll() is None:
+            pytest.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                pytest.wait(END_S)
+    finally:  # also if this program is interrupted again
+        with suppress(ProcessLookupError):
+            os.killpg(pytest.pid, signal.SIGKILL)
+        pytest.wait()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel interrupt this pytest when the thread that started it ends, however it ends."""
+    LIBC.prctl(1, signal.SIGINT)  # 1: PR_SET_PDEATHSIG
 
 
 def _first_failure(report: Path) -> tuple[str, str]:
@@ -274,7 +284,8 @@ def main() -> int:
     if given.list:
         print(*(f"{each.room:15} {each.lane:9} {each.name}  [{', '.join(each.tests)}]" for each in faults), sep="\n")
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="grpo-mutations-", ignore_cleanup_errors=True) as folder:
         try:

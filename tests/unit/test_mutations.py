@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import sys
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.processes import ROOT
@@ -86,3 +90,34 @@ def test_mutation_check_tells_outcomes_apart(tmp_path: Path, monkeypatch: pytest
         "while True: pass": "caught",
     }
     assert (tmp_path / "copies/0/repository/sums.py").read_bytes() == (root / "sums.py").read_bytes()
+
+
+STARTS_TESTS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import mutation_check
+mutation_check.ROOT = Path(sys.argv[2])
+mutation_check.Copies(Path(sys.argv[3]), 1).baseline(["test_slow.py"], "default")
+"""
+
+
+def test_mutation_check_leaves_no_pytest_when_it_is_killed(tmp_path: Path) -> None:
+    root, note = tmp_path / "root", tmp_path / "pid"
+    root.mkdir()
+    work = f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    (root / "test_slow.py").write_text(f"import os, time\n\ndef test():\n    {work}\n")
+    (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    complete\n    gpu\n")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    words = [str(Path(mutation_check.__file__).parent), str(root), str(tmp_path / "copies")]
+    with subprocess.Popen([sys.executable, "-c", STARTS_TESTS, *words]) as checking:
+        while not (note.exists() and note.read_text().endswith(" ")):
+            assert checking.poll() is None
+            time.sleep(0.05)
+        checking.kill()
+    deadline = time.monotonic() + 60
+    with suppress(psutil.NoSuchProcess):
+        tests = psutil.Process(int(note.read_text()))
+        while tests.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
