@@ -25,6 +25,7 @@ from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
 from grpo_trainer.quick_post import Answer, QuickPost
 from vllm_server import protocol
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,11 @@ class ServerClient:
         self._config = config
         self._check_stop = check_stop
         self._is_silent = False
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._config.url
 
     def wait_until_ready(self) -> protocol.BridgeInfo:
         """Wait for /health, and return the server's description.
@@ -133,10 +139,6 @@ class ServerClient:
         """Resume generation on the new weights."""
         return self._ask_quickly(protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
 
-    def open_weights(self, request: protocol.WeightsOpenRequest) -> protocol.WeightsOpenResponse:
-        """Make the server ready to receive all weights."""
-        return self._ask("POST", protocol.BRIDGE_WEIGHTS_OPEN_ROUTE, protocol.WeightsOpenResponse, request)
-
     def stage_weights(self, request: protocol.WeightsStageRequest) -> protocol.WeightsDone:
         """Have the server receive a version while it generates."""
         return self._ask("POST", protocol.BRIDGE_WEIGHTS_STAGE_ROUTE, protocol.WeightsDone, request)
@@ -144,11 +146,6 @@ class ServerClient:
     def apply_weights(self, request: protocol.WeightsApplyRequest) -> protocol.WeightsDone:
         """Have the server write a version, within an update."""
         return self._ask("POST", protocol.BRIDGE_WEIGHTS_APPLY_ROUTE, protocol.WeightsDone, request)
-
-    def close_weights(self, name: str) -> None:
-        """Have the server free a channel for weights."""
-        request = protocol.ChannelCloseRequest(name)
-        self._ask("POST", protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
 
     def load_adapter(
         self, request: protocol.LoraLoadRequest, body: memoryview | None = None
@@ -164,14 +161,14 @@ class ServerClient:
         route = protocol.LORA_LOAD_ROUTE
         return self._send("POST", route, protocol.LoraLoadResponse, pieces, headers, query, repeatable=True)
 
-    def open_channel(self, request: protocol.ChannelRequest) -> str:
-        """Make the server map our GPU memory or join our communicator, and return the channel's name."""
-        return self._ask("POST", protocol.LORA_CHANNEL_ROUTE, protocol.ChannelResponse, request).channel
+    def open_channel(self, request: ChannelRequest) -> ChannelResponse:
+        """Have the server's workers map our memory, join our group, or find our files."""
+        return self._ask("POST", protocol.CHANNELS_ROUTE, ChannelResponse, request)
 
     def close_channel(self, name: str) -> None:
-        """Make the server free a channel."""
-        request = protocol.ChannelCloseRequest(name)
-        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
+        """Have the server free a channel."""
+        request = ChannelCloseRequest(name)
+        self._ask("POST", protocol.CHANNELS_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
 
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
         """Withdraw a version."""

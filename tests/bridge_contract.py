@@ -1,6 +1,6 @@
-"""What the `lora_only` bridge promises, whatever carries the adapter: one set of checks for every transport.
+"""What the `lora_only` bridge promises, whatever carries the adapter: one set of checks for every channel.
 
-A test module that imports `Contract` gives it a real server and a transport; each method is one promise. Figures are
+A test module that imports `Contract` gives it a real server and a channel; each method is one promise. Figures are
 compared with the trainer's own forward pass, in nats.
 """
 
@@ -26,10 +26,9 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.lora_swap import LoraSwap
-from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.transports.choose import open_transport
-from grpo_trainer.weights.transports.transport import AdapterTransport
+from grpo_trainer.weights.channels import Channel, Way, open_channel
+from grpo_trainer.weights.layout import AdapterLayout
+from grpo_trainer.weights.lora_swap import LoraSwap, publish_by
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving
 from tests.integration.streaming import paused
 from tests.unit.tiny_lora import fill_b
@@ -217,15 +216,15 @@ class Contract:
             (f"policy-v{self.first + 1}", self.first + 2, "422", "version", str(self.first + 2)),
         ):
             with pytest.raises(ServerError) as refused:
-                self.opened.send(name, version, activate=True)
+                self.trainer.swap.send(name, version, activate=True)
             assert status in refused.value.summary.split() and refused.value.field == field
             assert got in refused.value.got
             self.assert_serves(self.first)
-            if self.transport == "nccl":
-                return  # nobody received the broadcast, which ends a communicator: the next trainer makes its own
-        for packed, names in self.unservable():
-            with pytest.raises((ServerError, BridgeError)) as refused:  # a transport with a channel fails as it opens
-                self.open_for(packed).send("unservable", self.first + 1, activate=True)
+            if self.transport in ("nccl", "gloo"):
+                return  # nobody received the broadcast, which ends a group: the next trainer makes its own
+        for layout, names in self.unservable():
+            with pytest.raises((ServerError, BridgeError)) as refused:  # some channels fail as they open
+                publish_by(self.open_for(layout), self.trainer.client, "unservable", self.first + 1)
             said = str(refused.value)
             assert all(name in said for name in ("422", *names)), said
             self.assert_serves(self.first)
@@ -242,7 +241,7 @@ class Contract:
         for version, bad in enumerate((float("nan"), float("inf")), self.first + 1):
             name = self._spoil(bad)
             with pytest.raises(ServerError) as refused:
-                self.opened.send(f"policy-v{version}", version, activate=True)
+                self.trainer.swap.send(f"policy-v{version}", version, activate=True)
             assert "422" in refused.value.summary.split() and refused.value.field == name
             after, answered = self.trainer.ask()
             assert answered == self.first
@@ -258,40 +257,32 @@ class Contract:
         found[-1][1].view(-1)[-1] = value
         return found[-1][0].replace(".default.", ".")
 
-    def unservable(self) -> Iterator[tuple[PackedAdapter, tuple[str, ...]]]:
+    def unservable(self) -> Iterator[tuple[AdapterLayout, tuple[str, ...]]]:
         """Adapters, and what their refusals name."""
-        dtype = self.packed().buffer_E.dtype
         large = Trainer(self.server, self.trainer.model.device.type, lora_r=4 * RANK)
-        yield PackedAdapter(large.model, dtype), (str(4 * RANK), "--max-lora-rank")
-        alien = self.packed()
-        alien.header = alien.header.replace(b"q_proj", b"x_proj")
-        yield alien, ("x_proj",)
-        damaged = self.packed()
-        damaged.header = damaged.header.replace(b"data_offsets", b"data_offsetz")
-        yield damaged, ("data_offsets",)
+        yield AdapterLayout(large.model, self.layout().dtype), (str(4 * RANK), "--max-lora-rank")
+        for old, new, named in ((b"q_proj", b"x_proj", "x_proj"), (b"data_offsets", b"data_offsetz", "data_offsets")):
+            layout = self.layout()
+            layout.headers[0] = layout.headers[0].replace(old, new)
+            yield layout, (named,)
 
-    def packed(self) -> PackedAdapter:
+    def layout(self) -> AdapterLayout:
         """Return the trainer's adapter in a separate buffer."""
         info = self.trainer.client.wait_until_ready()
-        return PackedAdapter(self.trainer.model, getattr(torch, info.lora_dtype or info.dtype))
+        return AdapterLayout(self.trainer.model, getattr(torch, info.lora_dtype or info.dtype))
 
-    def open_for(self, packed: PackedAdapter) -> AdapterTransport:
-        """The same transport for another adapter."""
-        info = self.trainer.client.wait_until_ready()
+    def open_for(self, layout: AdapterLayout) -> Channel:
+        """The same channel for another adapter."""
+        client = self.trainer.client
         name: Any = self.transport
-        return open_transport(name, packed, self.trainer.client, info, self.server.adapter_root, KEEP_VERSIONS)
-
-    @property
-    def opened(self) -> Any:
-        """The bridge's own transport."""
-        assert self.trainer.swap.transport is not None
-        return self.trainer.swap.transport
+        way = Way(layout, client.wait_until_ready(), client.url, self.server.adapter_root, KEEP_VERSIONS)
+        return open_channel(name, way, client)
 
     def proves(self) -> None:
         """The bridge proof passes, nobody else gets an adapter of it, and it leaves nothing behind."""
         self.publish(self.first)
         names = []
-        send = self.opened.send
+        send = self.trainer.swap.send
 
         def watched(name: str, version: int, *, activate: bool) -> Any:
             answer = send(name, version, activate=activate)
@@ -299,11 +290,11 @@ class Contract:
             assert self.trainer.ask()[1] == self.first, "others got an adapter of the proof"
             return answer
 
-        self.opened.send = watched
+        self.trainer.swap.send = watched
         try:
             self.trainer.swap.prove()
         finally:
-            del self.opened.send
+            del self.trainer.swap.send
         assert len(names) == 3 and not set(names) & {v.name for v in self.status().versions}
         self.assert_serves(self.first)
 
@@ -328,7 +319,7 @@ def _logprobs(lines: list[GenerateChunk]) -> list[float]:
 
 @contextmanager
 def contract(server: Serving, transport: str, device: str = "cpu", tolerance: float = 1e-3) -> Iterator[Contract]:
-    """A bridge over one transport, open to a running server.
+    """A bridge over one channel, open to a running server.
 
     from tests.bridge_contract import PROMISES, contract
 
@@ -339,7 +330,7 @@ def contract(server: Serving, transport: str, device: str = "cpu", tolerance: fl
     with trainer.swap:
         first = trainer.swap.connect(1)
         made = Contract(server, trainer, transport, first, tolerance)
-        assert made.opened.name == transport
+        assert trainer.swap.channel is not None and trainer.swap.channel.name == transport
         yield made
 
 
@@ -353,4 +344,4 @@ PROMISES = [
     "proves",
     "restores",
 ]
-"""Names of the promises that every transport is held to."""
+"""Names of the promises that every channel is held to."""

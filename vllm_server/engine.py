@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from vllm_server import seams
-from vllm_server.errors import FatalError, ServeError, not_finite
-from vllm_server.protocol import ChannelRequest, ParameterInfo, WorkerInfo
+from vllm_server.errors import FatalError, not_finite
+from vllm_server.protocol import ParameterInfo, WorkerInfo
 from vllm_server.publisher import Delivery, Installed
 from vllm_server.seams import Engine
 from vllm_server.worker.shared_weights import Exported
@@ -91,23 +91,6 @@ class Adapters:
             replayed=all(answer["replayed"] for answer in answers),
             stall_seconds=max(answer["seconds"] for answer in answers),
         )
-
-    async def open_channel(self, name: str, request: ChannelRequest) -> None:
-        """Have every worker map the trainer's memory, or join its communicator.
-
-        Raises:
-            ServeError: 422, a worker cannot; the channel is then closed in all workers.
-        """
-        try:
-            await self._call("grpo_open_channel", name, msgspec.json.encode(request).decode())
-        except RuntimeError as error:
-            await self.close_channel(name)
-            fix = "publish by another transport (memory works everywhere)"
-            raise ServeError(422, "channel", error, "a trainer that the engine can reach this way", fix) from error
-
-    async def close_channel(self, name: str) -> None:
-        """Close the channel in every worker."""
-        await call_workers(self.engine, "grpo_close_channel", args=(name,))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """Call a method of every worker's extension. Raise if a worker refuses."""

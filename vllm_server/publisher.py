@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import time
-from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,29 +17,12 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from grpo_common.trace import stage
-from vllm_server.adapters import (
-    WEIGHTS_FILE,
-    allowed_path,
-    check_config,
-    check_file,
-    check_folder,
-    check_header,
-    understood,
-)
+from vllm_server.adapters import WEIGHTS_FILE, allowed_path, check_file, check_folder, understood
+from vllm_server.channels import Channels, require_lora
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
-from vllm_server.protocol import (
-    BridgeStatus,
-    ChannelCloseRequest,
-    ChannelRequest,
-    ChannelResponse,
-    LoraLoadRequest,
-    LoraLoadResponse,
-    LoraUnloadRequest,
-    LoraUnloadResponse,
-    Transport,
-)
-from vllm_server.protocol.flat import decode_header
+from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse, LoraUnloadRequest, LoraUnloadResponse
+from vllm_server.protocol.channels import Transport, WeightTransport
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keep request bodies in memory files, which the engine's processes read without another copy.
@@ -120,13 +102,14 @@ class Delivery:
     """One adapter to install.
 
     Attributes:
+        transport: the value of `--lora-transport`.
         origin: where it comes from, as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`.
         config: its adapter_config.json.
         file: the safetensors file that the engine reads; empty for a channel.
         channel: the open channel that the engine receives from; empty for a file.
     """
 
-    transport: Transport
+    transport: Transport | WeightTransport
     origin: str
     config: dict[str, Any]
     file: str = ""
@@ -136,13 +119,6 @@ class Delivery:
     def said_by(self) -> str:
         """Return the part of the request that names the adapter; errors refer to it."""
         return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
-
-
-class ChannelEngine(Protocol):
-    """The engine's methods that channels use."""
-
-    async def open_channel(self, name: str, request: ChannelRequest) -> None: ...
-    async def close_channel(self, name: str) -> None: ...
 
 
 async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int) -> Delivery:
@@ -170,62 +146,15 @@ def from_body(file: str, max_rank: int) -> Delivery:
     return Delivery("memory", f"memory://{uuid4().hex[:8]}", config, file=file)
 
 
-@dataclass
-class Channels:
-    """The open channel, if there is one. A server has one trainer, so a new channel replaces the previous one."""
+def from_channel(channels: Channels, name: str) -> Delivery:
+    """Return the delivery of the adapter that is in the open channel, or on its way by it.
 
-    engine: ChannelEngine
-    _open: dict[str, ChannelRequest] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._open)
-
-    async def open(self, request: ChannelRequest, max_rank: int) -> str:
-        """Open the channel in the engine; return its name.
-
-        Raises:
-            ServeError: 422, the adapter is not servable, or the engine does not support this transport.
-        """
-        try:
-            header = decode_header(b64decode(request.header, validate=True))
-        except ValueError as error:
-            raise ServeError(
-                422, "header", got=error, wanted="the header of a safetensors file in base64", fix="encode it"
-            ) from error
-        check_config(request.adapter_config, max_rank=max_rank)
-        check_header(header, request.adapter_config["r"])
-        if request.nbytes != header.nbytes:
-            raise ServeError(
-                422, "nbytes", got=request.nbytes, wanted=f"{header.nbytes}, as the header says",
-                fix="say how many bytes of data one publish has",
-            )  # fmt: skip
-        for name in list(self._open):
-            await self.close(name)
-        name = uuid4().hex[:8]
-        await self.engine.open_channel(name, request)
-        self._open[name] = request
-        return name
-
-    async def close(self, name: str) -> None:
-        """Close the channel. A channel that is not open needs no closing."""
-        if self._open.pop(name, None) is not None:
-            await self.engine.close_channel(name)
-
-    def delivery(self, name: str) -> Delivery:
-        """Return the delivery of the adapter in the channel.
-
-        Raises:
-            ServeError: 404, the channel is not open.
-        """
-        request = self._open.get(name)
-        if request is None:
-            raise ServeError(
-                404, "channel", got=name, wanted="an open channel of POST /lora/channel",
-                fix="open it again: the server was restarted, or another trainer has opened one",
-            )  # fmt: skip
-        kind: Transport = request.__struct_config__.tag  # type: ignore[assignment]  # "cuda_ipc" or "nccl"
-        return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", request.adapter_config, channel=name)
+    Raises:
+        ServeError: 404, the channel is not open.
+    """
+    request = channels.request(name, adapters=True)
+    kind, config = request.transport, request.adapter_config
+    return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", config or {}, channel=name)
 
 
 def delivered_by(request: LoraLoadRequest, body: str | None) -> str:
@@ -261,7 +190,7 @@ class Installed:
     stall_seconds: float
 
 
-class AdapterEngine(ChannelEngine, Protocol):
+class AdapterEngine(Protocol):
     """The engine's methods that publishing uses; `engine.Adapters` implements them."""
 
     def next_id(self) -> int: ...
@@ -274,25 +203,19 @@ class Publisher:
     """Keeps the registry and the engine consistent.
 
     `fault` says why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it.
-    `max_rank` is None if the engine was started without LoRA.
     """
 
     registry: PolicyRegistry
     engine: AdapterEngine
+    channels: Channels
     roots: tuple[Path, ...]
-    max_rank: int | None
     room_timeout_s: float = ROOM_TIMEOUT_S
     fault: str | None = None
     last_update_time: float = 0.0
     bodies: Bodies = field(default_factory=Bodies)
-    _channels: Channels = field(init=False)
-    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish with a request id
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeps: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._channels = Channels(self.engine)
 
     @contextmanager
     def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
@@ -318,11 +241,6 @@ class Publisher:
                 503, "policy", got=self.fault, wanted="adapters in a known state", fix="publish a version again"
             )
 
-    @property
-    def has_channel(self) -> bool:
-        """Return whether a trainer has opened a channel."""
-        return self._channels.is_open
-
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version. After this returns, every new request (or only those that name it) gets it.
 
@@ -334,8 +252,8 @@ class Publisher:
                 every slot of the engine for too long.
         """
         way = delivered_by(request, body)
-        max_rank = self._require_lora()
-        async with self._publishing:  # a repeated request waits for the first one, then gets its answer
+        max_rank = require_lora(self.channels.max_rank)
+        async with self.channels.changing:  # a repeated request waits for the first one, then gets its answer
             named, answer = self._answered
             if answer is not None and named == request.request_id:
                 return answer
@@ -343,7 +261,7 @@ class Publisher:
                 case "body":
                     delivery = from_body(body or "", max_rank)
                 case "channel":
-                    delivery = self._channels.delivery(request.channel or "")
+                    delivery = from_channel(self.channels, request.channel or "")
                 case _:
                     delivery = await from_folder(request.adapter_path or "", self.roots, max_rank)
             answer = await self._publish(request, delivery)
@@ -352,7 +270,7 @@ class Publisher:
             return answer
 
     async def _publish(self, request: LoraLoadRequest, delivery: Delivery) -> LoraLoadResponse:
-        """Load the adapter and route requests to it. The caller holds `_publishing`."""
+        """Load the adapter and route requests to it. The caller holds `channels.changing`."""
         name, number = self.registry.name_for(request.adapter_name, request.version)
         version = self.registry.reserve(
             name,
@@ -394,36 +312,13 @@ class Publisher:
             unloaded=unloaded,
         )
 
-    async def open_channel(self, request: ChannelRequest) -> ChannelResponse:
-        """Open a channel; it replaces the open one.
-
-        Raises:
-            ServeError: 422, the adapter is not servable, or the engine does not support this transport.
-        """
-        max_rank = self._require_lora()
-        async with self._publishing:
-            return ChannelResponse(await self._channels.open(request, max_rank))
-
-    async def close_channel(self, request: ChannelCloseRequest) -> BridgeStatus:
-        """Close a channel. A channel that is not open needs no closing."""
-        async with self._publishing:
-            await self._channels.close(request.channel)
-        return BridgeStatus("closed")
-
-    def _require_lora(self) -> int:
-        if self.max_rank is None:
-            raise ServeError(
-                422, "adapter_path", got="an adapter", wanted="a server with LoRA", fix="start it with --enable-lora"
-            )
-        return self.max_rank
-
     async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
         """Withdraw a version. The engine frees it now, or when the last request on it has ended.
 
         Raises:
             ServeError: 404, no such version.
         """
-        async with self._publishing:
+        async with self.channels.changing:
             version = self.registry.retire(request.adapter_name)
             await self._sweep()
         draining = version is not None and version.in_flight > 0

@@ -11,6 +11,7 @@ from vllm_server import protocol
 from vllm_server.engine import parameters
 from vllm_server.errors import ServeError
 from vllm_server.http import parse_body, route
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
 from vllm_server.server import PolicyServer
 
 logger = logging.getLogger("vllm.grpo.routes")  # below "vllm": vLLM's handler and format
@@ -128,7 +129,7 @@ def _check_may_sleep(server: PolicyServer) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Updates of all weights.
+# Updates of all weights, and the channel by which weights or adapters come.
 
 
 @route("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE)
@@ -141,24 +142,24 @@ async def end_update(server: PolicyServer, asked: protocol.UpdateEndRequest) -> 
     return await server.fence.end(asked)
 
 
-@route("POST", protocol.BRIDGE_WEIGHTS_OPEN_ROUTE)
-async def open_weights(server: PolicyServer, asked: protocol.WeightsOpenRequest) -> protocol.WeightsOpenResponse:
-    return await server.weights.open(asked)
-
-
 @route("POST", protocol.BRIDGE_WEIGHTS_STAGE_ROUTE)
 async def stage_weights(server: PolicyServer, asked: protocol.WeightsStageRequest) -> protocol.WeightsDone:
-    return await server.weights.stage(asked)
+    return await server.channels.stage(asked)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_APPLY_ROUTE)
 async def apply_weights(server: PolicyServer, asked: protocol.WeightsApplyRequest) -> protocol.WeightsDone:
-    return await server.weights.apply(asked)
+    return await server.channels.apply(asked)
 
 
-@route("POST", protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE)
-async def close_weights(server: PolicyServer, asked: protocol.ChannelCloseRequest) -> protocol.BridgeStatus:
-    return await server.weights.close(asked)
+@route("POST", protocol.CHANNELS_ROUTE)
+async def open_channel(server: PolicyServer, asked: ChannelRequest) -> ChannelResponse:
+    return await server.channels.open(asked)
+
+
+@route("POST", protocol.CHANNELS_CLOSE_ROUTE)
+async def close_channel(server: PolicyServer, asked: ChannelCloseRequest) -> protocol.BridgeStatus:
+    return await server.channels.close(asked)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,13 +213,3 @@ def _from_query(request: Request) -> protocol.LoraLoadRequest:
 @route("POST", protocol.LORA_UNLOAD_ROUTE)
 async def unload(server: PolicyServer, asked: protocol.LoraUnloadRequest) -> protocol.LoraUnloadResponse:
     return await server.publisher.unload(asked)
-
-
-@route("POST", protocol.LORA_CHANNEL_ROUTE)
-async def open_channel(server: PolicyServer, asked: protocol.ChannelRequest) -> protocol.ChannelResponse:
-    return await server.publisher.open_channel(asked)
-
-
-@route("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE)
-async def close_channel(server: PolicyServer, asked: protocol.ChannelCloseRequest) -> protocol.BridgeStatus:
-    return await server.publisher.close_channel(asked)

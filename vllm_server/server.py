@@ -7,13 +7,15 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from vllm_server import routed_experts, seams
 from vllm_server.bridge_file import BridgeFile, export
-from vllm_server.engine import Adapters, SharedEngine, describe_workers
+from vllm_server.channels import Channels
+from vllm_server.engine import Adapters, SharedEngine, call_workers, describe_workers
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
@@ -21,7 +23,6 @@ from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, Ve
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.seams import Engine
-from vllm_server.weights import WeightChannels
 
 logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format
 
@@ -34,7 +35,7 @@ class PolicyServer:
     adapters: Adapters
     publisher: Publisher
     fence: Fence
-    weights: WeightChannels
+    channels: Channels
     args: Namespace
     boot_id: str
     workers: tuple[WorkerInfo, ...]
@@ -61,13 +62,6 @@ class PolicyServer:
             capacity=lora.max_cpu_loras if lora else args.lora_keep_versions + 1,
             base_version=args.policy_version,
         )
-        adapters = Adapters(engine, models)
-        publisher = Publisher(
-            registry=registry,
-            engine=adapters,
-            roots=tuple(Path(root).resolve() for root in args.lora_root),
-            max_rank=lora.max_lora_rank if lora else None,
-        )
         workers = await describe_workers(engine)
         boot_id = str(uuid4())
         shared = SharedEngine(engine)
@@ -79,8 +73,12 @@ class PolicyServer:
         if writable:
             shared.salt_caches(fence.passage, lambda: fence.salt)
         file = await export(shared, args, boot_id, workers) if args.shared_weights else None
-        weights = WeightChannels(engine, fence, accepts=args.receive_weights)
-        return cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())
+        adapters = Adapters(engine, models)
+        call = partial(call_workers, engine)
+        channels = Channels(call, fence, accepts=args.receive_weights, max_rank=lora.max_lora_rank if lora else None)
+        roots = tuple(Path(root).resolve() for root in args.lora_root)
+        publisher = Publisher(registry, adapters, channels, roots)
+        return cls(engine, adapters, publisher, fence, channels, args, boot_id, workers, file, time.monotonic())
 
     def close(self) -> None:
         """Remove the bridge file."""
@@ -95,7 +93,7 @@ class PolicyServer:
     def has_trainer(self) -> bool:
         """Return whether a trainer updates this server: by writing its weights, or by adapters that are loaded."""
         writable = self.args.shared_weights or self.args.receive_weights
-        return writable or self.publisher.has_channel or bool(self.registry.versions)
+        return writable or self.channels.is_open or bool(self.registry.versions)
 
     @asynccontextmanager
     async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:
@@ -151,7 +149,7 @@ class PolicyServer:
         newest = registry.newest
         active = newest if newest is not registry.base else None
         return LoraStatus(
-            lora_available=self.publisher.max_rank is not None,
+            lora_available=self.channels.max_rank is not None,
             active_adapter_path=active.path if active else None,
             active_adapter_name=active.name if active else None,
             active_adapter_id=active.adapter_id if active else None,

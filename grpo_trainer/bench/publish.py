@@ -36,8 +36,9 @@ from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, server_process, we
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
-from vllm_server.protocol import BridgeInfo, Staging, Transport, WeightTransport
+from vllm_server.protocol import BridgeInfo
 from vllm_server.protocol.bridge_config import FILE_NAME
+from vllm_server.protocol.channels import Staging, Transport, WeightTransport
 
 if TYPE_CHECKING:
     import torch
@@ -500,16 +501,17 @@ def _bridge_facts(publisher: Publisher, publishes: Sequence[Publish]) -> dict[st
     match publisher.options.bridge:
         case "lora_only":
             nbytes = sum(factor.numel() for factor in publisher.adapter.values()) * publisher.adapter_dtype.itemsize
-            facts = {"transport": publisher.bridge.transport.name, "adapter_mb": round(nbytes / 1e6, 3)}
+            facts = {"transport": publisher.bridge.channel.name, "adapter_mb": round(nbytes / 1e6, 3)}
         case "shared_vllm":
             named = {"write_ms": "write_time", "pause_ms": "pause_time", "after_write_ms": "end_time"}
             facts |= {"write": "every weight times one, in place"}
             facts |= {ours: _ms(publishes, its) for ours, its in named.items()}
             facts["stall_beside_write_ms"] = quantile_ms([each["stall"] - each["pack"] for each in publishes])
         case "broadcast":
-            sent, seconds = publisher.bridge.sent, statistics.median(each["total"] for each in publishes)
-            facts |= {"transport": sent.transport, "staged": sent.staged, "weights_gb": round(sent.nbytes / 1e9, 4)}
-            facts["gb_per_s"] = round(sent.nbytes / 1e9 / seconds, 2)
+            channel, nbytes = publisher.bridge.channel, publisher.bridge.layout.nbytes
+            seconds = statistics.median(each["total"] for each in publishes)
+            facts |= {"transport": channel.name, "staged": channel.staging_bytes > 0}
+            facts |= {"weights_gb": round(nbytes / 1e9, 4), "gb_per_s": round(nbytes / 1e9 / seconds, 2)}
     return facts
 
 

@@ -16,16 +16,9 @@ from pydantic import field_validator
 from grpo_common.errors import Problem
 from grpo_trainer.config.options import Ranges, Section, format_ranges, option, parse_ranges
 from grpo_trainer.errors import ConfigError
-from vllm_server.protocol import (
-    DEFAULT_LORA_NAME,
-    LEGAL_LORA_RANKS,
-    InFlight,
-    Staging,
-    Transport,
-    WeightTransport,
-    servable_rank,
-)
+from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, servable_rank
 from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol.channels import Staging, Transport, WeightTransport
 from vllm_server.protocol.flat import decode_header, read_header
 
 log = logging.getLogger(__name__)
@@ -93,7 +86,7 @@ class LoraOptions(Section):
     """Adapter versions that stay loaded in the server (default: --max-staleness + 2 if it is set, else 4)."""
     lora_transport: Literal["auto", Transport] = option("auto")
     """How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU memory; nccl:
-    a broadcast between GPUs; auto: the fastest that works."""
+    a broadcast between GPUs; gloo: a broadcast between main memories; auto: the fastest that works."""
     lora_root: Path | None = option(None)
     """Folder for the adapters of --lora-transport disk, e.g. in /dev/shm (default: in --log-dir)."""
 

@@ -9,23 +9,18 @@ names, vLLM's own code maps to its parameters, each worker taking its shard.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_trainer import background
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
@@ -34,20 +29,11 @@ from grpo_trainer.metrics.types import Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
-from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.channels import Channel, Gathered, Name, TrainerPlace, Way, open_channel, together
 from grpo_trainer.weights.fence import ServerFence
-from grpo_trainer.weights.gpus import TrainerPlace
-from grpo_trainer.weights.senders.choose import senders
-from grpo_trainer.weights.senders.sender import Gathered, Way, WeightSender
-from vllm_server.protocol import (
-    BridgeInfo,
-    Staging,
-    WeightsApplyRequest,
-    WeightsOpenRequest,
-    WeightsOpenResponse,
-    WeightsStageRequest,
-    WeightTransport,
-)
+from grpo_trainer.weights.layout import ModelLayout
+from vllm_server.protocol import BridgeInfo, WeightsApplyRequest, WeightsStageRequest
+from vllm_server.protocol.channels import Staging
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +42,10 @@ Gather = Callable[[Callable[[Tensor], Tensor]], Mapping[str, Tensor]]
 
 SECONDS = 600.0
 """Time limit for sending a version, and of the fence when it is sent within."""
-REASON_SECONDS = 3.0
-"""How long the server has to say why a connection was lost."""
 APPLY_SECONDS = 60.0
 """Time limit of the fence for a version that is staged, or in memory that the server maps."""
-MAPPED = frozenset[WeightTransport]({"cuda_ipc", "main_memory"})
-"""Transports by which the server maps the trainer's memory."""
+MAPPED = frozenset[Name]({"cuda_ipc", "main_memory"})
+"""Channels by which the server maps the trainer's memory."""
 
 
 class PresentWeights:
@@ -128,28 +112,20 @@ class PresentWeights:
             self._gathered = {}
 
 
-@dataclass(frozen=True)
-class Sent:
-    """How a version travels: by which transport, whether it is staged, and its bytes."""
-
-    transport: WeightTransport
-    staged: bool
-    nbytes: int
-
-
 class BroadcastBridge(WeightBridge):
     """The `broadcast` bridge to one server.
 
     Args:
         weights: the trainer's weights.
-        url: the server's.
-        folder: for the files of the transport `disk`.
+        folder: for the files of the channel `disk`.
         seq_len: longest sequence of the training.
         dtype: dtype of the trainer's forward pass.
         tell: see `WeightChange`.
         gpus: UUIDs of the GPUs of several trainer processes.
 
     Attributes:
+        channel: the open channel.
+        layout: how the weights travel in it.
         proved: result of the proof; None: no proof ran.
     """
 
@@ -159,7 +135,6 @@ class BroadcastBridge(WeightBridge):
         policy: AllWeights,
         weights: PresentWeights,
         server: ServerClient,
-        url: str,
         folder: Path,
         seq_len: int,
         dtype: str,
@@ -170,7 +145,6 @@ class BroadcastBridge(WeightBridge):
         self._policy = policy
         self._weights = weights
         self._server = server
-        self._url = url
         self._folder = folder
         self._seq_len = seq_len
         self._dtype = dtype
@@ -178,22 +152,20 @@ class BroadcastBridge(WeightBridge):
         self._gpus = gpus
         self._fence = ServerFence(server, config.in_flight)
         self._info: BridgeInfo | None = None
-        self._buckets: Buckets | None = None
-        self._sender: WeightSender | None = None
-        self._channel = ""
-        self._staged = False
+        self.layout: ModelLayout | None = None
+        self.channel: Channel | None = None
         self._version = 0
         self.proved: Proved | None = None
 
     def close(self) -> None:
         try:
-            if self._channel:
+            if self.channel is not None and self.channel.id is not None:
                 with suppress(ServerError):  # it may have ended
-                    self._server.close_weights(self._channel)
+                    self._server.close_channel(self.channel.id)
         finally:
             self._weights.forget()
-            if self._sender is not None:
-                self._sender.close()
+            if self.channel is not None:
+                self.channel.close()
             self._server.close()
 
     def connect(self, policy_version: int) -> int:
@@ -222,7 +194,7 @@ class BroadcastBridge(WeightBridge):
         if not info.receives_weights:
             raise BridgeError(
                 "does not receive weights",
-                field=f"the inference server at {self._url}",
+                field=f"the inference server at {self._server.url}",
                 got="a server without --receive-weights",
                 fix="start it with --receive-weights",
             )
@@ -232,52 +204,16 @@ class BroadcastBridge(WeightBridge):
 
     def _open(self, info: BridgeInfo) -> None:
         stored = self._weights.own()
-        self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
-        gathered = self._weights.gathered(self._buckets.dtype)
-        sender, opened = self._reach(Way(self._url, info, self._folder, self._buckets, stored, gathered))
-        self._sender, self._channel, self._staged = sender, opened.channel, opened.staged
-        log.info(
-            "weights go to the server by %s: %.2f GB in %d buckets, %s",
-            *(sender.name, self._buckets.nbytes / 1e9, len(self._buckets)),
-            f"staged in {opened.staging_bytes / 1e9:.2f} GB of each worker" if opened.staged else "not staged",
-        )
-
-    def _reach(self, way: Way) -> tuple[WeightSender, WeightsOpenResponse]:
-        """Open the channel by the first transport that reaches the server.
-
-        Raises:
-            BridgeError, ServerError: of the last transport that was tried.
-        """
-        failed: BridgeError | ServerError | None = None
-        for sender in senders(self._config.broadcast_transport, way):
-            if failed is not None:
-                log.warning("trying %s, because the server was not reached: %s", sender.name, failed)
-                self._server.close_weights("")  # answered when the workers no longer wait for the one before
-            asked = WeightsOpenRequest(
-                boot_id=way.info.boot_id,
-                source=sender.source,
-                buckets=[b64encode(header).decode() for header in way.buckets.headers],
-                staging=self._staging(way),
-            )
-            try:
-                return sender, self._together(sender.join, functools.partial(self._server.open_weights, asked))
-            except (BridgeError, ServerError) as error:
-                sender.close()
-                failed = error
-        assert failed is not None, "gloo has no obstacle"
-        raise failed
+        layout = self.layout = ModelLayout(self._policy.model, stored, getattr(torch, info.dtype))
+        gathered = self._weights.gathered(layout.dtype)
+        way = Way(layout, info, self._server.url, self._folder, stored=stored, gathered=gathered)
+        self.channel = open_channel(self._config.broadcast_transport, way, self._server, self._staging(way))
 
     def _staging(self, way: Way) -> Staging:
         """Return the staging to ask for. A trainer process has planned to use the memory that is free on its GPU."""
-        own = {TrainerPlace.of(next(iter(way.stored.values()))).gpu, *self._gpus} - {""}
+        own = {TrainerPlace.of(way.first).gpu, *self._gpus} - {""}
         beside_trainer = any(worker.gpu_uuid in own for worker in way.info.workers)
         return "off" if self._config.broadcast_staging == "auto" and beside_trainer else self._config.broadcast_staging
-
-    @property
-    def sent(self) -> Sent:
-        """How the versions of an open channel travel."""
-        assert self._sender is not None and self._buckets is not None, "connect comes first"
-        return Sent(self._sender.name, self._staged, self._buckets.nbytes)
 
     def prove(self) -> float | None:
         if not self._config.proof:
@@ -309,48 +245,29 @@ class BroadcastBridge(WeightBridge):
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
-        assert self._info is not None and self._sender is not None and self._buckets is not None
+        channel, layout, info = self.channel, self.layout, self._info
+        assert channel is not None and channel.id is not None and layout is not None and info is not None
         started = time.perf_counter()
-        sender, sent = self._sender, 0.0
+        sent = 0.0
         # Before the server waits: other processes may have to take part.
-        stored = self._weights.of(version, self._buckets.dtype)
-        if sender.is_ahead:
-            sender.send(version, stored)
-        if self._staged:
-            stage = WeightsStageRequest(channel=self._channel, version=version, timeout_s=SECONDS)
-            self._delivered(version, stored, lambda: self._server.stage_weights(stage))
+        stored = self._weights.of(version, layout.dtype)
+
+        def delivered(ask: Callable[[], T]) -> T:
+            """Ask the server to take the version, and send it meanwhile if it is not there already."""
+            return ask() if channel.is_ahead else together(lambda _: channel.send(version, stored), ask)
+
+        if channel.is_ahead:
+            channel.send(version, stored)
+        if channel.staging_bytes:
+            stage = WeightsStageRequest(channel=channel.id, version=version, timeout_s=SECONDS)
+            delivered(lambda: self._server.stage_weights(stage))
             sent = time.perf_counter() - started
-        seconds = APPLY_SECONDS if self._staged or sender.name in MAPPED else SECONDS
-        with self._fence.hold(self._info.boot_id, version, seconds) as token:
-            apply = WeightsApplyRequest(channel=self._channel, version=version, token=token)
-            if self._staged:
+        seconds = APPLY_SECONDS if channel.staging_bytes or channel.name in MAPPED else SECONDS
+        with self._fence.hold(info.boot_id, version, seconds) as token:
+            apply = WeightsApplyRequest(channel=channel.id, version=version, token=token)
+            if channel.staging_bytes:
                 self._server.apply_weights(apply)
             else:
-                self._delivered(version, stored, lambda: self._server.apply_weights(apply))
+                delivered(lambda: self._server.apply_weights(apply))
         self._version = version
         self._fence.metrics |= {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
-
-    def _delivered(self, version: int, stored: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
-        """Ask the server to take a version, and send it meanwhile if it is not there already."""
-        assert self._sender is not None
-        sender = self._sender
-        return ask() if sender.is_ahead else self._together(lambda: sender.send(version, stored), ask)
-
-    @staticmethod
-    def _together(work: Callable[[], None], ask: Callable[[], T]) -> T:
-        """Do our part of an exchange in a thread while the server is asked to do its own; return its answer.
-
-        Raises:
-            BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
-        """
-        ours, theirs = background.begin(work), background.begin(ask)
-        either: list[Future[Any]] = [ours, theirs]
-        wait(either, return_when=FIRST_COMPLETED)
-        if ours.done() and isinstance(ours.exception(), BridgeError):
-            wait([theirs], REASON_SECONDS)  # the connection is lost; the server may know why
-            either.reverse()
-        for first in either:
-            if first.done():
-                first.result()  # raises what it failed with
-        ours.result()
-        return theirs.result()

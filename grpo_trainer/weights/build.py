@@ -79,7 +79,7 @@ def build_bridge(
         def sender(name: str, server: Server) -> WeightBridge:
             client, gpus = ServerClient(server, stop.check), [] if world is None else world.gpus
             folder = sent / name
-            return BroadcastBridge(config, policy, weights, client, server.url, folder, length, dtype, tell, gpus)
+            return BroadcastBridge(config, policy, weights, client, folder, length, dtype, tell, gpus)
 
         return _to_servers(config.server, sender)
     merged = config.trains_adapter

@@ -1,6 +1,6 @@
 """LoRA hot swap: the running server loads each version as an adapter under a new name, which is never reused.
 
-A transport sends the adapter (`weights/transports`). The base model is never written. In-flight requests finish on the
+A channel brings the adapter (`weights/channels.py`). The base model is never written. In-flight requests finish on the
 version that they began with. The server keeps the newest few versions and unloads older ones.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,19 +23,60 @@ from grpo_trainer.metrics.types import Sum
 from grpo_trainer.model.quantised import other_files
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
-from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.transports.choose import open_transport
-from grpo_trainer.weights.transports.transport import AdapterTransport, Sent
-from vllm_server.protocol import BridgeInfo, version_name
+from grpo_trainer.weights.channels import Channel, Way, open_channel
+from grpo_trainer.weights.layout import AdapterLayout
+from vllm_server.protocol import BridgeInfo, LoraLoadRequest, LoraLoadResponse, version_name
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A publish that the server has answered."""
+
+    answer: LoraLoadResponse
+    pack_seconds: float
+    """Time to make the adapter ready to send: in GPU memory, in a file, …"""
+
+
+def publish_by(channel: Channel, server: ServerClient, name: str, version: int, *, activate: bool = True) -> Sent:
+    """Publish the adapter's present values under a name, as `version`.
+
+    Args:
+        activate: requests that name no version get this one from now on.
+
+    Raises:
+        ServerError: the server does not answer, or refuses the adapter.
+        BridgeError: the channel has failed.
+    """
+    is_repeated = False
+    while True:
+        started = time.perf_counter()
+        try:
+            there = channel.send(version, {}, name)
+            packed = time.perf_counter() - started
+            path, body = (there, None) if isinstance(there, str) else (None, there)
+            request = LoraLoadRequest(
+                adapter_path=path, channel=channel.id, adapter_name=name, version=version, activate=activate
+            )
+            answer = server.load_adapter(request, body)
+        except (FileNotFoundError, ServerError):
+            if not channel.failed() or is_repeated:
+                raise
+            is_repeated = True
+        except BaseException:
+            channel.failed()
+            raise
+        else:
+            channel.settle()
+            return Sent(answer, packed)
 
 
 class LoraSwap(WeightBridge):
     """The `lora_only` bridge.
 
     Args:
-        root: folder in which the transport `disk` writes; the server's --lora-root.
+        root: folder in which the channel `disk` writes; the server's --lora-root.
         seq_len: longest sequence of the training, which the server must be able to serve.
 
     Attributes:
@@ -48,17 +90,19 @@ class LoraSwap(WeightBridge):
         self._root = root
         self._seq_len = seq_len
         self._info: BridgeInfo | None = None
-        self.transport: AdapterTransport | None = None
+        self.channel: Channel | None = None
         self._published: int | None = None
         self.proved: Proved | None = None
 
     def close(self) -> None:
         try:
-            if self.transport is not None:
-                self.transport.close()
+            if self.channel is not None and self.channel.id is not None:
+                self._server.close_channel(self.channel.id)
         except ServerError as close_error:  # the server is gone, and so are our adapters
-            log.debug("closing the transport: %s", close_error)
+            log.debug("closing the channel: %s", close_error)
         finally:
+            if self.channel is not None:
+                self.channel.close()
             self._server.close()
 
     def connect(self, policy_version: int) -> int:
@@ -73,10 +117,11 @@ class LoraSwap(WeightBridge):
             "bridge lora_only: server %s, vLLM %s on %s, %s, boot %s",
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,
         )  # fmt: skip
-        wanted = None if self._config.lora_transport == "auto" else self._config.lora_transport
-        packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
-        keep_files = info.keep_versions + 1  # files outlive their version by one
-        self.transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
+        layout = AdapterLayout(self._model, getattr(torch, info.lora_dtype or info.dtype))
+        way = Way(
+            layout, info, self._server.url, self._root, keep=info.keep_versions + 1
+        )  # files outlive their version by one
+        self.channel = open_channel(self._config.lora_transport, way, self._server)
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
@@ -133,8 +178,8 @@ class LoraSwap(WeightBridge):
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Send the present adapter, and check the name and version that the server confirms."""
-        assert self.transport is not None, "connect comes first"
-        sent = self.transport.send(name, version, activate=activate)
+        assert self.channel is not None, "connect comes first"
+        sent = publish_by(self.channel, self._server, name, version, activate=activate)
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(

@@ -14,14 +14,14 @@ from grpo_trainer.doctor.trials import tried
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.weights.broadcast import PresentWeights
-from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.layout import ModelLayout
 from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
-from vllm_server.protocol import MainMemorySource, MappedTensor
+from vllm_server.protocol.channels import MainMemorySpec, MappedTensor
 from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.worker.channels import MainMemory
 from vllm_server.worker.packed import layout_of
-from vllm_server.worker.sources import MemoryMap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def assert_versions_arrive(server: Serving, made: Sending, transport: str) -> No
     """Three versions, trained in fp32 and served in bfloat16: by vLLM's own loading, then by its recorded copies."""
     with made.bridge:
         first = made.bridge.connect(0)
-        assert made.bridge.sent.transport == transport
+        assert made.channel.name == transport
         assert made.bridge.prove() is not None
         for version in (first + 1, first + 2):
             made.step()
@@ -65,9 +65,9 @@ def test_a_worker_maps_gathered_weights_and_copies_them_to_its_gpu() -> None:
     assert place is not None
     tensor = MappedTensor(storage=0, offset=0, shape=[1 << 22], stride=[1], dtype="bfloat16")
     memory = place.memory
-    source = MainMemorySource(name=memory.name, path=memory.path, nbytes=len(memory), tensors={"w": tensor})
+    spec = MainMemorySpec(name=memory.name, path=memory.path, nbytes=len(memory), tensors={"w": tensor})
     layout = layout_of(encode_header(lay_out([("w", (1 << 22,))], "BF16"), {}), "")
-    mapped = MemoryMap(source, [layout], torch.device("cuda"))
+    mapped = MainMemory(spec, [layout], torch.device("cuda"))
     assert mapped.is_locked
     buffer_E = torch.empty(1 << 22, dtype=torch.bfloat16, device="cuda")
     for version in (1, 2):
@@ -105,7 +105,7 @@ def test_each_version_reaches_another_gpu_bit_for_bit(
     apart: Serving, tmp_path: Path, transport: str, staging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several buckets, so that nccl's buffers take turns."""
-    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 16384)
+    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 16384)
     made = Sending(apart, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
     assert_versions_arrive(apart, made, "nccl" if transport == "auto" else transport)
 
@@ -114,7 +114,7 @@ def test_a_trainer_that_dies_while_it_broadcasts_is_replaced(
     apart: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staged weights of a version that has not arrived whole are not written."""
-    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 16384)
+    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 16384)
     made = Sending(apart, tmp_path, broadcast_transport="nccl", broadcast_staging="on", dtype="bfloat16")
     version = made.bridge.connect(0)
     made.step()
@@ -122,11 +122,11 @@ def test_a_trainer_that_dies_while_it_broadcasts_is_replaced(
     class Died(Exception):
         pass
 
-    def dying(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+    def dying(self: ModelLayout, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
         raise Died
 
     with monkeypatch.context() as patched, pytest.raises((Died, BridgeError, ServerError)):
-        patched.setattr(Buckets, "pack", dying)
+        patched.setattr(ModelLayout, "pack", dying)
         made.bridge.publish(version + 1)
     assert made.ask()[1] == version
     again = Sending(apart, tmp_path, broadcast_transport="nccl", dtype="bfloat16")

@@ -13,27 +13,27 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_trainer.weights import buckets
-from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights import layout
+from grpo_trainer.weights.layout import ModelLayout
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending
 
 
 def main(url: str, model: str, folder: str, staging: str) -> None:
     server = Serving(url, Path(model), Path(folder), Path(folder), process=None)  # pyright: ignore[reportArgumentType]
-    buckets.BUCKET_BYTES = 4096  # pyright: ignore[reportConstantRedefinition]
+    layout.BUCKET_BYTES = 4096  # pyright: ignore[reportConstantRedefinition]
     made = Sending(server, Path(folder), broadcast_transport="gloo", broadcast_staging=staging)
     version = made.bridge.connect(0)
     made.step()
     print(version, flush=True)
-    pack = Buckets.pack
+    pack = ModelLayout.pack
 
-    def pack_two(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+    def pack_two(self: ModelLayout, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
         if number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return pack(self, number, stored, buffer_E)
 
-    Buckets.pack = pack_two
+    ModelLayout.pack = pack_two
     made.bridge.publish(version + 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient, at_url
 from grpo_trainer.shared.names import Facts, bind_names
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights import channels
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
-from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.channels import Channel, Group
+from grpo_trainer.weights.layout import ModelLayout
 from grpo_trainer.weights.multi_server import SeveralServers
-from grpo_trainer.weights.senders.choose import SENDERS
-from grpo_trainer.weights.senders.gloo import GlooSender
 from tests.bridge_contract import PROMPT
 from tests.golden.models import golden, random_model
 from tests.integration.serving import Serving, save_tiny_model
@@ -87,6 +87,11 @@ class Sending:
         self.folder = folder / "weights"
         self.bridge = self.bridge_to(server)
 
+    @property
+    def channel(self) -> Channel:
+        assert self.bridge.channel is not None, "connect comes first"
+        return self.bridge.channel
+
     def step(self) -> None:
         assert self.trainer.step(ROLLOUTS, 0, self.bridge.updating).updated
 
@@ -96,7 +101,7 @@ class Sending:
         assert self.config.weight_bridge_mode == "broadcast"
         folder = self.folder / server.url.rpartition(":")[2]
         client = ServerClient(at_url(self.config.server, server.url))
-        return BroadcastBridge(self.config, self.policy, weights, client, server.url, folder, 128, "float32")
+        return BroadcastBridge(self.config, self.policy, weights, client, folder, 128, "float32")
 
     def ask(self, client: ServerClient | None = None) -> tuple[Probe, int]:
         client = client or self.client
@@ -183,17 +188,17 @@ def test_auto_takes_the_next_transport_if_the_workers_do_not_join(
 ) -> None:
     """As with NCCL between containers that can't reach each other."""
 
-    class Unreached(GlooSender):
-        def join(self) -> None:
-            super().join()
+    class Unreached(Group):
+        def join(self, refused: Callable[[], None]) -> None:
+            super().join(refused)
             raise BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
 
-    monkeypatch.setitem(SENDERS, "nccl", Unreached)
-    monkeypatch.setattr("grpo_trainer.weights.senders.choose.obstacle", lambda *_: None)
-    monkeypatch.setattr("grpo_trainer.weights.senders.choose.AUTOMATIC", ("nccl", "gloo"))
+    monkeypatch.setitem(channels.CHANNELS, "nccl", lambda way: Unreached(way, "gloo"))
+    monkeypatch.setattr(channels, "why_not", lambda *_: None)
+    monkeypatch.setattr(channels, "AUTOMATIC", ("nccl", "gloo"))
     made = Sending(server, tmp_path)
     version = made.bridge.connect(0)
-    assert made.bridge.sent.transport == "gloo"
+    assert made.channel.name == "gloo"
     made.assert_serves(version)
     with pytest.raises(BridgeError) as refused:
         Sending(server, tmp_path, broadcast_transport="nccl").bridge.connect(0)
@@ -253,15 +258,15 @@ def test_wrong_weights_do_not_pass_the_proof(
     made = Sending(server, tmp_path)
     kept: dict[str, Tensor] = {}
 
-    def swap(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def swap(self: ModelLayout, name: str, tensor: Tensor) -> dict[str, Tensor]:
         other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         part = name.split(".")[-2]
         return {name.replace(part, other.get(part, part)): tensor}
 
-    def repeat(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def repeat(self: ModelLayout, name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor if tensor.is_meta else kept.setdefault(name, tensor.clone())}
 
-    monkeypatch.setattr(Buckets, "plain", swap if fault == "swapped" else repeat)
+    monkeypatch.setattr(ModelLayout, "plain", swap if fault == "swapped" else repeat)
     made.bridge.connect(0)
     with pytest.raises(BridgeError) as refused:
         made.bridge.prove()
@@ -291,19 +296,19 @@ def test_a_trainer_that_is_killed_half_way_leaves_the_old_version_or_none(
 def test_a_server_that_is_killed_half_way_is_an_error_at_once(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 4096)
     with receiving(tmp_path) as server:
         made = Sending(server, tmp_path, broadcast_transport=transport)
         version = made.bridge.connect(0)
-        parts = Buckets.parts
+        parts = ModelLayout.parts
 
-        def kill_and_give(self: Buckets, number: int, stored: Any) -> Iterator[Any]:
+        def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
             if number == 2:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
             return parts(self, number, stored)
 
-        monkeypatch.setattr(Buckets, "parts", kill_and_give)
+        monkeypatch.setattr(ModelLayout, "parts", kill_and_give)
         made.step()
         with pytest.raises((BridgeError, ServerError)):
             made.bridge.publish(version + 1)
@@ -321,8 +326,8 @@ def test_a_server_that_was_not_started_for_it_is_refused(tmp_path: Path) -> None
         with pytest.raises(BridgeError) as refused:
             made.bridge.connect(0)
         assert "--receive-weights" in refused.value.fix
-        body = {"boot_id": "x", "source": {"kind": "disk", "folder": "/"}, "buckets": []}
-        assert httpx.post(f"{url}/bridge/weights/open", json=body, trust_env=False).status_code == 409
+        body = {"boot_id": "x", "spec": {"kind": "disk", "folder": "/"}, "buckets": []}
+        assert httpx.post(f"{url}/channels", json=body, trust_env=False).status_code == 409
 
 
 # ------------------------------------------------------------------------------- models, shards, and whole runs
@@ -384,12 +389,12 @@ def test_the_wrong_ranks_shard_does_not_pass_the_proof(
 ) -> None:
     """Each worker gets the other one's half of a matrix: of its outputs, or of its inputs."""
 
-    def exchange(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def exchange(self: ModelLayout, name: str, tensor: Tensor) -> dict[str, Tensor]:
         is_it = f"{part}.weight" in name
         return {name: torch.cat(tensor.chunk(2, dim)[::-1], dim) if is_it else tensor}
 
     made = Sending(sharded, tmp_path)
-    monkeypatch.setattr(Buckets, "plain", exchange)
+    monkeypatch.setattr(ModelLayout, "plain", exchange)
     made.bridge.connect(0)
     with pytest.raises(BridgeError) as refused:
         made.bridge.prove()

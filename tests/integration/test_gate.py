@@ -112,7 +112,7 @@ def test_who_publishes_shows_the_key(keyed: Serving) -> None:
     body = adapter_bytes(keyed, seed=1)
     for key in ("", "Bearer secre", "secret2"):
         headers = {"authorization": key, "content-type": SAFETENSORS_MEDIA_TYPE}
-        for route in ("/lora/load", "/lora/channel", "/lora/channel/close", "/lora/unload"):
+        for route in ("/lora/load", "/channels", "/channels/close", "/lora/unload"):
             assert keyed.post(route, body, **headers).status_code == 401
     assert keyed.get("/lora/status").json()["load_count"] == 0
     trainer = Trainer(keyed, vllm_api_key=None)

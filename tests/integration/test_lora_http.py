@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from grpo_trainer.weights.packed import HostCopy, PackedAdapter
+from grpo_trainer.weights.layout import AdapterLayout
 from tests.bridge_contract import Trainer, contract
 from tests.integration.serving import Serving, shared_server
 from tests.processes import wait_for
@@ -24,7 +24,7 @@ def adapter_bytes(server: Serving, seed: int) -> bytes:
     trainer = Trainer(server)
     fill_b(trainer.model, seed)
     with trainer.swap:
-        return bytes(HostCopy(PackedAdapter(trainer.model, torch.float32)).take())
+        return AdapterLayout(trainer.model, torch.float32).pack_file().numpy().tobytes()
 
 
 @pytest.fixture

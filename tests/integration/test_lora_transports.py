@@ -5,12 +5,13 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.weights.transports import choose
+from grpo_trainer.weights import channels
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
 from tests.integration.serving import serving, shared_server
 from tests.processes import free_port
@@ -20,7 +21,7 @@ from vllm_server.protocol import LoraLoadRequest
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", "gloo"])
 def made(request: pytest.FixtureRequest) -> Iterator[Contract]:
     with contract(shared_server(), request.param) as opened:
         yield opened
@@ -51,29 +52,32 @@ def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.L
         probe, answered = trainer.ask()
         assert answered == first and trainer.gap(probe) < 1e-3
     on_a_cpu = Problem("trainer", "a CPU", "a GPU")
-    chosen = [record.args for record in caplog.records if record.name == choose.__name__]
-    assert chosen == [("memory", f" (not cuda_ipc: {on_a_cpu}; not nccl: {on_a_cpu})")]
+    chosen = [record.args for record in caplog.records if record.name == channels.__name__]
+    assert chosen == [("memory", f" (not nccl: {on_a_cpu}; not cuda_ipc: {on_a_cpu})")]
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
 def test_a_server_on_a_cpu_refuses_channels_and_goes_on(kind: str) -> None:
     with contract(shared_server(), "memory") as made:
         made.publish(made.first)
-        packed = made.packed()
-        there = {"gpu_uuid": "GPU-of-the-trainer", "nbytes": packed.nbytes, "adapter_config": packed.settings}
-        there |= {"kind": kind, "header": b64encode(packed.header).decode()}
-        there |= {"handle": [0, "AA=="]} if kind == "cuda_ipc" else {"unique_id": "A" * 172, "world_size": 2}
-        refused = made.server.post("/lora/channel", there)
+        layout = made.layout()
+        there: dict[str, Any] = {"boot_id": made.trainer.client.wait_until_ready().boot_id}
+        there |= {"buckets": [b64encode(layout.headers[0]).decode()], "adapter_config": layout.settings}
+        spec = {"kind": "cuda_ipc", "gpu_uuid": "GPU-of-the-trainer", "storages": [[0, "AA=="]]}
+        if kind == "nccl":
+            spec = {"kind": "group", "backend": "nccl", "meet": "A" * 172, "world_size": 2}
+        there["spec"] = spec
+        refused = made.server.post("/channels", there)
         assert refused.status_code == 422, refused.text
         error = refused.json()["error"]
         assert error["param"] == "channel"
         assert ("GPU-of-the-trainer" if kind == "cuda_ipc" else "libnccl.so.2") in error["got"]
-        for field, wrong in (("nbytes", packed.nbytes - 4), ("header", "AAAA")):
-            refused = made.server.post("/lora/channel", there | {field: wrong})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (422, field)
+        for field, wrong, status in (("buckets", ["AAAA"], 422), ("boot_id", "another", 409)):
+            refused = made.server.post("/channels", there | {field: wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
         unknown = made.server.post("/lora/load", {"channel": "c0ffee", "version": made.first + 1})
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "channel")
-        assert made.server.post("/lora/channel/close", {"channel": "c0ffee"}).json() == {"status": "closed"}
+        assert made.server.post("/channels/close", {"channel": "c0ffee"}).json() == {"status": "closed"}
         made.assert_serves(made.first)
 
 

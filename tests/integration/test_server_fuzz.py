@@ -24,11 +24,11 @@ from tests.processes import free_port, tail
 from tests.runs import finished, member, rows, started, wait_for_step
 from vllm_server import protocol
 from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE, TokenPrompt
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest
 
 pytestmark = pytest.mark.timeout(900)
 
 BODIES = 4_000
-CHANNEL = {"gpu_uuid": "GPU-1", "nbytes": 64, "header": "AAAA", "adapter_config": {"r": 8}}
 GOOD: dict[str, dict[str, Any]] = {
     protocol.GENERATE_ROUTE: {
         **{"prompt": "1+1=", "n": 2, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
@@ -38,20 +38,19 @@ GOOD: dict[str, dict[str, Any]] = {
     },
     protocol.LORA_LOAD_ROUTE: {"adapter_path": "x", "adapter_name": "policy-v9", "version": 9, "activate": False},
     protocol.LORA_UNLOAD_ROUTE: {"adapter_name": "policy-v10000"},
-    protocol.LORA_CHANNEL_ROUTE: {"kind": "nccl", "unique_id": "AAAA", "world_size": 2, **CHANNEL},
-    protocol.LORA_CHANNEL_CLOSE_ROUTE: {"channel": "x"},
+    protocol.CHANNELS_ROUTE: {
+        "boot_id": "x",
+        "spec": {"kind": "group", "backend": "nccl", "meet": "AAAA", "world_size": 2},
+        "buckets": ["AAAA"],
+        "adapter_config": {"r": 8},
+        "staging": "on",
+    },
+    protocol.CHANNELS_CLOSE_ROUTE: {"channel": "x"},
     protocol.BRIDGE_PAUSE_ROUTE: {"mode": "keep"},
     protocol.BRIDGE_UPDATE_BEGIN_ROUTE: {"boot_id": "x", "in_flight": "keep", "timeout_s": 1.0},
     protocol.BRIDGE_UPDATE_END_ROUTE: {"token": "x", "version": 1, "torn": False},
-    protocol.BRIDGE_WEIGHTS_OPEN_ROUTE: {
-        "boot_id": "x",
-        "source": {"kind": "disk", "folder": "/"},
-        "buckets": ["AAAA"],
-        "staging": "on",
-    },
     protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: {"channel": "x", "timeout_s": 1.0},
     protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: {"channel": "x", "token": "x"},
-    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: {"channel": "x"},
 }
 """A whole body of each of our routes that has one."""
 
@@ -179,15 +178,13 @@ def test_thousands_of_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: 
 KINDS: dict[str, Any] = {
     protocol.LORA_LOAD_ROUTE: protocol.LoraLoadRequest,
     protocol.LORA_UNLOAD_ROUTE: protocol.LoraUnloadRequest,
-    protocol.LORA_CHANNEL_ROUTE: protocol.ChannelRequest,
-    protocol.LORA_CHANNEL_CLOSE_ROUTE: protocol.ChannelCloseRequest,
+    protocol.CHANNELS_ROUTE: ChannelRequest,
+    protocol.CHANNELS_CLOSE_ROUTE: ChannelCloseRequest,
     protocol.BRIDGE_PAUSE_ROUTE: protocol.PauseRequest,
     protocol.BRIDGE_UPDATE_BEGIN_ROUTE: protocol.UpdateBeginRequest,
     protocol.BRIDGE_UPDATE_END_ROUTE: protocol.UpdateEndRequest,
-    protocol.BRIDGE_WEIGHTS_OPEN_ROUTE: protocol.WeightsOpenRequest,
     protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: protocol.WeightsStageRequest,
     protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: protocol.WeightsApplyRequest,
-    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: protocol.ChannelCloseRequest,
 }
 SAMPLING = {
     "n": {"type": "integer", "minimum": 1, "maximum": 8},

@@ -15,7 +15,7 @@ from tests.integration.serving import Serving, shared_server
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 ROUTES = (
-    *("/generate", "/lora/load", "/lora/unload", "/lora/channel", "/lora/channel/close", "/bridge/update/begin"),
+    *("/generate", "/lora/load", "/lora/unload", "/channels", "/channels/close", "/bridge/update/begin"),
     *("/bridge/update/end", "/bridge/pause"),
 )
 GOOD = {"prompt": "1", "max_tokens": 1, "temperature": 0.5, "model": "policy", "boot_id": "x", "adapter_path": "q"}

@@ -7,7 +7,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,24 +20,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.model.export import stored_tensors
-from grpo_trainer.weights import broadcast
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
-from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.build import weights_folder
-from grpo_trainer.weights.gpus import TrainerPlace, obstacle
-from grpo_trainer.weights.senders.choose import AUTOMATIC, SENDERS
-from grpo_trainer.weights.senders.disk import FolderSender
-from grpo_trainer.weights.senders.main_memory import MemorySender
-from grpo_trainer.weights.senders.sender import NotInPlaceError, Way
+from grpo_trainer.weights.channels import Channel, MainMemory, ModelFiles, TrainerPlace, Way
+from grpo_trainer.weights.layout import ModelLayout
 from tests.golden.models import CONFIGS, random_model
-from tests.unit.factories import OURS, bridge_info, refusing, worker
-from vllm_server.protocol import BridgeInfo, DiskSource, Staging, WeightsOpenRequest, WeightsOpenResponse, file_parts
+from tests.unit.factories import OURS, bridge_info, worker
+from vllm_server.protocol import file_parts
+from vllm_server.protocol.channels import Staging
 from vllm_server.protocol.file_parts import PartThreads
+from vllm_server.worker import channels as worker_channels
 from vllm_server.worker.packed import Layout, layout_of
-from vllm_server.worker.sources import FolderReader, MemoryMap
 
 CPU = torch.device("cpu")
 LIMIT = 40_000
@@ -53,122 +49,6 @@ def tensors_of(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "described", "possible"),
-    [
-        (TrainerPlace(OURS, "here"), bridge_info(), {"cuda_ipc"}),
-        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS), {"cuda_ipc", "nccl"}),
-        (TrainerPlace(OURS, "here", sharded=True), bridge_info(SEES_OURS), {"nccl", "main_memory"}),
-        (TrainerPlace(OURS, "here", sharded=True), bridge_info(), {"main_memory"}),  # on our GPU
-        (TrainerPlace(OURS, "here", sharded=True), bridge_info(worker(uuid=OTHER), machine="there"), {"nccl"}),
-        (TrainerPlace("", "here", sharded=True), bridge_info(worker(uuid="")), {"main_memory"}),
-        (TrainerPlace(OURS, "here"), APART, {"nccl"}),
-        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS, worker(1, OTHER)), {"nccl"}),  # one does not see our GPU
-        (TrainerPlace(OURS, "here"), bridge_info(worker(), worker(1, OTHER)), set()),  # and one is on it
-        (TrainerPlace(OURS, "here"), bridge_info(machine="there"), set()),  # the same GPU cannot be there
-        (TrainerPlace("", "here"), bridge_info(), set()),
-        (TrainerPlace("", "here"), bridge_info(worker(uuid="")), set()),
-    ],
-)
-def test_senders_that_work_where(trainer: TrainerPlace, described: BridgeInfo, possible: set[str]) -> None:
-    found = {name for name in SENDERS if obstacle(name, trainer, described) is None}
-    assert found == possible | {"gloo", "disk"}
-
-
-@pytest.mark.parametrize(
-    ("sharded", "machine", "chosen"), [(True, "here", "main_memory"), (True, "there", "nccl"), (False, "here", "nccl")]
-)
-def test_only_sharded_weights_on_the_servers_machine_go_by_main_memory(
-    sharded: bool, machine: str, chosen: str
-) -> None:
-    trainer, described = TrainerPlace(OURS, "here", sharded), bridge_info(worker(uuid=OTHER), machine=machine)
-    assert next(name for name in AUTOMATIC if obstacle(name, trainer, described) is None) == chosen
-
-
-UNREACHED = BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
-
-
-class Server:
-    """One that opens every channel, or refuses."""
-
-    def __init__(self, refusal: Exception | None = None) -> None:
-        self.refusal = refusal
-        self.said: list[str] = []
-
-    def open_weights(self, asked: WeightsOpenRequest) -> WeightsOpenResponse:
-        assert isinstance(asked.source, DiskSource)
-        self.said.append(f"open {asked.source.folder}")
-        self.staging = asked.staging
-        if self.refusal is not None:
-            raise self.refusal
-        return WeightsOpenResponse(channel="c", staged=False, staging_bytes=0)
-
-    def close_weights(self, name: str) -> None:
-        self.said.append(f"close {name}")
-
-
-class Sender:
-    def __init__(self, name: str, error: Exception | None = None) -> None:
-        self.name, self.error, self.closed = name, error, False
-        self.source = DiskSource(folder=name)
-
-    def join(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def reach(
-    server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    *senders: Sender,
-    staging: Staging = "off",
-    info: BridgeInfo | None = None,
-    gpus: tuple[str, ...] = (),
-) -> Any:
-    """Open a channel from a trainer on the GPU `own`, whose processes are on `gpus`."""
-
-    def found(*_: Any) -> Iterator[Any]:
-        yield from senders
-
-    monkeypatch.setattr(broadcast, "senders", found)
-    monkeypatch.setattr(broadcast, "REASON_SECONDS", 5.0)
-    monkeypatch.setattr(broadcast.TrainerPlace, "of", lambda tensor: TrainerPlace("own", "here"))
-    config: Any = SimpleNamespace(broadcast_transport="auto", broadcast_staging=staging, in_flight="keep")
-    nothing: Any = None
-    talks: Any = server
-    url, folder = "http://host", Path("/none")
-    bridge = BroadcastBridge(config, nothing, nothing, talks, url, folder, 8, "float32", gpus=gpus)
-    stored = {"w": torch.zeros(1)}
-    way: Any = SimpleNamespace(info=info or bridge_info(), buckets=SimpleNamespace(headers=[b"header"]), stored=stored)
-    return bridge._reach(way)[0]  # pyright: ignore[reportPrivateUsage]
-
-
-def test_broadcast_uses_the_first_sender_that_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, first, second = Server(), Sender("nccl"), Sender("gloo")
-    assert reach(server, monkeypatch, first, second) is first
-    assert server.said == ["open nccl"] and not first.closed
-
-
-def test_broadcast_tries_the_next_sender_when_the_server_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, first, second = Server(), Sender("nccl", UNREACHED), Sender("gloo")
-    assert reach(server, monkeypatch, first, second) is second
-    assert server.said[-2:] == ["close ", "open gloo"]
-    assert first.closed and not second.closed
-
-
-@pytest.mark.parametrize("error", [UNREACHED, ServerError("refused", field="weights")])
-def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    last = Sender("gloo", error)
-    with pytest.raises(type(error)) as raised:
-        reach(Server(), monkeypatch, Sender("nccl", UNREACHED), last)
-    assert raised.value is error and last.closed
-    with refusing(ServerError, "weights"):  # by the server's side
-        reach(Server(ServerError("refused", field="weights")), monkeypatch, Sender("gloo"))
-
-
-@pytest.mark.parametrize(
     ("gpu", "gpus", "asked", "wanted"),
     [
         ("own", (), "auto", "off"),
@@ -180,9 +60,22 @@ def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.Mon
 def test_memory_that_a_trainer_process_plans_to_use_is_not_taken_for_staging(
     gpu: str, gpus: tuple[str, ...], asked: Staging, wanted: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, info = Server(), bridge_info(worker(uuid=gpu))
-    reach(server, monkeypatch, Sender("gloo"), staging=asked, info=info, gpus=gpus)
-    assert server.staging == wanted
+    """The trainer's own GPU is `own`; its processes are on `gpus`."""
+    staged: list[Staging] = []
+
+    def opened(name: str, way: Way, server: object, staging: Staging) -> Channel:
+        staged.append(staging)
+        return Channel()
+
+    monkeypatch.setattr("grpo_trainer.weights.broadcast.open_channel", opened)
+    monkeypatch.setattr(TrainerPlace, "of", lambda tensor: TrainerPlace("own", "here"))
+    config: Any = SimpleNamespace(broadcast_transport="gloo", broadcast_staging=asked, in_flight="keep")
+    policy: Any = SimpleNamespace(model=random_model("qwen2"))
+    server: Any = SimpleNamespace(url="http://host:1")
+    weights = PresentWeights(lambda: tensors_of(policy.model))
+    bridge = BroadcastBridge(config, policy, weights, server, Path("/none"), 8, "float32", gpus=gpus)
+    bridge._open(bridge_info(worker(uuid=gpu)))  # pyright: ignore[reportPrivateUsage]
+    assert staged == [wanted]
 
 
 def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
@@ -227,7 +120,7 @@ def test_present_weights_are_gathered_again_once_they_change() -> None:
     weights.of(1, torch.float32)
     assert shards.count == 1
     weights.of(2, torch.float32)
-    bridge = BroadcastBridge(NOTHING, NOTHING, weights, NOTHING, "http://server", Path("/x"), 8, "float32")
+    bridge = BroadcastBridge(NOTHING, NOTHING, weights, NOTHING, Path("/x"), 8, "float32")
     with bridge.updating():
         shards.weights["w"] *= 2
     assert weights.of(2, torch.float32)["w"][0] == 2.0 and shards.count == 3
@@ -279,7 +172,7 @@ def test_present_weights_are_read_by_another_process() -> None:
 def test_buckets_together_are_the_checkpoint(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = random_model(architecture)
     stored = tensors_of(model)
-    buckets = Buckets(model, stored, dtype, LIMIT)
+    buckets = ModelLayout(model, stored, dtype, LIMIT)
     assert len(buckets) > 1
     sent: dict[str, torch.Tensor] = {}
     buffer_E = torch.empty(buckets.largest, dtype=dtype)
@@ -298,7 +191,7 @@ def test_buckets_together_are_the_checkpoint(architecture: str, dtype: torch.dty
 def test_buckets_have_the_weights_of_now() -> None:
     model = random_model(sorted(CONFIGS)[0])
     stored = tensors_of(model)
-    buckets = Buckets(model, stored, torch.float32)
+    buckets = ModelLayout(model, stored, torch.float32)
     buffer_E = torch.empty(buckets.largest)
     before = buckets.pack(0, stored, buffer_E).clone()
     with torch.no_grad():
@@ -325,20 +218,26 @@ def gathering(model: PreTrainedModel) -> PresentWeights:
 
 
 def way_of(model: PreTrainedModel, weights: PresentWeights) -> Way:
-    buckets, gathered = Buckets(model, weights.own(), torch.bfloat16, limit=2048), weights.gathered(torch.bfloat16)
-    return Way("http://server", bridge_info(), Path("/none"), buckets, weights.own(), gathered)
+    layout, gathered = ModelLayout(model, weights.own(), torch.bfloat16, limit=2048), weights.gathered(torch.bfloat16)
+    return Way(layout, bridge_info(), "", Path("/none"), stored=weights.own(), gathered=gathered)
+
+
+def model_layout(way: Way) -> ModelLayout:
+    assert isinstance(way.layout, ModelLayout)
+    return way.layout
 
 
 def layouts_of(way: Way) -> list[Layout]:
-    return [layout_of(header, "") for header in way.buckets.headers]
+    return [layout_of(header, "") for header in way.layout.headers]
 
 
 def test_main_memory_brings_each_version_as_it_would_be_packed(model: PreTrainedModel) -> None:
     weights = gathering(model)
     way = way_of(model, weights)
-    sender, layouts = MemorySender(way), layouts_of(way)
+    sender, layouts = MainMemory(way), layouts_of(way)
     assert len(layouts) > 2 and sender.is_ahead
-    mapped = MemoryMap(sender.source, layouts, CPU)
+    spec: Any = sender.spec
+    mapped = worker_channels.MainMemory(spec, layouts, CPU)
     for version in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -346,7 +245,7 @@ def test_main_memory_brings_each_version_as_it_would_be_packed(model: PreTrained
         sender.send(version, weights.of(version, torch.bfloat16))
         for number, layout in enumerate(layouts):
             got_E = torch.zeros(layout.numel, dtype=torch.bfloat16)
-            wanted_E = way.buckets.pack(number, tensors_of(model), torch.zeros_like(got_E))
+            wanted_E = model_layout(way).pack(number, tensors_of(model), torch.zeros_like(got_E))
             mapped.fill(version, number, got_E)
             assert torch.equal(got_E, wanted_E) and got_E.any()
 
@@ -355,7 +254,8 @@ def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     way = way_of(model, gathering(model))
-    source, layouts = MemorySender(way).source, layouts_of(way)
+    source: Any = MainMemory(way).spec
+    layouts = layouts_of(way)
     file = tmp_path / "memory"
     file.write_bytes(bytes(source.nbytes))
     link = tmp_path / "link"
@@ -371,8 +271,8 @@ def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
         (replace(source, tensors={**source.tensors, first: short}), first),
     ):
         with pytest.raises(ValueError, match=named):
-            MemoryMap(wrong, layouts, CPU)
-    MemoryMap(source, layouts, CPU)
+            worker_channels.MainMemory(wrong, layouts, CPU)
+    worker_channels.MainMemory(source, layouts, CPU)
 
 
 def test_without_memory_that_processes_can_share_weights_take_another_way(
@@ -383,8 +283,8 @@ def test_without_memory_that_processes_can_share_weights_take_another_way(
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
     weights = gathering(model)
-    with pytest.raises(NotInPlaceError):
-        MemorySender(way_of(model, weights))
+    with pytest.raises(BridgeError):
+        MainMemory(way_of(model, weights))
     found = weights.of(1, torch.float32)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(model).items())
 
@@ -404,15 +304,15 @@ def test_what_is_converted_for_a_checkpoint_takes_another_way() -> None:
     """transformers fuses a mixture's experts, which a checkpoint has apart."""
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
-    with pytest.raises(NotInPlaceError) as refused:
-        MemorySender(way_of(mixture, gathering(mixture)))
+    with pytest.raises(BridgeError) as refused:
+        MainMemory(way_of(mixture, gathering(mixture)))
     assert "experts" in refused.value.got
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a small model takes several parts, and the last one is smaller."""
-    for module in ("vllm_server.protocol.file_parts", "vllm_server.worker.sources"):
+    for module in ("vllm_server.protocol.file_parts", "vllm_server.worker.channels"):
         monkeypatch.setattr(f"{module}.PART_BYTES", 3000)
 
 
@@ -423,10 +323,11 @@ class Sent:
         model = random_model(architecture)
         self.folder = folder
         self.stored = tensors_of(model)
-        self.buckets = Buckets(model, self.stored, dtype, LIMIT)
-        self.sender = FolderSender(Way("", bridge_info(), folder, self.buckets, self.stored))
-        self.reader = FolderReader(self.sender.source, self.buckets.headers, CPU)
-        self.sender.join()
+        self.buckets = ModelLayout(model, self.stored, dtype, LIMIT)
+        self.sender = ModelFiles(Way(self.buckets, bridge_info(), "", folder, stored=self.stored))
+        spec: Any = self.sender.spec
+        self.reader = worker_channels.Folder(spec, self.buckets.headers, CPU)
+        self.sender.join(lambda: None)
 
     def packed(self, number: int) -> Tensor:
         return self.buckets.pack(number, self.stored, torch.empty(self.buckets.largest, dtype=self.buckets.dtype))

@@ -15,15 +15,17 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
 from tests.unit.factories import refusing, story
+from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
-from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
+from vllm_server.fence import Fence
+from vllm_server.protocol import LoraLoadRequest
 from vllm_server.protocol.adapter_config import SERVABLE, refusals
-from vllm_server.publisher import Bodies, Channels, delivered_by, from_body
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, CudaIpcSpec, GroupSpec
+from vllm_server.publisher import Bodies, delivered_by, from_body, from_channel
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 TENSORS = {f"{MODULE}.lora_A.weight": torch.ones(4, 6), f"{MODULE}.lora_B.weight": torch.ones(6, 4)}
-NBYTES = 4 * (4 * 6 + 6 * 4)
 
 
 def adapter(config: object = CONFIG, tensors: dict[str, torch.Tensor] = TENSORS) -> bytes:
@@ -35,91 +37,102 @@ def header(data: bytes) -> str:
 
 
 def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
-    fields = {"gpu_uuid": "GPU-1", "nbytes": NBYTES, "header": header(adapter()), "adapter_config": CONFIG, **changed}
-    if kind == "nccl":
-        return NcclChannel(unique_id="", world_size=2, **fields)
-    return CudaIpcChannel(handle=[0], **fields)
+    spec: Any = CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]])
+    if kind != "cuda_ipc":
+        spec = GroupSpec(backend=kind, meet="", world_size=2)  # pyright: ignore[reportArgumentType]
+    fields: dict[str, Any] = {"buckets": [header(adapter())], "adapter_config": CONFIG, **changed}
+    return ChannelRequest(boot_id="b", spec=spec, **fields)
 
 
-class StandInEngine:
-    """Remembers what it was asked; fails to open if the test sets it to fail."""
+class Workers:
+    """Two workers that remember what is open; the second refuses if the test sets it to."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
         self.fails = False
+        nothing: Any = None
+        self.fence = Fence("b", nothing, on_version=lambda version: None, writable=False)
 
-    async def open_channel(self, name: str, request: ChannelRequest) -> None:
-        if self.fails:
-            raise ServeError(422, "channel", got="no", wanted="yes", fix="none")
-        self.open.append(name)
+    async def call(self, method: str, *, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        if method == "grpo_close_channel":
+            self.open.remove(args[0])
+            return [{}, {}]
+        self.open.append(args[0])
+        answer = {"staging_bytes": 0}
+        return [answer, {"refused": "no"} if self.fails else answer]
 
-    async def close_channel(self, name: str) -> None:
-        self.open.remove(name)
+    def channels(self) -> Channels:
+        return Channels(self.call, self.fence, accepts=False, max_rank=8)
 
 
 @story
 async def test_channels_hold_the_newest_alone() -> None:
-    channels = Channels(engine := StandInEngine())
-    first = await channels.open(channel(), 8)
-    assert engine.open == [first]
-    second = await channels.open(channel("nccl"), 8)
-    assert engine.open == [second]
+    channels = (workers := Workers()).channels()
+    first = (await channels.open(channel())).channel
+    assert workers.open == [first] and channels.is_open
+    second = (await channels.open(channel("nccl"))).channel
+    assert workers.open == [second]
     with refusing(ServeError, "channel", 404, got=first):
-        channels.delivery(first)
-    await channels.close(first)  # a trainer that has been replaced says goodbye: not for the other
-    assert engine.open == [second]
-    await channels.close(second)
-    await channels.close(second)
-    assert engine.open == []
+        from_channel(channels, first)
+    await channels.close(ChannelCloseRequest(first))  # a trainer that has been replaced says goodbye: not for the other
+    assert workers.open == [second]
+    for _ in range(2):
+        await channels.close(ChannelCloseRequest(second))
+    assert workers.open == [] and not channels.is_open
     with refusing(ServeError, "channel", 404):
-        channels.delivery(second)
+        from_channel(channels, second)
 
 
-@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl", "gloo"])
 @story
 async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
-    channels = Channels(StandInEngine())
-    name = await channels.open(channel(kind), 8)
-    one, two = channels.delivery(name), channels.delivery(name)
+    channels = Workers().channels()
+    name = (await channels.open(channel(kind))).channel
+    one, two = from_channel(channels, name), from_channel(channels, name)
     assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
     assert (one.transport, one.channel, one.file, one.config) == (kind, name, "", CONFIG)
     assert one.said_by == "channel"
+    with refusing(ServeError, "channel", 404):  # it carries adapters
+        channels.request(name, adapters=False)
 
 
 @pytest.mark.parametrize(
     ("changed", "field", "parts"),
     [
-        ({"header": "?"}, "header", {"wanted": "base64"}),
-        ({"header": "AAAA"}, "header", {"got": "3 bytes", "wanted": "base64"}),
-        ({"nbytes": NBYTES - 4}, "nbytes", {"got": f"{NBYTES - 4}", "wanted": f"{NBYTES}"}),
+        ({"buckets": ["?"]}, "buckets", {"wanted": "base64"}),
+        ({"buckets": ["AAAA"]}, "buckets", {"got": "3 bytes", "wanted": "base64"}),
+        ({"buckets": []}, "buckets", {"got": "0 buckets"}),
+        ({"buckets": [header(adapter())] * 2}, "buckets", {"got": "2 buckets"}),
         ({"adapter_config": CONFIG | {"r": 16}}, "r", {"got": "16", "wanted": "1 to 8"}),
         ({"adapter_config": CONFIG | {"r": 2}}, f"{MODULE}.lora_A.weight", {"got": "[4, 6]", "wanted": "rank 2"}),
         ({"adapter_config": {**CONFIG, "lora_alpha": None}}, "lora_alpha", {"got": "None"}),
         ({"adapter_config": CONFIG | {"use_dora": True}}, "use_dora", {"got": "true", "fix": "use_dora=False"}),
+        ({"adapter_config": None}, "weights", {"fix": "--receive-weights"}),
     ],
 )
 @story
 async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     changed: dict[str, Any], field: str, parts: dict[str, str]
 ) -> None:
-    channels = Channels(engine := StandInEngine())
-    name = await channels.open(channel(), 8)
-    with refusing(ServeError, field, 422) as refused:
-        await channels.open(channel(**changed), 8)
+    channels = (workers := Workers()).channels()
+    name = (await channels.open(channel())).channel
+    with refusing(ServeError, field, 409 if field == "weights" else 422) as refused:
+        await channels.open(channel(**changed))
     assert all(part in getattr(refused.value, name) for name, part in parts.items())
-    assert engine.open == [name] and channels.delivery(name).channel == name
+    assert workers.open == [name] and from_channel(channels, name).channel == name
 
 
 @story
-async def test_channels_that_the_engine_cannot_open_are_not_open() -> None:
-    channels = Channels(engine := StandInEngine())
-    engine.fails = True
-    with refusing(ServeError, "channel"):
-        await channels.open(channel(), 8)
-    engine.fails = False
-    name = await channels.open(channel(), 8)  # which would close an open one first
-    assert engine.open == [name]
+async def test_channels_that_a_worker_cannot_open_are_not_open() -> None:
+    channels = (workers := Workers()).channels()
+    workers.fails = True
+    with refusing(ServeError, "channel", 422):
+        await channels.open(channel())
+    assert workers.open == []
+    workers.fails = False
+    name = (await channels.open(channel())).channel
+    assert workers.open == [name]
 
 
 BODIES = Bodies()

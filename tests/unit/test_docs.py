@@ -54,7 +54,7 @@ FLAGS_ELSEWHERE = {
     *("--min-lr", "--lr-schedul", "--some-flag"),  # of examples
     *("--nproc-per-node", "--install-completion", "--allowed-origins", "--trust-remote-code"),  # of other programs
 }
-OF_EXAMPLES = ("grpo_trainer/weights/transports/shm.py", "environments/days.py")
+OF_EXAMPLES = ("environments/days.py",)
 """Files that an example of CONTRIBUTING adds."""
 ENVIRONMENTS = (
     AgentConfig,

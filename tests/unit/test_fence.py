@@ -16,20 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.stand_ins import pass_time
 from tests.unit.factories import refusing, story
+from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
-    ChannelCloseRequest,
-    DiskSource,
     InFlight,
     UpdateBeginRequest,
     UpdateEndRequest,
     WeightsApplyRequest,
-    WeightsOpenRequest,
     WeightsStageRequest,
 )
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, FolderSpec
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.weights import WeightChannels
 
 BOOT = "boot-of-this-server"
 
@@ -292,7 +290,7 @@ async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ends(ended: bool
 
 
 HEADER = b64encode(encode_header(lay_out([("w", (2, 2))], "F32"), {})).decode()
-OPEN = WeightsOpenRequest(boot_id=BOOT, source=DiskSource(folder="/x"), buckets=[HEADER])
+OPEN = ChannelRequest(boot_id=BOOT, spec=FolderSpec(folder="/x"), buckets=[HEADER])
 
 
 class Workers:
@@ -303,7 +301,7 @@ class Workers:
         self.calls: list[str] = []
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-        name = method.removeprefix("grpo_weights_")
+        name = method.removeprefix("grpo_").removeprefix("weights_").removesuffix("_channel")
         self.calls.append(name)
         if name in self.refusals:
             return [{}, {"refused": self.refusals[name]}]
@@ -320,7 +318,10 @@ class Made:
 
     def __init__(self, workers: Workers | None = None, *, accepts: bool = True) -> None:
         self.workers, self.fence = workers or Workers(), fence_on(Engine())
-        self.channels = WeightChannels(self.workers, self.fence, accepts)
+        self.channels = Channels(self.call, self.fence, accepts, max_rank=None)
+
+    async def call(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        return await self.workers.collective_rpc(method, args=args)
 
     async def begun(self) -> tuple[str, WeightsApplyRequest]:
         """Open a channel and begin an update; return its token and the request to write version 1."""
@@ -340,7 +341,7 @@ class Made:
     ],
 )
 def test_channel_that_cannot_be_opened_reaches_no_worker(
-    asked: WeightsOpenRequest, accepts: bool, status: int, field: str
+    asked: ChannelRequest, accepts: bool, status: int, field: str
 ) -> None:
     made = Made(accepts=accepts)
     with refusing(ServeError, field, status):
@@ -359,7 +360,7 @@ def test_channel_that_not_all_workers_have_is_closed_in_all(workers: Workers) ->
 async def test_channel_writes_only_within_the_update_that_is_named() -> None:
     made = Made()
     opened = await made.channels.open(OPEN)
-    assert opened.staged and opened.staging_bytes == 16
+    assert opened.staging_bytes == 16
     await made.channels.stage(WeightsStageRequest(channel=opened.channel, version=1, timeout_s=1.0))
     with refusing(ServeError, "token"):
         await made.channels.apply(WeightsApplyRequest(channel=opened.channel, version=1, token="none"))

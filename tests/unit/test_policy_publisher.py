@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from tests.unit.factories import refusing
 from vllm_server.adapters import check_config
+from vllm_server.channels import Channels
 from vllm_server.errors import ServeError, not_finite
 from vllm_server.fence import Fence
 from vllm_server.generate import check_integers
 from vllm_server.http import endpoint, json_response, parse_body
 from vllm_server.policy import PolicyRegistry
-from vllm_server.protocol import HIGHEST_VERSION, ChannelRequest, LoraLoadRequest, LoraUnloadRequest, UpdateEndRequest
+from vllm_server.protocol import HIGHEST_VERSION, LoraLoadRequest, LoraUnloadRequest, UpdateEndRequest
 from vllm_server.publisher import Delivery, Installed, Publisher
 
 RANK = 4
@@ -45,10 +46,6 @@ class StandInEngine:
         self._event(f"add {name}")
         return Installed(slot=len(self.events), replayed=False, stall_seconds=0.0)
 
-    async def open_channel(self, name: str, request: ChannelRequest) -> None: ...
-
-    async def close_channel(self, name: str) -> None: ...
-
     async def remove(self, name: str, adapter_id: int) -> None:
         self._event(f"remove {name}")
 
@@ -60,7 +57,9 @@ class StandInEngine:
 
 def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: float = 5.0) -> Publisher:
     held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
-    return Publisher(held, StandInEngine(), (root.resolve(),), max_rank=8, room_timeout_s=timeout)
+    nothing: Any = None
+    channels = Channels(nothing, nothing, accepts=False, max_rank=8)
+    return Publisher(held, StandInEngine(), channels, (root.resolve(),), room_timeout_s=timeout)
 
 
 def engine_of(publisher: Publisher) -> StandInEngine:

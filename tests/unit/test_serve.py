@@ -206,8 +206,9 @@ def test_scaling_is_always_refused(body: object) -> None:
 )
 def test_trainer_is_known_by_weights_channel_or_publish(flag: str, channel: bool, loads: int, attached: bool) -> None:
     args = SimpleNamespace(shared_weights=flag == "shared_weights", receive_weights=flag == "receive_weights")
-    publisher = SimpleNamespace(has_channel=channel, registry=SimpleNamespace(versions=["policy-v1"] * loads))
+    publisher = SimpleNamespace(registry=SimpleNamespace(versions=["policy-v1"] * loads))
     parts: dict[str, Any] = dict.fromkeys(PolicyServer.__dataclass_fields__) | {"args": args, "publisher": publisher}
+    parts["channels"] = SimpleNamespace(is_open=channel)
     assert PolicyServer(**parts).has_trainer is attached
 
 

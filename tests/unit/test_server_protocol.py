@@ -26,8 +26,8 @@ from vllm_server.__main__ import main
 from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, TokenPrompt, nccl
 from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, header_size, lay_out
 from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
+from vllm_server.worker.channels import AdapterFiles
 from vllm_server.worker.packed import DTYPES, layout_of
-from vllm_server.worker.transports import FileReader
 
 
 @given(st.text(min_size=1), st.integers(min_value=0, max_value=10**9))
@@ -186,7 +186,7 @@ def test_we_read_what_safetensors_writes(
     assert header.metadata == {"format": "pt"}
     if header.nbytes == 0:
         return  # nothing to map
-    read = FileReader(torch.device("cpu")).read(file, "").tensors()
+    read = AdapterFiles(torch.device("cpu")).read(file, "").tensors()
     assert read.keys() == made.keys()
     assert all(torch.equal(read[name], made[name]) for name in made)
 
@@ -308,7 +308,7 @@ def test_a_file_that_became_shorter_is_a_value_error(tmp_path: Path) -> None:
     file = tmp_path / "adapter.safetensors"
     file.write_bytes(save({"a": torch.ones(4)})[:-4])
     with pytest.raises(ValueError):
-        FileReader(torch.device("cpu")).read(file, "")
+        AdapterFiles(torch.device("cpu")).read(file, "")
 
 
 class StandInLibrary:
@@ -408,5 +408,5 @@ def test_a_communicator_that_failed_is_not_used_again(library: StandInLibrary) -
         with pytest.raises(NcclError) as error:
             again()
         assert (error.value.field, error.value.got) == ("NCCL communicator", "")  # NCCL was not asked
-    communicator.close()
+    communicator.abort()
     assert library.aborted == [17]  # once

@@ -37,7 +37,7 @@ from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from grpo_trainer.shared.attach import build_skeleton
-from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.layout import ModelLayout
 from tests.golden.models import CONDITIONAL, save_model, with_adapter
 
 TOKENS = torch.randint(2, 89, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -134,7 +134,7 @@ def test_weights_are_sent_under_the_whole_models_names(tmp_path: Path, architect
     save_model(architecture, tmp_path)
     model = part(tmp_path)
     stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
-    sent = {name for each in Buckets(model, stored, torch.float32)._spans for name in (span.name for span in each)}
+    sent = {name for each in ModelLayout(model, stored, torch.float32).spans for name in (span.name for span in each)}
     named = dict(whole(tmp_path).named_parameters())
     text = {name for name in named if name.startswith("model.language_model.")}
     buffers = {name for name in sent if name.endswith("layer_scalar")}  # Gemma 4's, in its files

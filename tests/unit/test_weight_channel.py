@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.factories import refusing
-from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
+from vllm_server.protocol.channels import ChannelRequest, FolderSpec, Staging
 from vllm_server.protocol.flat import encode_header, lay_out, with_version
 from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
@@ -99,8 +99,8 @@ def opened(
     folder: Path, model: nn.Module, staging: Staging, buckets: list[list[tuple[str, tuple[int, ...]]]] = BUCKETS
 ) -> WeightChannel:
     headers = [b64encode(header(shapes)).decode() for shapes in buckets]
-    source = DiskSource(folder=str(folder))
-    request = WeightsOpenRequest(boot_id="b", source=source, buckets=headers, staging=staging)
+    spec = FolderSpec(folder=str(folder))
+    request = ChannelRequest(boot_id="b", spec=spec, buckets=headers, staging=staging)
     return WeightChannel(request, model, torch.device("cpu"), 0, 1)
 
 

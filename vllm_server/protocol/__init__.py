@@ -1,9 +1,8 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it. Only `gloo`, `file_parts` and `page_lock` need torch;
-import them from their modules. Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a
-client forbid unknown fields. Structs that go *to* a client may get new fields, so readers must ignore unknown fields,
-as msgspec does.
+It imports neither torch nor vLLM, so that both sides can use it. Only `group`, `file_parts` and `page_lock` need torch.
+Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
+Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
 
 Versions. The policy is published as numbered versions, each with a name that a server process never uses twice:
 `<lora-name>-v<N>`. Version 0 is the base model, until an adapter is published as version 0. A request that names no
@@ -15,6 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from vllm_server.protocol.channels import Transport, WeightTransport
 from vllm_server.protocol.routed_experts import RoutedShape
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -41,8 +41,8 @@ HEALTH_GENERATE_ROUTE: Final = "/health_generate"
 LORA_LOAD_ROUTE: Final = "/lora/load"
 LORA_UNLOAD_ROUTE: Final = "/lora/unload"
 LORA_STATUS_ROUTE: Final = "/lora/status"
-LORA_CHANNEL_ROUTE: Final = "/lora/channel"
-LORA_CHANNEL_CLOSE_ROUTE: Final = "/lora/channel/close"
+CHANNELS_ROUTE: Final = "/channels"
+CHANNELS_CLOSE_ROUTE: Final = "/channels/close"
 BRIDGE_INFO_ROUTE: Final = "/bridge/info"
 BRIDGE_IS_PAUSED_ROUTE: Final = "/bridge/is_paused"
 BRIDGE_PAUSE_ROUTE: Final = "/bridge/pause"
@@ -55,10 +55,8 @@ BRIDGE_DEBUG_ROUTE: Final = "/bridge/debug"
 BRIDGE_LIST_ENDPOINTS_ROUTE: Final = "/bridge/list_endpoints"
 BRIDGE_UPDATE_BEGIN_ROUTE: Final = "/bridge/update/begin"
 BRIDGE_UPDATE_END_ROUTE: Final = "/bridge/update/end"
-BRIDGE_WEIGHTS_OPEN_ROUTE: Final = "/bridge/weights/open"
 BRIDGE_WEIGHTS_STAGE_ROUTE: Final = "/bridge/weights/stage"
 BRIDGE_WEIGHTS_APPLY_ROUTE: Final = "/bridge/weights/apply"
-BRIDGE_WEIGHTS_CLOSE_ROUTE: Final = "/bridge/weights/close"
 BRIDGE_CHECKSUMS_ROUTE: Final = "/bridge/checksums"
 
 
@@ -341,10 +339,6 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 # `/lora/…`: publish adapters, and show slots.
 
 
-Transport = Literal["disk", "memory", "cuda_ipc", "nccl"]
-"""How an adapter's tensors reach the engine: a folder, the request's body, the trainer's GPU memory, or a broadcast
-between GPUs. All four have one layout, that of a safetensors file (`vllm_server.protocol.flat`)."""
-
 SAFETENSORS_MEDIA_TYPE: Final = "application/x-safetensors"
 """Content type of a `/lora/load` whose body is the adapter; name, version and activate are in the query string."""
 
@@ -388,58 +382,12 @@ class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     load_count: int
     adapter_config: dict[str, Any]
     policy_version: int
-    transport: Transport
+    transport: Transport | WeightTransport
     slot: int
     replayed: bool
     load_seconds: float
     stall_seconds: float
     unloaded: list[str]
-
-
-class CudaIpcChannel(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cuda_ipc"
-):
-    """`POST /lora/channel`: the trainer's packed adapter, in GPU memory that the engine maps.
-
-    `handle` is the result of `torch.UntypedStorage._share_cuda_()`, its bytes in base64. The first `nbytes` of the
-    storage are the tensors' data. `header` is the layout (the header of a safetensors file), in base64.
-    """
-
-    gpu_uuid: str
-    handle: list[int | bool | str]
-    nbytes: int
-    header: str
-    adapter_config: dict[str, Any]
-
-
-class NcclChannel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
-    """`POST /lora/channel`: an NCCL communicator of the trainer (rank 0) and all of the engine's workers.
-
-    `unique_id` is `ncclUniqueId` in base64, `nbytes` the size of one publish's broadcast, `header` as above.
-    """
-
-    unique_id: str
-    world_size: int
-    gpu_uuid: str
-    nbytes: int
-    header: str
-    adapter_config: dict[str, Any]
-
-
-ChannelRequest = CudaIpcChannel | NcclChannel
-
-
-class ChannelResponse(msgspec.Struct, frozen=True):
-    """Answer of `/lora/channel`: the value for `LoraLoadRequest.channel`."""
-
-    channel: str
-
-
-class ChannelCloseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /lora/channel/close`: release the trainer's memory or communicator; `POST /bridge/weights/close`: free the
-    channel's memory. A channel that is not open counts as closed."""
-
-    channel: str
 
 
 class LoraUnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -542,106 +490,11 @@ class UpdateEndResponse(msgspec.Struct, frozen=True, kw_only=True):
 # ----------------------------------------------------------------------------------------------------------------------
 # `/bridge/weights/…`: all weights of a policy, sent into a running server.
 #
-# A trainer opens a channel once, and closes it by a `ChannelCloseRequest`. For each version it has the server receive
-# the weights and write them within the fence of `/bridge/update/…`:
+# For each version the trainer has the server receive the weights by the open channel (`channels`) and write them within
+# the fence of `/bridge/update/…`. Weights have the names and shapes of the model's checkpoint:
 #
 #     staged      stage ─▶ update/begin ─▶ apply ─▶ update/end      received while the server generates
 #     not staged           update/begin ─▶ apply ─▶ update/end      received while generation is held
-#
-# Weights have the names and shapes of the model's checkpoint. They travel in buckets, whose layout is that of a
-# safetensors file (`vllm_server.protocol.flat`).
-
-
-WeightTransport = Literal["cuda_ipc", "nccl", "main_memory", "gloo", "disk"]
-"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs, mapped from the trainer's
-main memory, broadcast between the processes' main memories, or in files that both see."""
-
-Staging = Literal["auto", "on", "off"]
-"""Whether weights are received into memory of their own while the server generates; auto: if there is room."""
-
-
-class NcclSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
-    """An NCCL communicator of the trainer (rank 0) and the engine's workers; `unique_id` in base64."""
-
-    unique_id: str
-    world_size: int
-
-
-class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gloo"):
-    """A Gloo group of the trainer (rank 0) and the engine's workers. Its ranks meet at a store of the trainer."""
-
-    host: str
-    port: int
-    world_size: int
-
-
-class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="disk"):
-    """A folder with a subfolder for the present version, by its number; in it one safetensors file for each bucket:
-    `0.safetensors` and so on. It has its name only while it is complete. Each file's metadata names the version."""
-
-    folder: str
-
-
-class MappedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor in the trainer's memory: number of its storage, and its place there in elements of its dtype."""
-
-    storage: int
-    offset: int
-    shape: list[int]
-    stride: list[int]
-    dtype: str
-
-
-class CudaIpcSource(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cuda_ipc"
-):
-    """The trainer's own parameters, which the engine maps: they have the weights of each version when it is asked for.
-
-    `storages` are results of `torch.UntypedStorage._share_cuda_()`, their bytes in base64. `tensors` has every tensor
-    of the buckets by name, in any float dtype.
-    """
-
-    gpu_uuid: str
-    storages: list[list[int | bool | str]]
-    tensors: dict[str, MappedTensor]
-
-
-class MainMemorySource(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="main_memory"
-):
-    """Main memory of the trainer, which the engine maps. It has a version's weights when the engine is asked for them.
-
-    The memory, of `nbytes` bytes, is a Linux memfd: `path` opens it in `/proc`, and `name` is the one that it was made
-    with. It is the only storage of `tensors`, which has every tensor of the buckets by name.
-    """
-
-    name: str
-    path: str
-    nbytes: int
-    tensors: dict[str, MappedTensor]
-
-
-Source = CudaIpcSource | NcclSource | MainMemorySource | GlooSource | DiskSource
-
-
-class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/weights/open`: open a channel; it replaces the open one.
-
-    `boot_id` must be the server's own (409 otherwise). `buckets` has the header of each bucket, in base64.
-    """
-
-    boot_id: str
-    source: Source
-    buckets: list[str]
-    staging: Staging = "auto"
-
-
-class WeightsOpenResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`staged`: whether versions are staged. `staging_bytes`: memory that each worker has set aside for that."""
-
-    channel: str
-    staged: bool
-    staging_bytes: int
 
 
 class WeightsStageRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

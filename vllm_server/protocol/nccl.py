@@ -23,7 +23,11 @@ _UINT8 = 1  # ncclDataType_t: ncclUint8
 _POLL_S = 0.0002
 
 
-class NcclError(UserError, RuntimeError):
+class GroupError(UserError, RuntimeError):
+    """A rank of a group has ended, or did not answer in time; the group is unusable."""
+
+
+class NcclError(GroupError):
     """NCCL failed, or a partner did not answer in time; the communicator is unusable.
 
     `field` is the attempted operation: `NCCL broadcast`.
@@ -166,12 +170,8 @@ class Communicator:
         return status.value
 
     def abort(self) -> None:
-        """Abort without the others: kernels that wait for them return. Any thread may call this."""
+        """Leave without the others, which may have exited: kernels that wait for them return. For any thread."""
         with self._using:
             if self._handle:
                 handle, self._handle = self._handle, ctypes.c_void_p()
                 library().ncclCommAbort(handle)
-
-    def close(self) -> None:
-        """Leave the communicator by an abort: an orderly close would need the others, which may have exited."""
-        self.abort()

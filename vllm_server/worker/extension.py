@@ -10,38 +10,51 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from vllm_server.forking import GUARDED_VARIABLE
-from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel, WeightsOpenRequest
 from vllm_server.protocol.bridge_config import Handle
-from vllm_server.protocol.nccl import NcclError
+from vllm_server.protocol.channels import ChannelRequest
+from vllm_server.protocol.nccl import GroupError
 from vllm_server.worker import routed_experts
+from vllm_server.worker.channels import AdapterChannel, AdapterFiles, gpu_uuid, settings_of
 from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.shared_weights import Exported, checksum, dtype_name, plain_parameters, share
 from vllm_server.worker.slots import AdapterSlots
-from vllm_server.worker.transports import CudaIpcReceiver, FileReader, NcclReceiver, gpu_uuid
 from vllm_server.worker.weights import WeightChannel
+
+C = TypeVar("C", AdapterChannel, WeightChannel)
 
 
 @dataclass
 class PolicyState:
-    """A worker's adapters and open channels."""
+    """A worker's adapters."""
 
     slots: AdapterSlots
-    files: FileReader
-    channels: dict[str, CudaIpcReceiver | NcclReceiver] = field(default_factory=dict)
+    files: AdapterFiles
 
 
-def settings_of(config: dict[str, Any]) -> str:
-    """Return the settings that change how an adapter's tensors are used, as text."""
-    return f"r{config['r']} alpha{config['lora_alpha']} rslora{bool(config.get('use_rslora'))}"
+REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError)
+"""What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
+
+
+def _refusing(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have a method return why the trainer's request can't be carried out, instead of raising it."""
+
+    @wraps(method)
+    def call(*args: Any) -> dict[str, Any]:
+        try:
+            return method(*args)
+        except REFUSALS as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
+
+    return call
 
 
 class PolicyWorker:
@@ -67,29 +80,35 @@ class PolicyWorker:
         found = plain_parameters(self.get_model())  # type: ignore[attr-defined]  # the worker's own
         return {name: {"shape": list(p.shape), "dtype": dtype_name(p)} for name, p in found.items()}
 
+    @_refusing
     def grpo_open_channel(self, name: str, request: str) -> dict[str, Any]:
-        """Map the trainer's memory, or join its communicator (a `ChannelRequest` as JSON)."""
-        state = self._grpo()
+        """Open this worker's end of a channel (a `ChannelRequest` as JSON); return the bytes set aside for staging."""
         asked = msgspec.json.decode(request, type=ChannelRequest)
-        settings = settings_of(asked.adapter_config)
-        try:
-            with state.slots.writing():
-                match asked:
-                    case CudaIpcChannel():
-                        state.channels[name] = CudaIpcReceiver(asked, settings, self.device)
-                    case NcclChannel():
-                        state.channels[name] = NcclReceiver(asked, settings, self.device, self._grpo_rank())
-        except (ValueError, TypeError, RuntimeError) as error:  # a bad handle, missing memory, no NCCL, …
-            return {"refused": str(error)}
-        return {}
+        if asked.adapter_config is not None:
+            with self._grpo().slots.writing():
+                channel = AdapterChannel(asked, self.device, self._grpo_rank())
+        else:
+            model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
+            shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
+            channel = WeightChannel(asked, model, self.device, self._grpo_rank(), shards)
+        self.__dict__["_grpo_open"] = name, channel
+        return {"staging_bytes": channel.staging_bytes}
 
     def grpo_close_channel(self, name: str) -> None:
-        """Close the channel. A channel that is not open needs no closing."""
-        state = self._grpo()
-        receiver = state.channels.pop(name, None)
-        if receiver is not None:
-            state.slots.forget_views()
-            receiver.close()
+        """Free the channel's memory, or leave its group. A channel that is not open needs no closing."""
+        known, channel = self.__dict__.get("_grpo_open", ("", None))
+        if channel is None or known != name:
+            return
+        del self.__dict__["_grpo_open"]
+        if isinstance(channel, AdapterChannel):
+            self._grpo().slots.forget_views()
+        channel.close()
+
+    def _grpo_channel(self, name: str, kind: type[C]) -> C:
+        known, channel = self.__dict__.get("_grpo_open", ("", None))
+        if known != name or not isinstance(channel, kind):
+            raise ValueError(f"channel {name} is not open")
+        return channel
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
         """Write the adapter of a safetensors file or a channel into a slot.
@@ -99,16 +118,14 @@ class PolicyWorker:
         started = time.perf_counter()
         state = self._grpo()
         settings = msgspec.json.decode(config)
-        if channel and channel not in state.channels:
-            return {"refused": f"channel {channel} is not open"}
         try:
             with state.slots.writing():
                 if channel:
-                    adapter = state.channels[channel].receive()
+                    adapter = self._grpo_channel(channel, AdapterChannel).receive()
                 else:
                     adapter = state.files.read(Path(file), settings_of(settings))
                 installed = state.slots.install(adapter_id, adapter, settings)
-        except NcclError as error:
+        except GroupError as error:
             self.grpo_close_channel(channel)
             return {"refused": str(error)}
         except NotFiniteError as error:
@@ -127,30 +144,13 @@ class PolicyWorker:
         if state is None:
             manager = self.get_model().lora_manager  # type: ignore[attr-defined]  # the worker's own
             state = self.__dict__["_grpo_state"] = PolicyState(
-                AdapterSlots(manager, self.device), FileReader(self.device)
+                AdapterSlots(manager, self.device), AdapterFiles(self.device)
             )
         return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A server whose weights change while it runs: a trainer shares its memory, or sends it all weights.
-
-
-REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError)
-"""What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
-
-
-def _refusing(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Have a method return why the trainer's request can't be carried out, instead of raising it."""
-
-    @wraps(method)
-    def call(*args: Any) -> dict[str, Any]:
-        try:
-            return method(*args)
-        except REFUSALS as error:
-            return {"refused": f"{type(error).__name__}: {error}"}
-
-    return call
 
 
 class SharingWorker(PolicyWorker):
@@ -180,40 +180,17 @@ class SharingWorker(PolicyWorker):
         return {name: checksum(parameter) for name, parameter in found.items()}
 
     @_refusing
-    def grpo_weights_open(self, name: str, request: str) -> dict[str, Any]:
-        """Open the channel for weights (a `WeightsOpenRequest` as JSON); return the bytes set aside for staging."""
-        asked = msgspec.json.decode(request, type=WeightsOpenRequest)
-        model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
-        shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
-        channel = WeightChannel(asked, model, self.device, self.rank, shards)
-        self.__dict__["_grpo_weights"] = name, channel
-        return {"staging_bytes": channel.staging_bytes}
-
-    @_refusing
     def grpo_weights_stage(self, name: str, version: int) -> dict[str, Any]:
         """Begin to receive a version in a thread."""
-        self._grpo_channel(name).begin_staging(version)
+        self._grpo_channel(name, WeightChannel).begin_staging(version)
         return {}
 
     @_refusing
     def grpo_weights_staged(self, name: str) -> dict[str, Any]:
         """Return whether the version has arrived."""
-        return {"staged": self._grpo_channel(name).has_staged()}
+        return {"staged": self._grpo_channel(name, WeightChannel).has_staged()}
 
     @_refusing
     def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
         """Write a version into the parameters; return `Written` as a dict."""
-        return asdict(self._grpo_channel(name).apply(version))
-
-    def grpo_weights_close(self, name: str) -> None:
-        """Free the channel's memory. A channel that is not open needs no closing."""
-        known, channel = self.__dict__.get("_grpo_weights", ("", None))
-        if channel is not None and known == name:
-            del self.__dict__["_grpo_weights"]
-            channel.close()
-
-    def _grpo_channel(self, name: str) -> WeightChannel:
-        known, channel = self.__dict__.get("_grpo_weights", ("", None))
-        if channel is None or known != name:
-            raise ValueError(f"channel {name} is not open")
-        return channel
+        return asdict(self._grpo_channel(name, WeightChannel).apply(version))

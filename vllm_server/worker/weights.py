@@ -19,15 +19,8 @@ import torch
 from torch import Tensor
 
 from grpo_common.sharing import VOCABULARY_PADDING
-from vllm_server.protocol import (
-    CudaIpcSource,
-    DiskSource,
-    GlooSource,
-    MainMemorySource,
-    NcclSource,
-    Source,
-    WeightsOpenRequest,
-)
+from vllm_server.protocol.channels import ChannelRequest
+from vllm_server.worker.channels import open_end
 from vllm_server.worker.packed import (
     CopyPlan,
     CopyRecorder,
@@ -40,16 +33,12 @@ from vllm_server.worker.packed import (
     stream_beside,
     writing_on,
 )
-from vllm_server.worker.sources import FolderReader, GlooReceiver, MemoryMap, NcclReceiver, ParameterMap
 
 SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
 
 COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 """Parameters that latent attention computes from kv_b_proj: no checkpoint has them."""
-
-Receiver = ParameterMap | NcclReceiver | MemoryMap | GlooReceiver | FolderReader
-"""A way for buckets to arrive: `fill` receives a bucket of a version into a buffer on any device."""
 
 
 @dataclass(frozen=True)
@@ -60,29 +49,8 @@ class Written:
     replayed: bool
 
 
-def receiver(
-    source: Source, headers: list[bytes], layouts: list[Layout], device: torch.device, worker_rank: int
-) -> Receiver:
-    """Return the receiver for a source.
-
-    Raises:
-        RuntimeError, ValueError: it can't be reached.
-    """
-    match source:
-        case CudaIpcSource():
-            return ParameterMap(source, layouts)
-        case NcclSource():
-            return NcclReceiver(source, device, worker_rank)
-        case MainMemorySource():
-            return MemoryMap(source, layouts, device)
-        case GlooSource():
-            return GlooReceiver(source, worker_rank)
-        case DiskSource():
-            return FolderReader(source, headers, device)
-
-
 class WeightChannel:
-    """One worker's open channel.
+    """One worker's open channel of all weights.
 
     Args:
         model: vLLM's model; its parameters are plain (`shared_weights.keep_weights_plain`) and have no LoRA wrappers.
@@ -92,12 +60,12 @@ class WeightChannel:
         staging_bytes: memory set aside for staging; 0: versions are not staged.
 
     Raises:
-        RuntimeError: the source can't be reached, or there is too little memory for staging that was asked for.
-        ValueError: the layout is damaged, or the source can't be reached.
+        RuntimeError: the trainer can't be reached, or there is too little memory for staging that was asked for.
+        ValueError: the layout is damaged, or the trainer can't be reached.
     """
 
     def __init__(
-        self, request: WeightsOpenRequest, model: Any, device: torch.device, worker_rank: int, shards: int
+        self, request: ChannelRequest, model: Any, device: torch.device, worker_rank: int, shards: int
     ) -> None:
         headers = [b64decode(header) for header in request.buckets]
         self._layouts = [layout_of(header, "") for header in headers]
@@ -113,8 +81,8 @@ class WeightChannel:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
         try:
-            self._receiver = receiver(request.source, headers, self._layouts, device, worker_rank)
-        except BaseException:  # another transport may be tried, which counts the driver's free memory
+            self._end = open_end(request.spec, headers, self._layouts, device, worker_rank)
+        except BaseException:  # another channel may be tried, which counts the driver's free memory
             self._buffers.clear()
             _give_memory_back(device)
             raise
@@ -142,7 +110,7 @@ class WeightChannel:
 
     def _receive(self, version: int, number: int, buffer_E: Tensor) -> PackedAdapter:
         """Receive a bucket, and refuse values that are not finite in the server's dtype."""
-        self._receiver.fill(version, number, buffer_E)
+        self._end.fill(version, number, buffer_E)
         bucket = PackedAdapter(self._layouts[number], buffer_E, lasting=True)
         check_finite(bucket, 1.0)
         return bucket
@@ -190,7 +158,7 @@ class WeightChannel:
         """Free the memory. A version that is being received is given up."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._receiving = None  # an exception in it would keep this object, and what it maps
-        self._receiver.close()
+        self._end.close()
         self._writer.forget()
         self._buffers.clear()
         _give_memory_back(self._device)  # `_has_room` of the next channel counts the driver's free memory

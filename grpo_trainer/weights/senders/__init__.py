@@ -1,1 +1,0 @@
-"""The ways all weights reach a server: one file for each `--broadcast-transport`."""

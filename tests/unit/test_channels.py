@@ -1,0 +1,419 @@
+"""Which channel adapters and weights take for every place of trainer and server, and what an adapter's publish does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import threading
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from grpo_trainer.config.bridge import BridgeConfig
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.weights import channels, lora_swap
+from grpo_trainer.weights.channels import (
+    AUTOMATIC,
+    CHANNELS,
+    AdapterFiles,
+    Body,
+    Channel,
+    Group,
+    Name,
+    TrainerPlace,
+    Way,
+    open_channel,
+    why_not,
+)
+from grpo_trainer.weights.layout import AdapterLayout, ModelLayout
+from grpo_trainer.weights.lora_swap import LoraSwap, Sent, publish_by
+from tests.golden.models import random_model
+from tests.unit.factories import OURS, refusing, worker
+from tests.unit.factories import bridge_info as info
+from tests.unit.tiny_lora import fill_b, tiny_lora
+from vllm_server.protocol import BridgeInfo, LoraLoadRequest, LoraLoadResponse, machine_id
+from vllm_server.protocol.channels import ChannelRequest, ChannelResponse, GroupSpec, Transport, WeightTransport
+from vllm_server.protocol.nccl import NcclError
+from vllm_server.worker.channels import AdapterChannel
+
+OTHER = "GPU-other"
+SEES_BOTH = worker(uuid=OTHER, visible=[OTHER, OURS])
+CPU = torch.device("cpu")
+EVERYWHERE = {"memory", "gloo", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "described", "works"),
+    [
+        # one machine, one GPU: its memory can be mapped, NCCL takes one rank a GPU
+        (TrainerPlace(OURS, "here"), info(), {"cuda_ipc"}),
+        # one machine, the server on another GPU, which it sees alone
+        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER)), {"nccl"}),
+        # the same, and the server sees the trainer's as well
+        (TrainerPlace(OURS, "here"), info(SEES_BOTH), {"cuda_ipc", "nccl"}),
+        # two workers, one of them on the trainer's GPU
+        (
+            TrainerPlace(OURS, "here"),
+            info(worker(visible=[OURS, OTHER]), worker(1, OTHER, [OURS, OTHER])),
+            {"cuda_ipc"},
+        ),
+        # two workers, one of which does not see the trainer's GPU
+        (TrainerPlace(OURS, "here"), info(SEES_BOTH, worker(1, OTHER)), {"nccl"}),
+        # two workers: one does not see the trainer's GPU, and one is on it
+        (TrainerPlace(OURS, "here"), info(worker(), worker(1, OTHER)), set()),
+        # another machine, even though a GPU is said to be the same
+        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), {"nccl"}),
+        (TrainerPlace(OURS, "here"), info(machine="there"), set()),
+        # weights that are sharded over processes, and gathered in main memory
+        (TrainerPlace(OURS, "here", sharded=True), info(SEES_BOTH), {"nccl", "main_memory"}),
+        (TrainerPlace(OURS, "here", sharded=True), info(), {"main_memory"}),
+        (TrainerPlace(OURS, "here", sharded=True), info(worker(uuid=OTHER), machine="there"), {"nccl"}),
+        (TrainerPlace("", "here", sharded=True), info(worker(uuid="")), {"main_memory"}),
+        # a CPU on either side
+        (TrainerPlace("", "here"), info(), set()),
+        (TrainerPlace(OURS, "here"), info(worker(uuid="", visible=[])), set()),
+        (TrainerPlace("", "here"), info(worker(uuid="", visible=[])), set()),
+        (TrainerPlace(OURS, "here"), info(worker(), worker(1, "", [])), set()),
+    ],
+)
+def test_channels_work_where(trainer: TrainerPlace, described: BridgeInfo, works: set[str]) -> None:
+    assert {name for name in CHANNELS if why_not(name, trainer, described) is None} == works | EVERYWHERE
+
+
+@pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
+def test_channels_that_cannot_work_have_a_reason(name: Name) -> None:
+    """All combinations: CPU or GPU on both sides, one or two machines, what is visible."""
+    found = {}
+    for trainer, uuid, machine, sees in itertools.product(
+        (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False)
+    ):
+        visible = [gpu for gpu in (uuid, OURS if sees else "") if gpu]
+        described = info(worker(uuid=uuid, visible=visible), machine=machine)
+        found[trainer, uuid, machine, sees] = why_not(name, TrainerPlace(trainer, "here"), described)
+    for (trainer, uuid, machine, sees), problem in found.items():
+        got = (problem.field, problem.got) if problem is not None else None
+        if not trainer:
+            assert got == ("trainer", "a CPU")
+        elif not uuid:
+            assert got == ("server", "a CPU")
+        elif name == "nccl":
+            assert got == (("server", f"GPU {OURS}") if uuid == OURS else None)
+        elif machine == "there":
+            assert got == ("server", "machine there")
+        elif not sees and uuid != OURS:
+            assert problem is not None and (problem.got, problem.wanted) == (OTHER, OURS)
+            assert "CUDA_VISIBLE_DEVICES" in problem.field and problem.field.endswith(" 0")
+        else:
+            assert problem is None
+
+
+def test_channels_of_both_options_are_all() -> None:
+    assert {*get_args(Transport), *get_args(WeightTransport)} == set(CHANNELS) == {*AUTOMATIC, "disk"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Opening one.
+
+
+def adapter_way(root: Path = Path(), keep: int = 2, described: BridgeInfo | None = None) -> Way:
+    layout = AdapterLayout(tiny_lora(), torch.float32)
+    return Way(layout, described or info(SEES_BOTH), "", root, keep)
+
+
+def model_way() -> Way:
+    model = random_model("qwen2")
+    stored = dict(model.named_parameters())
+    return Way(ModelLayout(model, stored, torch.float32), info(SEES_BOTH), "", Path(), stored=stored)
+
+
+def test_channels_find_a_trainer_on_a_cpu_there() -> None:
+    assert TrainerPlace.of(adapter_way().first) == TrainerPlace("", machine_id())
+
+
+class Stub(Channel):
+    """A channel that joins unless it is set to fail."""
+
+    def __init__(self, name: Name, failures: dict[str, Exception]) -> None:
+        self.name, self._failures, self.closed = name, failures, False
+        self.spec = GroupSpec(backend="gloo", meet=name, world_size=2)
+
+    def join(self, refused: Callable[[], None]) -> None:
+        if self.name in self._failures:
+            raise self._failures[self.name]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Server:
+    """One that opens every channel, or refuses."""
+
+    def __init__(self) -> None:
+        self.refusal: Exception | None = None
+        self.said: list[str] = []
+        self.asked: list[ChannelRequest] = []
+
+    def open_channel(self, asked: ChannelRequest) -> ChannelResponse:
+        assert isinstance(asked.spec, GroupSpec)
+        self.said.append(f"open {asked.spec.meet}")
+        self.asked.append(asked)
+        if self.refusal is not None:
+            raise self.refusal
+        return ChannelResponse(channel="c", staging_bytes=8)
+
+    def close_channel(self, name: str) -> None:
+        self.said.append(f"close {name}")
+
+
+class Opening:
+    """A machine where every channel works, unless `failures` has an error for it."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, Exception] = {}
+        self.made: list[Stub] = []
+        self.server = Server()
+
+    def make(self, name: Name) -> Callable[[Way], Channel]:
+        def made(way: Way) -> Channel:
+            self.made.append(Stub(name, self.failures))
+            return self.made[-1]
+
+        return made
+
+    def open(self, wanted: Any, way: Way) -> Channel:
+        server: Any = self.server
+        return open_channel(wanted, way, server, "on")
+
+
+@pytest.fixture
+def opening(monkeypatch: pytest.MonkeyPatch) -> Opening:
+    opening = Opening()
+    monkeypatch.setattr(channels, "CHANNELS", {name: opening.make(name) for name in CHANNELS})
+    monkeypatch.setattr(TrainerPlace, "of", lambda tensor: TrainerPlace(OURS, "here"))
+    return opening
+
+
+def test_open_channel_asks_for_what_the_layout_is(opening: Opening) -> None:
+    adapter, model = adapter_way(), model_way()
+    assert isinstance(adapter.layout, AdapterLayout)
+    for way in (adapter, model):
+        opened = opening.open("nccl", way)
+        assert (opened.id, opened.staging_bytes) == ("c", 8)
+    of_adapter, of_model = opening.server.asked
+    assert (of_adapter.adapter_config, len(of_adapter.buckets)) == (adapter.layout.settings, 1)
+    assert (of_model.adapter_config, len(of_model.buckets)) == (None, len(model.layout))
+    assert {of_adapter.boot_id, of_model.boot_id} == {"b"} and of_model.staging == "on"
+
+
+@pytest.mark.parametrize(
+    ("way", "order"),
+    [(adapter_way, ["nccl", "cuda_ipc", "memory", "gloo"]), (model_way, ["nccl", "cuda_ipc", "gloo"])],
+)
+def test_auto_takes_the_first_that_opens(
+    way: Callable[[], Way], order: list[str], opening: Opening, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`main_memory` comes first, and works for sharded weights only."""
+    unreached = BridgeError("the workers did not join", field="x", got="y")
+    failures = [NcclError("absent"), RuntimeError("CUDA error: invalid device context"), unreached]
+    for number, name in enumerate(order):
+        opening.made.clear()
+        assert opening.open("auto", way()).name == name
+        assert [each.closed for each in opening.made] == [True] * number + [False]
+        assert opening.server.said[-1] == f"open {name}"
+        if number:
+            assert opening.server.said.count("close ") == number * (number + 1) / 2, "the workers wait no longer"
+        opening.failures[name] = failures[min(number, 2)]
+    with pytest.raises(BridgeError) as none:
+        opening.open("auto", way())
+    assert none.value.got == "auto"
+    reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
+    assert [field for field, _ in reasons if field != "not main_memory"] == [f"not {name}" for name in order]
+    assert reasons[-1][1] == str(unreached)
+
+
+@pytest.mark.parametrize(("way", "flag"), [(adapter_way, "--lora-transport"), (model_way, "--broadcast-transport")])
+def test_a_channel_that_was_asked_for_is_opened_or_refused_with_the_reason(
+    way: Callable[[], Way], flag: str, opening: Opening
+) -> None:
+    for name in ("cuda_ipc", "nccl", "gloo", "disk"):
+        assert opening.open(name, way()).name == name
+        opening.failures[name] = NcclError("absent")
+        with refusing(BridgeError, flag, got=name) as refused:
+            opening.open(name, way())
+        (reason,) = refused.value.problems[1:]
+        assert (reason.field, reason.summary) == (f"not {name}", "absent")
+        assert f"{flag} auto" in refused.value.fix
+
+
+def test_a_server_that_refuses_the_last_channel_is_an_error_of_the_server(opening: Opening) -> None:
+    opening.server.refusal = ServerError("refused", field="weights")
+    for wanted in ("auto", "gloo"):
+        with refusing(ServerError, "weights"):
+            opening.open(wanted, model_way())
+    assert all(each.closed for each in opening.made)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Publishing an adapter.
+
+LOADED = LoraLoadResponse(
+    adapter_path="", adapter_name="policy-v3", adapter_id=1, load_count=1, adapter_config={}, policy_version=3,
+    transport="disk", slot=0, replayed=False, load_seconds=0.0, stall_seconds=0.0, unloaded=[],
+)  # fmt: skip
+
+
+class Answering:
+    """A server that takes whatever is published."""
+
+    def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+        return LOADED
+
+
+def publish(channel: Channel, server: Any, version: int) -> Sent:
+    return publish_by(channel, server, f"policy-v{version}", version)
+
+
+def test_disk_begins_with_the_folders_of_a_trainer_before_it_and_leaves_strangers_alone(tmp_path: Path) -> None:
+    ours = ["policy-v7", "policy-proof-present-0a1b2c3d", "policy-v8"]
+    others = ["policy-vision-v1", "other-v3", "policy-v9-backup", "policy-v5"]
+    for number, name in enumerate([*ours, *others, ".policy-v9.0a1b2c3d.tmp", ".other-v9.0a1b2c3d.tmp"]):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name != "policy-v5":  # no adapter in it
+            (folder / "adapter_model.safetensors").touch()
+        os.utime(folder, (number, number))
+    publish(AdapterFiles(adapter_way(tmp_path)), Answering(), 9)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, "policy-v8", "policy-v9", ".other-v9.0a1b2c3d.tmp"}
+
+
+def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "adapters"
+
+    class Deletes(Answering):
+        """A server under which the folder is deleted once."""
+
+        deleted = False
+
+        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+            if request.version == 4 and not self.deleted:
+                self.deleted = True
+                shutil.rmtree(root)
+                raise ServerError("no such folder", field="adapter_path")
+            assert request.adapter_path is not None and Path(request.adapter_path).is_dir()
+            return LOADED
+
+    server, disk = Deletes(), AdapterFiles(adapter_way(root))
+    for version in range(7):
+        if version == 2:
+            shutil.rmtree(root)
+        publish(disk, server, version)
+        if version == 5:
+            shutil.rmtree(root / "policy-v4")
+    said: list[Any] = [record.args for record in caplog.records]
+    named = [{Path(path).name for path in str(args[0]).split(", ")} for args in said]
+    assert named == [{"policy-v0", "policy-v1"}, {"policy-v2", "policy-v3", "policy-v4"}, {"policy-v4"}]
+    assert {path.name for path in root.iterdir()} == {"policy-v5", "policy-v6"}
+
+    class Refuses(Answering):
+        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+            raise ServerError("refused", field="rank")
+
+    with refusing(ServerError, "rank"):
+        publish(AdapterFiles(adapter_way(root)), Refuses(), 7)
+    assert len(caplog.records) == 3
+
+
+def test_a_body_is_the_adapter_of_now(tmp_path: Path) -> None:
+    bodies: list[bytes] = []
+
+    class Keeps(Answering):
+        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+            assert body is not None and (request.adapter_path, request.channel) == (None, None)
+            bodies.append(bytes(body))
+            return LOADED
+
+    model = tiny_lora()
+    body = Body(Way(AdapterLayout(model, torch.float32), info(), "", tmp_path))
+    for seed in (1, 2):
+        fill_b(model, seed)
+        publish(body, Keeps(), seed)
+        wanted = {name: each for name, each in model.named_parameters() if ".lora_B." in name}
+        found = load(bodies[-1])
+        assert all(torch.equal(found[name.replace(".default.", ".")], each) for name, each in wanted.items()) and wanted
+    assert bodies[0] != bodies[1]
+
+
+@pytest.mark.timeout(120)
+def test_gloo_brings_the_adapter_of_now_and_is_gone_after_a_publish_that_no_worker_received() -> None:
+    model = tiny_lora()
+    layout = AdapterLayout(model, torch.float32)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # the trainer asks which of its addresses leads there
+        port = listening.getsockname()[1]
+        group = Group(Way(layout, info(), f"http://127.0.0.1:{port}", Path()), "gloo")
+    assert group.spec is not None and group.is_ahead
+    headers = [b64encode(layout.headers[0]).decode()]
+    request = ChannelRequest(boot_id="b", spec=group.spec, buckets=headers, adapter_config=layout.settings)
+    ends: list[AdapterChannel] = []
+    joining = threading.Thread(target=lambda: ends.append(AdapterChannel(request, CPU, 0)))
+    joining.start()
+    group.join(lambda: None)
+    joining.join()
+    received: list[torch.Tensor] = []
+
+    class Receives(Answering):
+        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+            assert (request.adapter_path, body) == (None, None)
+            received.append(ends[0].receive().buffer_E.clone())
+            return LOADED
+
+    for seed in (1, 2):
+        fill_b(model, seed)
+        publish(group, Receives(), seed)
+        assert torch.equal(received[-1], layout.pack())
+    assert not torch.equal(*received)
+
+    class Refuses(Answering):
+        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+            raise ServerError("refused", field="adapter_name")
+
+    with refusing(ServerError, "adapter_name"):
+        publish(group, Refuses(), 3)
+    with refusing(BridgeError, "--lora-transport"):
+        publish(group, Receives(), 4)
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch) -> LoraSwap:
+    """A bridge whose server confirms version 3, whatever was sent."""
+    nothing: Any = None
+    monkeypatch.setattr(lora_swap, "publish_by", lambda *_, activate: Sent(LOADED, 0.0))
+    bridge = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only"), nothing, nothing, Path(), 64)
+    bridge.channel = Channel()
+    return bridge
+
+
+def test_a_confirmed_version_is_published(bridge: LoraSwap) -> None:
+    published = bridge.publish(3)
+    assert (published.version, published.name) == (3, "policy-v3")
+
+
+def test_another_version_than_the_published_one_is_refused(bridge: LoraSwap) -> None:
+    with refusing(BridgeError, "version", got="3 (policy-v3)") as failed:
+        bridge.publish(4)
+    assert failed.value.wanted == "4 (policy-v4)"
+
+
+def test_another_name_than_the_sent_one_is_refused(bridge: LoraSwap) -> None:
+    with pytest.raises(BridgeError) as failed:
+        bridge.send("policy-proof", 3, activate=False)
+    assert failed.value.wanted == "3 (policy-proof)"
