@@ -21,9 +21,8 @@ from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
 from grpo_trainer.weights.common import CommonBridge
-from grpo_trainer.weights.elastic import ElasticServers, OpenBridge
+from grpo_trainer.weights.fleet import Fleet, OpenBridge
 from grpo_trainer.weights.lora_swap import LoraSwap
-from grpo_trainer.weights.multi_server import SeveralServers
 from grpo_trainer.weights.paired import PairedBridge
 from grpo_trainer.weights.sharded_weights import CommonClient, ShardedBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
@@ -119,8 +118,5 @@ def _common(
 
 def _to_servers(config: Server, open_bridge: OpenBridge) -> WeightBridge:
     """Return one bridge to all servers; if a run lists them, they may change."""
-    if config.roster is not None:
-        return ElasticServers(config.roster, config, open_bridge)
-    names = server_names(len(config.each))
-    bridges = {vllm.url: open_bridge(name, vllm) for name, vllm in zip(names, config.each, strict=True)}
-    return SeveralServers(bridges) if len(bridges) > 1 else bridges[config.url]
+    alone = config.roster is None and len(config.each) == 1
+    return open_bridge(FIRST, config.each[0]) if alone else Fleet(config, open_bridge)

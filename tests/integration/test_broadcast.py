@@ -29,8 +29,8 @@ from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import channels
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.channels import Channel, Group
+from grpo_trainer.weights.fleet import Fleet
 from grpo_trainer.weights.layout import ModelLayout
-from grpo_trainer.weights.multi_server import SeveralServers
 from tests.bridge_contract import PROMPT
 from tests.golden.models import golden, random_model
 from tests.integration.serving import Serving, save_tiny_model
@@ -372,7 +372,10 @@ def test_each_worker_of_a_sharded_server_takes_its_part(sharded: Serving, tmp_pa
 def test_one_trainer_sends_to_two_servers(server: Serving, sharded: Serving, tmp_path: Path, transport: str) -> None:
     """One of them has two workers."""
     made = Sending(server, tmp_path, broadcast_transport=transport)
-    with SeveralServers({each.url: made.bridge_to(each) for each in (server, sharded)}) as servers:
+    also = (sharded.url.removeprefix("http://"),)
+    both = at_url(made.config.server, server.url).model_copy(update={"also": also})
+    of_url = {each.url: each for each in (server, sharded)}
+    with Fleet(both, lambda name, settings: made.bridge_to(of_url[settings.url])) as servers:
         version = servers.connect(0)
         servers.publish(version)
         assert servers.prove() is not None

@@ -20,10 +20,9 @@ from grpo_trainer.config.server import Server
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.server_client import present
-from grpo_trainer.weights import elastic
+from grpo_trainer.weights import fleet
 from grpo_trainer.weights.bridge import Published, WeightBridge
-from grpo_trainer.weights.elastic import ElasticServers
-from grpo_trainer.weights.multi_server import SeveralServers
+from grpo_trainer.weights.fleet import Fleet
 
 A, B, C = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003))
 
@@ -76,8 +75,11 @@ class Bridge(WeightBridge):
         raise AssertionError("of all servers, not of one")
 
 
-def several(*bridges: Bridge) -> SeveralServers:
-    return SeveralServers({f"http://host-{number}:9001": bridge for number, bridge in enumerate(bridges)})
+def several(*bridges: Bridge) -> Fleet:
+    """A fixed list of servers."""
+    config = Server(host="host-0", port=9001, also=tuple(f"host-{number}:9001" for number in range(1, len(bridges))))
+    left = iter(bridges)
+    return Fleet(config, lambda name, server: next(left))
 
 
 def test_several_begin_with_the_highest_version_that_one_has_seen() -> None:
@@ -85,9 +87,9 @@ def test_several_begin_with_the_highest_version_that_one_has_seen() -> None:
         assert servers.connect(2) == 7
 
 
-@pytest.mark.parametrize("ask", [SeveralServers.connect, SeveralServers.publish])
+@pytest.mark.parametrize("ask", [Fleet.connect, Fleet.publish])
 def test_several_are_asked_at_the_same_time_and_each_that_fails_is_named(
-    ask: Callable[[SeveralServers, int], object],
+    ask: Callable[[Fleet, int], object],
 ) -> None:
     gone = ServerError("the connection broke", field="POST /x")  # names its server itself
     bridges = [Bridge(fails=gone), Bridge(), Bridge(fails=BridgeError(field="model", got="another"))]
@@ -98,7 +100,7 @@ def test_several_are_asked_at_the_same_time_and_each_that_fails_is_named(
         ask(servers, 1)
     problems = [(each.field, each.got) for each in refused.value.problems]
     assert problems == [("POST /x", gone.got), ("server http://host-2:9001: model", "another")]
-    assert bridges[1].said == (["in", "v1", "out"] if ask is SeveralServers.publish else ["in", "out"])
+    assert bridges[1].said == (["in", "v1", "out"] if ask is Fleet.publish else ["in", "out"])
     with several(Bridge(), Bridge(fails=gone)) as servers, pytest.raises(ServerError) as raised:
         ask(servers, 1)
     assert raised.value is gone
@@ -161,20 +163,20 @@ class Run:
         self.opened.setdefault(vllm.url, []).append(bridge := self.make())
         return bridge
 
-    def servers(self) -> ElasticServers:
+    def servers(self) -> Fleet:
         """As `grpo run` starts it with the two servers A and B, published once."""
         self.list((A, "starting", 1), (B, "starting", 1))
         config = present(Server(host="127.0.0.1", port=1, roster=self.folder))
-        return ElasticServers(self.folder, config, self.open)
+        return Fleet(config, self.open)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(elastic, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_SECONDS", 0.0)
     return Run(tmp_path)
 
 
-def both(run: Run, servers: ElasticServers) -> None:
+def both(run: Run, servers: Fleet) -> None:
     """Connect, prove and publish version 0, then both run."""
     assert servers.connect(0) == 0 and servers.prove() == 0.01
     servers.publish(0)
