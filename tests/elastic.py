@@ -17,11 +17,11 @@ import psutil
 from environments.api.queue import Group, Run
 from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
-from tests.integration.paced_environment import FAST
+from tests.integration.odd_environment import FAST
 from tests.processes import ROOT, tail, wait_for
 from tests.runs import finished, rows
 
-MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
+MODULES = {"api": "environments.api", "env": "odd_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
 KILLS = int(os.environ.get("GRPO_KILLS", "3"))
 """In a test of random kills."""
@@ -78,7 +78,7 @@ class ElasticRun:
         return self.pids(f"--port {url.rpartition(':')[2]} ")[0]
 
     def hurry(self) -> None:
-        """Have the rest of the run take as little time as it can (`paced_environment`)."""
+        """Have the rest of the run take as little time as it can (`odd_environment`)."""
         (self.run_dir / FAST).touch()
 
     def kill(self, pid: int) -> None:
@@ -137,10 +137,3 @@ def assert_environments_kept_their_names(run_dir: Path, environments: int) -> No
     """Each environment that was killed and started again registered as the one that it was."""
     found = re.findall(r"environment (\d+) registered", (run_dir / "logs" / "api.log").read_text())
     assert set(found) == set(map(str, range(environments)))
-
-
-def assert_servers_had_the_trainers_weights(run_dir: Path) -> None:
-    """Whichever server generated the samples of a step: their logprobs are those of the trainer."""
-    fresh = [row for row in rows(run_dir) if row["rollout/staleness_max"] == 0]
-    gaps = [row["alignment/logprob_diff_max"] for row in fresh if "alignment/logprob_diff_max" in row]
-    assert gaps and max(gaps) < 1e-3

@@ -1,8 +1,8 @@
-"""What tests of the gate knock with, and where: on every route that an application really has."""
+"""What the gate promises at every route that an application really has, whatever the application."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.routing import BaseRoute, Mount, Route
@@ -25,6 +25,38 @@ FOREIGN: dict[str, Mapping[str, str]] = {
 
 SIMPLE_TYPES = ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data")
 OPEN = frozenset({"/health", "/ping"})
+NO_ROUTES = [("GET", "/no/such/route"), ("POST", "/no/such/route"), ("OPTIONS", "/batch"), ("PUT", "/generate")]
+NO_ROUTES += [("GET", "//health")]
+
+Knock = Callable[[str, str, Mapping[str, str], bytes | None], int]
+"""Send method, path, headers and body; return the status."""
+Routes = Iterable[tuple[str, str]]
+"""Methods, WEBSOCKET among them, and paths."""
+
+
+def assert_no_route_answers(knock: Knock, routes: Routes, headers: Mapping[str, str]) -> None:
+    """Headers of a foreign page."""
+    for method, path in [*routes, *NO_ROUTES]:
+        assert knock(method, path, headers, None) == 403, (method, path)
+
+
+def assert_no_write_has_a_simple_type(knock: Knock, routes: Routes) -> None:
+    """One that any page can send."""
+    for method, path in routes:
+        if method not in ("GET", "HEAD", "WEBSOCKET"):
+            for headers in ({}, *({"content-type": kind} for kind in ("", *SIMPLE_TYPES))):
+                assert knock(method, path, headers, b"{}") == 415, (path, headers)
+
+
+def assert_every_route_asks_for_the_key(knock: Knock, routes: Routes) -> None:
+    """The key is `secret`."""
+    for method, path in [*routes, *NO_ROUTES, *(("GET", path) for path in OPEN)]:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            status = knock(method, path, headers, None)
+            if path in OPEN:
+                assert status in (200, 404, 405), (method, path)
+            else:
+                assert status == (403 if method == "WEBSOCKET" else 401), (method, path)
 
 
 def foreign(name: str, port: int) -> dict[str, str]:

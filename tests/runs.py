@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.processes import running, tail, wait_for
+from tests.processes import alive, running, tail, wait_for
 
 KV_CACHE = f"--kv-cache-memory-bytes,{64 << 20}"
 OF_MODE: dict[str, dict[str, object]] = {
@@ -23,9 +25,15 @@ OF_MODE: dict[str, dict[str, object]] = {
 }
 
 
-def of_mode(mode: str, **others: object) -> dict[str, object]:
+def of_mode(mode: str, **others: object) -> dict[str, Any]:
     """Options of a small run in one mode."""
     return {"weight-bridge-mode": mode, "server.extra-args": KV_CACHE, **OF_MODE[mode], **others}
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """Options as words: True is a flag alone, and None leaves an option out."""
+    given = [(f"--{name}", value) for name, value in options.items() if value is not None]
+    return [word for name, value in given for word in ((name,) if value is True else (name, str(value)))]
 
 
 def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
@@ -44,12 +52,7 @@ def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
         "api.port": 0,
         **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
     }
-    given = {key: value for key, value in settings.items() if value is not None}
-    return ["-m", "grpo_trainer", "run", *(word for key, value in given.items() for word in _words(key, value))]
-
-
-def _words(key: str, value: object) -> tuple[str, ...]:
-    return (f"--{key}",) if value is True else (f"--{key}", str(value))
+    return ["-m", "grpo_trainer", "run", *flags(settings)]
 
 
 @contextmanager
@@ -58,10 +61,31 @@ def started(model: Path, run_dir: Path, log: Path, **options: object) -> Iterato
         yield process
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Those of a run that may be going on: the last one may not be written as a whole yet."""
-    path = run_dir / "metrics.jsonl"
+def trained(
+    model: Path, run_dir: Path, *, seconds: float = 400, variables: dict[str, str] | None = None, **options: object
+) -> list[dict[str, Any]]:
+    """Run to the end, with the log beside the run's folder; return the metrics of each step."""
+    log = run_dir.with_name("log")
+    with running(*arguments(model, run_dir, **options), log=log, env=variables) as process:
+        assert finished(process, log, seconds) == 0, tail(log)
+    return rows(run_dir)
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file that may be being written: the last line may not be whole yet."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step."""
+    return jsonl(run_dir / "metrics.jsonl")
+
+
+def assert_fresh(done: Sequence[Mapping[str, Any]]) -> None:
+    """Whichever server generated the samples of a step, their logprobs are those of the trainer's weights."""
+    fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
+    gaps = [row["alignment/logprob_diff_max"] for row in fresh if "alignment/logprob_diff_max" in row]
+    assert gaps and max(gaps) < 1e-3
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -85,3 +109,38 @@ def member(process: subprocess.Popen[bytes], module: str) -> int:
         child.pid for child in psutil.Process(process.pid).children() if f"-m {module}" in " ".join(child.cmdline())
     ]
     return pid
+
+
+def newest(run_dir: Path) -> int:
+    """The step of the newest whole checkpoint."""
+    return max(int(path.parent.name.rpartition("_")[2]) for path in run_dir.glob("checkpoints/*step_*/state.json"))
+
+
+def assert_ended_with(log: Path, pattern: str, members: Mapping[int, str], run_dir: Path) -> None:
+    """A run says at its end why, in one message without a traceback; nothing of it is left."""
+    said = log.read_text()
+    assert said.count("\ngrpo: ") == 1 and "Traceback" not in said, tail(log)
+    assert re.search(pattern, said.partition("\ngrpo: ")[2], re.MULTILINE | re.IGNORECASE | re.DOTALL), tail(log)
+    wait_for("all have ended", lambda: not alive(list(members)), log, 20)
+    assert not list(run_dir.rglob(".*.tmp")), "a half-written file"
+
+
+def check_format(events: Sequence[Mapping[str, Any]]) -> None:
+    """Each event of a timeline has what its phase needs, and each asynchronous stage that began has ended.
+
+    Perfetto's importer of Chrome's JSON asks that ("Trace Event Format", Google, sections on phases).
+    """
+    open_stages: Counter[tuple[int, str, str]] = Counter()
+    for event in events:
+        assert isinstance(event["pid"], int) and isinstance(event["name"], str), event
+        match event["ph"]:
+            case "M":
+                assert event["name"] in {"process_name", "process_sort_index"} and event["args"], event
+            case "X":
+                assert event["dur"] >= 0 and event["ts"] >= 0 and isinstance(event["tid"], int), event
+            case "b" | "e" as phase:
+                assert event["cat"] and event["ts"] >= 0, event
+                open_stages[event["pid"], event["name"], event["id2"]["local"]] += 1 if phase == "b" else -1
+            case phase:
+                raise AssertionError(f"phase {phase}")
+    assert not +open_stages and not -open_stages

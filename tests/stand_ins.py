@@ -43,6 +43,8 @@ class Asked:
     path: str
     headers: Message
     content: bytes
+    connection: tuple[str, int] = ("", 0)
+    """Address of the other end."""
 
     def json(self) -> Any:
         return json.loads(self.content)
@@ -56,6 +58,8 @@ class Reply:
     json: Any = None
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
+    closes: bool = False
+    """The connection, without saying so."""
 
     @property
     def body(self) -> bytes:
@@ -75,7 +79,7 @@ def answering(handle: Handle) -> Iterator[str]:
 
         def answer(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            reply = handle(Asked(self.command, self.path, self.headers, content))
+            reply = handle(Asked(self.command, self.path, self.headers, content, self.client_address))
             if reply is None:
                 self.close_connection = True
                 return
@@ -86,6 +90,7 @@ def answering(handle: Handle) -> Iterator[str]:
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(reply.body)
+            self.close_connection |= reply.closes
 
         do_GET = do_POST = do_HEAD = answer
 

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import warm
 from tests.processes import is_alive, running, tail, wait_for
-from tests.runs import arguments, of_mode, rows
-from tests.trace_format import check_format
+from tests.runs import arguments, check_format, of_mode, rows
 
 pytestmark = pytest.mark.timeout(600)
 

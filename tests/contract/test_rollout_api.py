@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,17 +22,9 @@ import pytest
 
 from environments.api import wire
 from tests.rollout_api import ServerProcess, running_server
+from tests.stand_ins import registration
 
-TRAINER: dict[str, Any] = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 4,
-    "max_token_len": 512,
-    "checkpoint_dir": "/c",
-    "save_checkpoint_interval": 10,
-    "starting_step": 3,
-    "num_steps": 100,
-}
+TRAINER = msgspec.to_builtins(registration(4, max_token_len=512, starting_step=3, num_steps=100))
 ENV: dict[str, Any] = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 2}
 WAIT = "wait for trainer to start"
 GROUP_KEYS = {
@@ -84,12 +75,12 @@ def test_a_run_from_register_to_batch(api: httpx.Client):
         "status": "success",
         "env_id": 0,
         "wandb_name": "env_0",
-        "checkpoint_dir": "/c",
+        "checkpoint_dir": "checkpoints",
         "starting_step": 3,
-        "checkpoint_interval": 10,
+        "checkpoint_interval": 3,
         "num_steps": 100,
     }
-    assert api.get("/wandb_info").json() == {"group": "g", "project": "p"}
+    assert api.get("/wandb_info").json() == {"group": "group", "project": "project"}
     assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
     for first in (1, 5):
         assert api.post("/scored_data", json=group(first=first, env_id=0, unknown=1)).json() == {"status": "received"}
@@ -190,18 +181,6 @@ def test_lease_acknowledge_extend_release(api: httpx.Client):
     assert api.post(f"/batch/{again['batch_id']}/ack").status_code == 409
     assert api.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
     assert {api.post(f"/batch/nothing/{what}").status_code for what in ("ack", "release", "extend?lease=9")} == {404}
-
-
-def test_a_lease_that_runs_out_comes_again(api: httpx.Client):
-    start_run(api, batch_size=2)
-    api.post("/scored_data", json=group())
-    leased = time.monotonic()
-    assert api.get("/batch?lease=0.2").json()["batch"]
-    while (batch := api.get("/batch?lease=30").json()["batch"]) is None:
-        assert time.monotonic() < leased + 30, "the lease never ran out"
-        time.sleep(0.1)
-    assert time.monotonic() >= leased + 0.2, "it did not run out yet"
-    assert batch[0]["tokens"][0][0] == 1
 
 
 def test_a_second_register_takes_over(api: httpx.Client):
@@ -346,7 +325,6 @@ def test_a_name_changes_nothing_but_its_place_in_the_log(api: httpx.Client, serv
     start_run(api)
     name = "\x1b]0;evil\x07\nINFO \u202eforged"
     assert api.post("/register-env", json=ENV | {"desired_name": name}).status_code == 200
-    assert server.log is not None
     said = server.log.read_text()
     assert "\\x1b]0;evil\\x07\\nINFO \\u202eforged" in said and "\x1b" not in said and "\nINFO" not in said
 
@@ -383,7 +361,6 @@ def test_broken_gzip_is_refused(api: httpx.Client, body: bytes):
 def test_a_gzip_bomb_is_refused_and_memory_stays_bounded(api: httpx.Client, server: ServerProcess):
     import psutil
 
-    assert server.process is not None
     process = psutil.Process(server.process.pid)
     bomb = gzip.compress(bytes(400_000_000), 9)
     assert len(bomb) < 1 << 20
@@ -445,20 +422,17 @@ def test_metrics(api: httpx.Client):
 def test_a_busy_port_and_no_key_end_it(server: ServerProcess, host: str):
     command = [sys.executable, "-m", "environments.api", "--host", host, "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert server.process is not None
     assert done.returncode == 2
     assert ("--api-key" if host == "0.0.0.0" else f"pid {server.process.pid}") in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly(number: signal.Signals):
-    with running_server("--api-key", "secret") as server:
-        assert server.process is not None
-        with httpx.Client(base_url=server.url) as client:
-            assert client.get("/status").status_code == 401  # and the connection stays open
-            assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
-            os.kill(server.process.pid, number)
-            assert server.process.wait(timeout=30) == 0
+    with running_server("--api-key", "secret") as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/status").status_code == 401  # and the connection stays open
+        assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
+        os.kill(server.process.pid, number)
+        assert server.process.wait(timeout=30) == 0
 
 
 def test_a_message_that_is_no_group_may_have_a_mebibyte(api: httpx.Client):

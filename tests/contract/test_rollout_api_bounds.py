@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import http.client
 import json
 import random
@@ -22,7 +21,8 @@ from environments.api import wire
 from environments.config import BaseEnvConfig
 from environments.peers.http import PeerGone
 from environments.peers.rollout_api import RolloutApi
-from tests.contract.test_rollout_api import ENV, start_run
+from tests.contract.test_rollout_api import ENV, TRAINER, start_run
+from tests.mangling import mangled
 from tests.processes import answers, free_port, running, wait_for
 from tests.rollout_api import running_server
 
@@ -94,7 +94,6 @@ def test_a_full_queue_refuses_posts_until_a_batch_is_taken(tmp_path: Path, where
 def test_scored_data_list_of_wrong_groups_takes_no_memory(groups: int, status: int) -> None:
     body = b"[" + b"{}," * (groups - 1) + b"{}]"
     with running_server() as server, httpx.Client(base_url=server.url) as api:
-        assert server.process is not None
         process = psutil.Process(server.process.pid)
         assert api.get("/status").status_code == 200
         before = process.memory_info().rss
@@ -229,14 +228,7 @@ GOOD = {
     "overrides": [{"sft": True}, {}],
     "group_overrides": {"group_size": 2},
 }
-ODD: list[object] = [
-    *(None, True, -1, 2**31, 2**63, 10**400, 1.5, 1e308, float("nan"), float("-inf"), "", "x", "\ud800", [], {}, [[]]),
-    *([[[]]], {"a": {}}, [None], [[None]], [{}], ["x"], "9" * 5000),
-]
-TRAINER = {
-    **{"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "num_steps": 9},
-    **{"checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0},
-}
+OTHERS = ("advantages", "env_id", "images", "distill_token_ids", "policy_versions", "z")
 QUERIES = {
     "/batch": ("lease", "request", "uuid", "wait"),
     "/status-env": ("env_id", "wait", "seen"),
@@ -246,33 +238,6 @@ VALUES = ("", "x", "-1", "0", "0.01", "1.5", "1e308", "nan", "inf", "9" * 400, "
 PATHS = ("/scored_data", "/scored_data_list", "/register", "/register-env", "/disconnect-env", "/batch/x/ack")
 
 
-def mangled(draw: random.Random) -> bytes:
-    """A good group with a field replaced, dropped or bent; or bytes that are no JSON any more; or just bytes."""
-    kind = draw.randrange(6)
-    if kind == 0:
-        return draw.randbytes(draw.randrange(200))
-    if kind == 1:
-        return draw.choice(
-            [b"[" * 50_000, b'{"a":' * 50_000, b"\x93" * 300, b"\xdf\xff\xff\xff\xff", b'"' + b"\\" * 999]
-        )
-    group = json.loads(json.dumps(GOOD))
-    for _ in range(draw.randrange(1, 3)):
-        field = draw.choice([*GOOD, "advantages", "env_id", "images", "distill_token_ids", "policy_versions", "z"])
-        if draw.random() < 0.2:
-            group.pop(field, None)
-        elif draw.random() < 0.5 and isinstance(group.get(field), list) and group[field]:
-            group[field][draw.randrange(len(group[field]))] = copy.deepcopy(draw.choice(ODD))
-        else:
-            group[field] = copy.deepcopy(draw.choice(ODD))
-    body = json.dumps([group] if kind == 2 else group).encode()
-    if kind == 3:
-        at = draw.randrange(len(body))
-        return body[:at] + draw.randbytes(draw.randrange(1, 4)) + body[at + draw.randrange(3) :]
-    if kind == 4:
-        return body[: draw.randrange(len(body))]
-    return body
-
-
 def odd_query(draw: random.Random) -> str:
     path = draw.choice([*QUERIES])
     return (
@@ -280,11 +245,10 @@ def odd_query(draw: random.Random) -> str:
     )
 
 
-def test_ten_thousand_malformed_bodies(tmp_path: Path):
+def test_ten_thousand_malformed_bodies(tmp_path: Path) -> None:
     draw = random.Random(20240711)
     statuses: Counter[int] = Counter()
     with running_server("--max-body-mb", "4", log=tmp_path / "log") as server:
-        assert server.process is not None
         process = psutil.Process(server.process.pid)
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         sizes = []
@@ -293,7 +257,7 @@ def test_ten_thousand_malformed_bodies(tmp_path: Path):
             headers = {"Content-Type": draw.choice([wire.JSON, wire.JSON, wire.MSGPACK, "text/plain"])}
             if draw.random() < 0.1:
                 headers["Content-Encoding"] = draw.choice(["gzip", "br", ""])
-            connection.request("POST", path, mangled(draw), headers)
+            connection.request("POST", path, mangled(draw, GOOD, OTHERS), headers)
             answer = connection.getresponse()
             content = answer.read()
             statuses[answer.status] += 1
@@ -312,7 +276,7 @@ def test_ten_thousand_malformed_bodies(tmp_path: Path):
     assert sizes[-1] - sizes[0] < 50e6, f"memory grew: {sizes}"
 
 
-def test_odd_queries(tmp_path: Path):
+def test_odd_queries(tmp_path: Path) -> None:
     draw = random.Random(20240712)
     statuses: Counter[int] = Counter()
     # Requests that wait are held for a third of the time-out.
@@ -329,7 +293,7 @@ def test_odd_queries(tmp_path: Path):
             assert answer.status < 500, (path, (tmp_path / "log").read_text()[-3000:])
             return answer.status
 
-        assert ask("POST", "/register", TRAINER) == 200
+        assert ask("POST", "/register", TRAINER | {"batch_size": 2}) == 200
         for number in range(1_000):
             if number % 10 == 0:
                 assert ask("POST", "/scored_data", GOOD) == 200

@@ -7,14 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from environments.api import wire
 from grpo_common.status import VARIABLE, Status, StatusWriter, parse
 from grpo_trainer import phases
 from grpo_trainer.batch.batching import ReadyBatch, ready
@@ -26,28 +24,16 @@ from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.manifest import Progress
-from tests.processes import answers, end, free_port, once, running, wait_for
+from tests.processes import answers, free_port, once, running, wait_for
+from tests.rollout_api import ServerProcess
+from tests.stand_ins import registration
 
 BATCH = 4
+RUN: dict[str, Any] = {"max_token_len": 10, "num_steps": 9, "eval_every": 5}
 
 
-class Api:
+class Api(ServerProcess):
     """A rollout API process that can be stopped and started again on its port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "api.log"
-        self.store = folder / "queue.sqlite"
-
-    def start(self, *, durable: bool = True) -> None:
-        store = ["--store", str(self.store)] if durable else []
-        self._block = running("-m", "environments.api", "--port", str(self.port), *store, log=self.log)
-        self.process = self._block.__enter__()
-        wait_for("the rollout API is there", lambda: answers(self.url + "/"), self.log, 60)
-
-    def stop(self) -> None:
-        end(self.process)
 
     def post(self, *values: int, version: int = 0, sizes: int = 2) -> None:
         """One group per value; the value, and one more for each of its sequences, is the completion's only token."""
@@ -64,18 +50,10 @@ class Api:
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    made = Api(tmp_path)
+    made = Api(("--store", str(tmp_path / "queue.sqlite")), log=tmp_path / "api.log")
     made.start()
     yield made
     made.stop()
-
-
-def registration(**fields: object) -> wire.Register:
-    values = {
-        "wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 10, "checkpoint_dir": "",
-        "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9, "eval_every": 5, **fields,
-    }  # fmt: skip
-    return wire.Register(**values)  # type: ignore[arg-type]
 
 
 def do_nothing() -> None: ...
@@ -85,19 +63,13 @@ def feed(
     api: Api, *, check_stop: Callable[[], None] = do_nothing, at: Progress | None = None, **options: object
 ) -> BatchFeed:
     """Registered, and one batch at a time unless `prefetch` is given."""
-    return feed_and_client(api, check_stop=check_stop, at=at, **options)[0]
-
-
-def feed_and_client(
-    api: Api, *, check_stop: Callable[[], None] = do_nothing, at: Progress | None = None, **options: object
-) -> tuple[BatchFeed, RolloutClient]:
     progress = at or Progress()
     config = RolloutConfig.model_validate({"atropos_url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
-    client = RolloutClient(config, registration(starting_step=progress.step), check_stop)
+    client = RolloutClient(config, registration(BATCH, **RUN, starting_step=progress.step), check_stop)
     train = TrainConfig(model_name="m", seq_len=10, batch_size=2)
     made = BatchFeed(client, config, GroupFilter(None, str), lambda batch: ready(batch, train), check_stop)
     made.begin(progress)
-    return made, client
+    return made
 
 
 def first_tokens(batch: ReadyBatch) -> list[int]:
@@ -192,14 +164,14 @@ def test_an_api_that_comes_back_is_waited_for(api: Api) -> None:
 
 
 def test_an_api_that_forgot_the_trainer_is_registered_with_anew(tmp_path: Path) -> None:
-    api = Api(tmp_path)
-    api.start(durable=False)
+    api = Api(log=tmp_path / "api.log")
+    api.start()
     try:
         rollouts = feed(api)
         api.post(50, 52)
         finish(rollouts, rollouts.next(0), 3)
         api.stop()
-        api.start(durable=False)
+        api.start()
         api.post(54, 56)
         assert first_tokens(rollouts.next(0)) == [54, 56]
         assert status(api)["current_step"] == 3
@@ -228,7 +200,9 @@ def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
     with running("-m", "http.server", str(port := free_port()), "--bind", "127.0.0.1", log=tmp_path / "log"):
         url = f"http://127.0.0.1:{port}"
         wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
-        rollouts = RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=1), registration(), lambda: None)
+        rollouts = RolloutClient(
+            RolloutConfig(atropos_url=url, rollout_timeout=1), registration(BATCH, **RUN), lambda: None
+        )
         with pytest.raises(ServerError) as refused:
             rollouts.register()
         assert refused.value.field == f"POST {url}/register" and refused.value.got.startswith("501 ")
@@ -246,34 +220,6 @@ def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
         assert ended.value.field == f"--rollout-url {api.url}"
         assert ended.value.got.isprintable() and ended.value.got.isascii(), "the API's words, and no MessagePack"
         assert not ended.value.got.startswith(("{", "b'"))
-
-
-@pytest.mark.parametrize(
-    ("body", "content_type", "got"),
-    [
-        (wire.encode(wire.ErrorResponse(detail="why"), wire.MSGPACK), wire.MSGPACK, "422 why"),
-        (b'{"detail": "why"}', wire.JSON, "422 why"),
-        (b"\x81\xa1x\x01", wire.MSGPACK, f"422 4 bytes of {wire.MSGPACK}"),
-        (b"<html>", "text/html", "422 <html>"),
-    ],
-)
-def test_refusals_come_in_words(tmp_path: Path, body: bytes, content_type: str, got: str) -> None:
-    class Refuses(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(422)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    server = HTTPServer(("127.0.0.1", 0), Refuses)
-    with server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        rollouts = RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=5), registration(), lambda: None)
-        with pytest.raises(ServerError) as refused:
-            rollouts.register()
-    assert refused.value.got == got
 
 
 def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_before(api: Api) -> None:
@@ -323,11 +269,10 @@ def test_a_lease_is_kept_for_as_long_as_training_takes(api: Api) -> None:
 
 def test_a_trainer_out_of_reach_for_longer_than_its_leases_goes_on_and_gets_nothing_twice(api: Api) -> None:
     api.post(10, 12, 14, 16, 18, 20)
-    fed, client = feed_and_client(api, prefetch=True, lease_seconds=0.2)
-    with fed as rollouts:
+    with feed(api, prefetch=True, lease_seconds=0.2) as rollouts:
         first = rollouts.next(0)
         wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
-        client.let_leases_run_out()  # as if the network were cut
+        rollouts._client.let_leases_run_out()  # as if the network were cut
         wait_for("both are overdue", lambda: all(x["expires_in_s"] < -1 for x in status(api)["leases"]), api.log, 20)
         finish(rollouts, first, 1)
         second = rollouts.next(1)
@@ -341,7 +286,8 @@ def test_a_trainer_out_of_reach_for_longer_than_its_leases_goes_on_and_gets_noth
 def test_a_batch_that_somebody_else_has_by_now_is_said_and_no_takeover(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollouts, client = feed_and_client(api)
+    rollouts = feed(api)
+    client = rollouts._client
     api.post(10, 12)
     nameless = httpx.get(api.url + "/batch?lease=0.1", trust_env=False).json()["batch_id"]
     wait_for("it has run out", lambda: not status(api)["leases"], api.log, 20)
@@ -373,22 +319,6 @@ def test_nothing_is_fetched_ahead_of_the_last_batch_nor_on_policy(api: Api) -> N
     with feed(api, prefetch=True, max_staleness=0) as rollouts:
         rollouts.next(0)
         assert len(status(api)["leases"]) == 1
-
-
-def test_a_batch_that_was_fetched_ahead_is_judged_by_the_version_that_trains_on_it(api: Api) -> None:
-    api.post(10, 12, 14, version=3)
-    api.post(16, version=2)
-    with feed(api, prefetch=True, max_staleness=1) as rollouts:
-        rollouts.next(3)
-        wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
-        batch = rollouts.next(3)  # the step before was skipped: what was thought too old is not
-        assert trained(batch) == [14, 15, 16, 17] and reduce(batch.metrics)["rollout/staleness_max"] == 1
-        assert batch.policy_version == 3
-        assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 0
-    with feed(api, prefetch=True, max_staleness=1) as rollouts:
-        rollouts.next(3)
-        batch = rollouts.next(4)
-        assert trained(batch) == [14, 15] and reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
 
 
 def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> None:
@@ -467,21 +397,11 @@ def test_a_status_that_does_not_come_ends_no_wait_for_an_evaluation(monkeypatch:
             raise said
         return httpx.Response(200, json=said)
 
-    client = RolloutClient(RolloutConfig(atropos_url="http://api"), registration(), do_nothing)
+    client = RolloutClient(RolloutConfig(atropos_url="http://api"), registration(BATCH, **RUN), do_nothing)
     with httpx.Client(base_url="http://api", transport=httpx.MockTransport(answer)) as http:
         monkeypatch.setattr(client, "_http", http)
         client.wait_until_alone(60)
     assert not answers
-
-
-def test_stale_groups_may_count_less_instead(api: Api) -> None:
-    api.post(10, version=1)
-    api.post(12, version=4)
-    batch = feed(api, max_staleness=1, on_stale="downweight").next(5)
-    weights = {int(s.tokens_T[-1]): s.weight for s in batch.sequences}
-    assert weights[12] == pytest.approx(0.25)  # one of four trained tokens
-    assert weights[10] == pytest.approx(0.25 / 4)  # 5 - 1 is 3 more than 1: 1 / (1 + 3)
-    assert reduce(batch.metrics)["rollout/downweighted_groups"] == 1
 
 
 @pytest.mark.complete
@@ -511,10 +431,10 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
 
     taken = take_all(feed(api))
     assert len(status(api)["leases"]) == count
-    api.process.kill()
-    api.process.wait()
+    api.kill()
     api.start()
-    rollouts, client = feed_and_client(api)
+    rollouts = feed(api)
+    client = rollouts._client
     assert (
         take_all(rollouts)
         == taken

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -144,37 +145,49 @@ def assert_ends_at_one_of_many_stop_ids(server: Serving) -> None:
 
 
 @contextmanager
-def serving(
+def serve(
+    model: Path,
     folder: Path,
     *flags: str,
     key: str | None = None,
     wait: bool = True,
     port: int | None = None,
     env: dict[str, str] | None = None,
-    key_value_heads: int = 1,
-    intermediate_size: int = 128,
-    padded_rows: int = 0,
 ) -> Iterator[Serving]:
-    """`python -m vllm_server`, by default on a free port, with a tiny model below `folder`; ended with the block.
+    """`python -m vllm_server`, by default on a free port, whose log is in `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
-    model, adapters, log = folder / "model", folder / "adapters", folder / "server.log"
+    log, port = folder / "server.log", free_port() if port is None else port
+    command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), *(["--api-key", key] if key else []), *flags]
+    with running(*command, log=log, env=env) as process:
+        server = Serving(f"http://127.0.0.1:{port}", model, folder / "adapters", log, process, key)
+
+        def ready() -> bool:
+            assert process.poll() is None, f"the server ended with status {process.poll()}\n{tail(log)}"
+            return answers(f"{server.url}/health")
+
+        if wait:
+            wait_for("a healthy server", ready, log, START_LIMIT_S)
+        yield server
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    *flags: str,
+    key_value_heads: int = 1,
+    intermediate_size: int = 128,
+    padded_rows: int = 0,
+    **options: Any,
+) -> Iterator[Serving]:
+    """A server of a tiny model below `folder`, with LoRA; `options` are those of `serve`."""
+    model, adapters = folder / "model", folder / "adapters"
     save_tiny_model(model, key_value_heads, intermediate_size, padded_rows)
     adapters.mkdir(exist_ok=True)
-    port = free_port() if port is None else port
-    command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
-    command += ["--max-lora-rank", str(RANK), "--lora-root", str(adapters), "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--api-key", key] if key else []
-    with running(*command, *flags, log=log, env=env) as process:
-        server = Serving(f"http://127.0.0.1:{port}", model, adapters, log, process, key)
-        if wait:
-
-            def ready() -> bool:
-                assert process.poll() is None, f"the server ended with status {process.poll()}\n{tail(log)}"
-                return answers(f"{server.url}/health")
-
-            wait_for("a healthy server", ready, log, START_LIMIT_S)
+    lora = ("--max-lora-rank", str(RANK), "--lora-root", str(adapters))
+    with serve(model, folder, *lora, *flags, **options) as server:
         yield server
 
 

@@ -19,9 +19,8 @@ from environments.agent.front import Front
 from environments.config import ServerConfig
 from environments.demo_model.model import END, build_model, build_tokenizer
 from environments.peers.inference import InferenceClient
-from tests.integration.serving import Serving
-from tests.processes import answers, free_port, running, tail, wait_for
-from tests.runs import finished, rows, started
+from tests.integration.serving import Serving, serve
+from tests.runs import trained
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -73,13 +72,9 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(talker: Path) -> Iterator[Serving]:
-    port, log = free_port(), talker.parent / "server.log"
-    words = ["-m", "vllm_server", "--model", str(talker), "--port", str(port), "--max-model-len", "512"]
-    words += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    with running(*words, log=log) as process:
-        served = Serving(f"http://127.0.0.1:{port}", talker, talker, log, process)
-        wait_for("a healthy server", lambda: answers(f"{served.url}/health"), log, 240)
-        yield served
+    flags = ["--max-model-len", "512", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with serve(talker, talker.parent, *flags) as server:
+        yield server
 
 
 def assert_as_the_engine_had_them(server: Serving, front_calls: list[Any]) -> None:
@@ -181,11 +176,8 @@ def test_a_run_trains_an_agent(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "two_turns.py").write_text(TWO_TURNS)
     tasks = [{"a": 10 + n, "b": 40 - n, "c": 10 + 2 * n} for n in range(16)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    run_dir, log = tmp_path / "run", tmp_path / "log"
     agent = f"{tmp_path}/two_turns.py:solve"
-    with started(demo_model, run_dir, log, agent=agent, data=tmp_path / "tasks.jsonl", env__group_size=4) as process:
-        assert finished(process, log) == 0, tail(log)
-    found = rows(run_dir)
+    found = trained(demo_model, tmp_path / "run", agent=agent, data=tmp_path / "tasks.jsonl", env__group_size=4)
     assert [row["step"] for row in found] == [1, 2, 3]
     assert all(row["batch/trained_tokens"] > 0 for row in found)
     assert any(row["batch/sequences"] > 32 for row in found), "an episode of two calls has two sequences"

@@ -10,16 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from environments.arithmetic import Problem, ProblemSet
+from environments.arithmetic import ProblemSet
 from environments.demo_model.__main__ import main
 from environments.demo_model.folder import MARKER, DemoModelError, Recipe, claim, write_whole
 from environments.demo_model.model import (
-    Examples,
     build_model,
     build_tokenizer,
     encode,
-    expected_accuracy,
-    smoothed_loss,
     warm_up,
 )
 from tests.processes import ROOT
@@ -141,31 +138,3 @@ def test_equal_seeds_give_equal_models_and_others_do_not() -> None:
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))
-
-
-class Certain(torch.nn.Module):
-    """Says the right next token of each row with one fixed logit, and all others with logit 0."""
-
-    def __init__(self, examples: Examples, vocabulary: int, logit: float) -> None:
-        super().__init__()
-        following = torch.roll(examples.tokens_BT, -1, dims=1)
-        self.logits = torch.nn.functional.one_hot(following, vocabulary) * logit
-
-    def forward(self, **_: object) -> "Certain":
-        return self
-
-
-def test_accuracy_and_loss_by_hand() -> None:
-    tokenizer = build_tokenizer()
-    examples = encode((Problem(12, 34), Problem(5, 4)), tokenizer)  # 46 and 9: two digits and one
-    assert examples.answer_BT.sum(dim=1).tolist() == [3, 2]  # the digits and the end
-    vocabulary = len(tokenizer)  # 258
-    logit = torch.tensor(257.0).log().item()  # the right token's probability is 257 / (257 + 257) = 1/2
-    model = Certain(examples, vocabulary, logit)
-    assert expected_accuracy(model, examples) == pytest.approx((1 / 8 + 1 / 4) / 2, abs=1e-5)  # type: ignore[arg-type]
-    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
-    # Right token: -log 1/2 = 0.69315; any other: -log 1/514 = 6.24222. A digit's smoothed loss at 0.4 is
-    # 0.6 * 0.69315 + 0.4 * (0.69315 + 9 * 6.24222) / 10 = 2.69081; the end's is 0.69315.
-    # Three digits and two ends: (3 * 2.69081 + 2 * 0.69315) / 5 = 1.89175.
-    loss = smoothed_loss(model, examples, digits, 0.4)  # type: ignore[arg-type]
-    assert loss.item() == pytest.approx(1.89175, abs=1e-4)

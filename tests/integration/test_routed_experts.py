@@ -26,8 +26,7 @@ from grpo_trainer.engine.routing import CHANGED
 from grpo_trainer.rollouts.filter import misfit
 from grpo_trainer.rollouts.groups import Group, RolloutBatch, to_group
 from tests.golden.models import CONFIGS, SIZES
-from tests.integration.serving import save_tiny_model
-from tests.processes import answers, free_port, running, tail, wait_for
+from tests.integration.serving import save_tiny_model, serve
 from vllm_server.protocol.routed_experts import unpack
 
 pytestmark = pytest.mark.timeout(400)
@@ -64,20 +63,10 @@ def served(
 @contextmanager
 def mixture_server(folder: Path, dtype: str, *flags: str) -> Iterator[str]:
     """A server of the model in `folder`; yields its URL."""
-    log, port = folder.with_name(f"{folder.name}.log"), free_port()
-    command = ["-m", "vllm_server", "--model", str(folder), "--port", str(port), "--dtype", dtype, *flags]
-    command += ["--max-model-len", "128", "--block-size", "32", "--logits-dtype", "float32"]
-    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
-    command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
-    url = f"http://127.0.0.1:{port}"
-    with running(*command, log=log) as process:
-
-        def ready() -> bool:
-            assert process.poll() is None, tail(log)
-            return answers(f"{url}/health")
-
-        wait_for("a healthy server", ready, log, 200.0)
-        yield url
+    limits = ["--max-model-len", "128", "--block-size", "32", "--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
+    more = ["--dtype", dtype, "--logits-dtype", "float32", "--gpu-memory-utilization", "0.1"]
+    with serve(folder, folder, *limits, *more, *flags) as server:
+        yield server.url
 
 
 def near_ties(kind: str, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -1,8 +1,10 @@
-"""`/generate`, `/lora/…`, `/bridge/…` and /v1 of the real server, against transformers' own forward pass."""
+"""`/generate`, `/lora/…`, `/bridge/…` and /v1 of the real server against transformers; environments before it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,16 @@ import httpx
 import msgspec
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from environments.api import wire
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ServerConfig
+from environments.conversation import Conversation
+from environments.peers.inference import Completion, InferenceClient, Sampling
+from environments.peers.teacher import Teacher
+from environments.tokenizers import load_tokenizer
+from environments.trajectory import scored_group
 from tests.integration.serving import (
     KEEP_VERSIONS,
     RANK,
@@ -22,7 +32,7 @@ from tests.integration.serving import (
     serving,
     shared_server,
 )
-from tests.integration.streaming import MANY, TWO_BLOCKS, held, paused
+from tests.integration.streaming import paused
 from tests.processes import wait_for
 from vllm_server.protocol import BridgeInfo, GenerateResponse, LoraStatus
 
@@ -103,63 +113,8 @@ def test_a_completion_ends_at_any_of_many_stop_ids(server: Serving) -> None:
     assert_ends_at_one_of_many_stop_ids(server)
 
 
-@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "longer than two blocks"])
-def test_each_version_answers_with_its_own_weights(server: Serving, base: torch.nn.Module, prompt: list[int]) -> None:
-    first_model, first = server.publish()
-    second_model, second = server.publish()
-    assert second.policy_version == first.policy_version + 1
-    sampling = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0, "seed": 3}
-    for _ in range(2):  # the second time from the prefix cache
-        newest = server.generate(prompt, **sampling)
-        assert (newest.policy_version, newest.model) == (second.policy_version, second.adapter_name)
-        assert_made_by(second_model, newest)
-        pinned = server.generate(prompt, model=first.adapter_name, **sampling)
-        assert pinned.policy_version == first.policy_version
-        assert_made_by(first_model, pinned)
-        assert server.generate(prompt, policy_version=first.policy_version, **sampling) == pinned
-        of_base = server.generate(prompt, policy_version=0, **sampling)
-        assert_made_by(base, of_base)
-    newest = server.generate(prompt, **sampling)
-    moved = forward_logprobs(base, prompt, newest.token_ids[0]) - sampled_logprobs(newest)
-    assert moved.abs().max() > 0.05, "the adapter must change what the model says"
-
-
-def test_a_running_request_stays_on_its_version_until_it_ends(server: Serving) -> None:
-    model, old = server.publish()
-    with held([server]) as (stream,):
-        numbers = [server.publish()[1].policy_version for _ in range(KEEP_VERSIONS)]
-        status = read_status(server)
-        too_late = {"prompt": "1", "model": old.adapter_name}
-        late = [server.post(route, too_late).status_code for route in ("/generate", "/v1/completions")]
-
-    assert late == [404, 404]
-    still = next(v for v in status.versions if v.name == old.adapter_name)
-    assert (still.draining, still.in_flight) == (True, 1)
-    assert numbers[-1] == old.policy_version + KEEP_VERSIONS
-    assert {chunk.policy_version for chunk in stream.chunks} == {old.policy_version}
-    assert [chunk.finish_reason for chunk in stream.chunks].count("length") == 1
-    assert len(stream.tokens) == MANY
-    wanted = forward_logprobs(model, TWO_BLOCKS, stream.tokens)
-    torch.testing.assert_close(torch.tensor(stream.logprobs), wanted, atol=TOLERANCE, rtol=0)
-    assert old.adapter_name not in {v.name for v in read_status(server).versions}
-
-
 def read_status(server: Serving) -> LoraStatus:
     return msgspec.json.decode(server.get("/lora/status").content, type=LoraStatus)
-
-
-def test_versions_outside_the_window_are_gone(server: Serving) -> None:
-    published = [server.publish()[1] for _ in range(KEEP_VERSIONS + 1)]
-    status = read_status(server)
-    names = [one.adapter_name for one in published]
-    assert status.available_adapters == names[-KEEP_VERSIONS:]
-    assert [v.name for v in status.versions] == names[-KEEP_VERSIONS:]
-    assert (status.active_adapter_name, status.policy_version) == (names[-1], published[-1].policy_version)
-    assert names[0] in published[-1].unloaded
-    gone = server.post("/generate", {"prompt": "1", "model": names[0]})
-    assert gone.status_code == 404
-    assert gone.json()["error"]["param"] == "model"
-    assert f"Hot-swapped adapter {names[-1]}" in server.log.read_text()
 
 
 def test_unload_goes_back_to_the_version_before(server: Serving) -> None:
@@ -265,23 +220,6 @@ def test_loads_that_cannot_be_are_refused_and_change_nothing(server: Serving) ->
     assert (after.load_count, after.available_adapters) == (before.load_count, before.available_adapters)
 
 
-def test_an_adapter_for_another_model_is_refused_and_leaves_the_engine_well(server: Serving) -> None:
-    model, served = server.publish()
-    folder = server.adapter_root / f"misfit{served.adapter_id}"
-    make_adapter(server.model_folder, seed=4).save_pretrained(str(folder))
-    from safetensors.torch import load_file, save_file
-
-    weights = folder / "adapter_model.safetensors"
-    save_file({name.replace("q_proj", "nope_proj"): t for name, t in load_file(weights).items()}, weights)
-    answer = server.post("/lora/load", {"adapter_path": str(folder)})
-    assert answer.status_code == 422, answer.text
-    assert "nope_proj" in answer.json()["error"]["message"]
-    assert server.get("/health").status_code == 200
-    again = server.generate(SHORT, max_tokens=4, logprobs=0)
-    assert again.policy_version == served.policy_version
-    assert_made_by(model, again)
-
-
 def test_the_bridge_says_who_the_server_is(server: Serving) -> None:
     _, newest = server.publish()
     info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
@@ -320,11 +258,6 @@ def test_a_client_that_leaves_frees_its_version(server: Serving, stream: bool) -
             httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(60, read=1.0), trust_env=False)
         wait_for("no request", lambda: all(v.in_flight == 0 for v in read_status(server).versions), server.log, 30)
     assert server.generate(SHORT, max_tokens=1).policy_version == read_status(server).policy_version
-
-
-def test_health_routes(server: Serving) -> None:
-    assert server.get("/health").status_code == 200
-    assert server.get("/health_generate").status_code == 200
 
 
 @pytest.fixture
@@ -397,3 +330,125 @@ def test_logprobs_that_a_penalty_makes_nan_are_refused(server: Serving, stream: 
     assert (error["code"], error["param"]) == (422, "sampling")
     assert "null" not in answer.text and "NaN" not in answer.text
     assert server.get("/health").status_code == 200
+
+
+# environments before it -------------------------------------------------------------------------------------------
+
+
+def client(server: Serving, **settings: str) -> InferenceClient:
+    return InferenceClient(ServerConfig(base_url=f"{server.url}/v1", api_key=server.key, **settings), patience=10.0)  # type: ignore[arg-type]
+
+
+def completion_of(server: Serving, prompt: str, sampling: Sampling, **settings: str) -> Completion:
+    tokenizer = AutoTokenizer.from_pretrained(server.model_folder)
+
+    async def scene() -> Completion:
+        asking = client(server, **settings)
+        try:
+            (completion,) = await asking.generate(tokenizer.encode(prompt), 1, sampling)
+            return completion
+        finally:
+            await asking.close()
+
+    return asyncio.run(scene())
+
+
+def test_vllms_own_route_gives_the_same_ids_and_logprobs_as_ours(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    with caplog.at_level(logging.INFO):
+        ours = completion_of(server, "12+34=", greedy)
+    assert server.url in caplog.text
+    theirs = completion_of(server, "12+34=", greedy, server_type="openai", model_name=str(server.model_folder))
+    assert theirs.token_ids == ours.token_ids and len(ours.token_ids) > 1
+    assert theirs.prompt_token_ids == ours.prompt_token_ids
+    assert theirs.rollout_logprobs == pytest.approx(ours.rollout_logprobs, abs=1e-4)
+    assert theirs.policy_version == ours.policy_version  # ours says so in a header
+
+
+def test_a_conversations_tokens_and_logprobs_are_what_the_server_reads_in_it(server: Serving) -> None:
+    """Three turns: the server, reading all of it at once, gives each sampled token the logprob that it had."""
+    tokenizer = AutoTokenizer.from_pretrained(server.model_folder)
+
+    async def scene() -> tuple[Conversation, list[dict[int, float] | None]]:
+        asking = client(server)
+        try:
+            talk = Conversation(tokenizer, [{"role": "user", "content": "Say a number. "}])
+            for turn in range(3):
+                (completion,) = await asking.generate(talk.tokens, 1, Sampling(max_tokens=6))
+                talk.say(completion, str(tokenizer.decode(completion.token_ids)))
+                if turn < 2:
+                    talk.hear([{"role": "user", "content": " Another. "}])
+            return talk, await asking.prompt_logprobs(talk.tokens, 1)
+        finally:
+            await asking.close()
+
+    talk, read = asyncio.run(scene())
+    assert sum(talk.trained) >= 3 and talk.turns == 3
+    for token, trained, sampled_with, position in zip(
+        talk.tokens, talk.trained, talk.rollout_logprobs, read, strict=True
+    ):
+        if trained:
+            assert position is not None and position[token] == pytest.approx(sampled_with, abs=2e-3)
+        else:
+            assert sampled_with == wire.MASKED_LOGPROB
+
+
+def test_a_teacher_reads_what_was_written(server: Serving) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(server.model_folder)
+
+    async def scene() -> wire.ScoredData:
+        config = BaseEnvConfig(
+            tokenizer_name="m", teacher_url=server.url, teacher_api_key=server.key, teacher_top_k=3, retry_timeout=10.0
+        )
+        asking, teacher = client(server), Teacher.of(config)
+        assert teacher is not None
+        try:
+            talk = Conversation(tokenizer, [{"role": "user", "content": "12+34="}])
+            (completion,) = await asking.generate(talk.tokens, 1, Sampling(max_tokens=6, temperature=0.0))
+            talk.say(completion, "")
+            return await teacher.annotate(scored_group([talk.trajectory(1.0)]))
+        finally:
+            await asking.close()
+            await teacher.close()
+
+    group = asyncio.run(scene())
+    assert group.distill_token_ids is not None and group.distill_logprobs is not None
+    rows = zip(group.tokens[0], group.masks[0], group.distill_token_ids[0], group.distill_logprobs[0], strict=True)
+    for token, mask, likeliest, logprobs in rows:
+        assert len(likeliest) == len(logprobs) == (0 if mask == wire.IGNORED else 3)
+        if likeliest:
+            assert likeliest[0] == token  # the policy took the likeliest, and the teacher is the same model
+            assert logprobs == sorted(logprobs, reverse=True)
+
+
+def test_answers_with_ids_of_the_padded_vocabulary_are_left_out_and_counted(tmp_path: Path) -> None:
+    class Letters(BaseEnv[str]):
+        def prompt(self, item: str) -> str:
+            return item
+
+        def score(self, item: str, answer: str) -> float:
+            return 1.0
+
+    async def scene(server: Serving) -> tuple[Letters, wire.ScoredData]:
+        name = str(server.model_folder)
+        config = BaseEnvConfig(tokenizer_name=name, group_size=32, max_tokens=2, max_token_length=64)
+        asking = client(server)
+        env = Letters(config, asking, load_tokenizer(name))
+        try:
+            group = await env.scored("12+34=")
+        finally:
+            await asking.close()
+        assert group is not None
+        return env, group
+
+    with serving(tmp_path, padded_rows=59) as server:
+        env, group = asyncio.run(scene(server))
+    known = len(env.tokenizer)
+    padded = [max(tokens) >= known for tokens in group.tokens]
+    assert 0 < sum(padded) < 32  # 59 of 156 ids
+    assert [bool(own.get(wire.UNSCORED)) for own in group.overrides or []] == padded
+    assert [any(id != wire.IGNORED for id in mask) for mask in group.masks] == [not own for own in padded]
+    assert len(wire.counted_scores(group)) == 32 - sum(padded)
+    assert env.measures.take()["unknown_tokens"] == sum(padded) / 32

@@ -1,25 +1,72 @@
-"""No body and no adapter's folder makes the real server fail: each is refused with a fix, and generation continues."""
+"""No body, no adapter's folder and no connection makes the real server fail: each is refused, and a run continues."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
+import msgspec
+import psutil
 import pytest
 
 from tests.integration.serving import Serving, shared_server
+from tests.mangling import mangled
+from tests.processes import free_port, tail
+from tests.runs import finished, member, rows, started, wait_for_step
+from vllm_server import protocol
+from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE, TokenPrompt
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest
 
-pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
+pytestmark = pytest.mark.timeout(900)
 
-ROUTES = (
-    *("/generate", "/lora/load", "/lora/unload", "/channels", "/channels/close", "/bridge/update/begin"),
-    *("/bridge/update/end", "/bridge/pause"),
-)
-GOOD = {"prompt": "1", "max_tokens": 1, "temperature": 0.5, "model": "policy", "boot_id": "x", "adapter_path": "q"}
-DEPTHS = (300, 490, 600, 900, 100_000)
+PROMPT: dict[str, Any] = {
+    **{"prompt": "1+1=", "n": 2, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    **{"logprobs": 0, "prompt_logprobs": 1, "stop": ["\n"], "stop_token_ids": [3], "seed": 1, "stream": False},
+    **{"model": "policy", "logit_bias": {"4": 1.0}, "bad_words": ["x"], "allowed_token_ids": [5, 6]},
+    **{"structured_outputs": {"regex": "[0-9]"}, "presence_penalty": 0.1, "ignore_eos": True, "min_tokens": 1},
+}
+BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    protocol.LORA_LOAD_ROUTE: (
+        protocol.LoraLoadRequest,
+        {"adapter_path": "x", "adapter_name": "policy-v9", "version": 9, "activate": False},
+    ),
+    protocol.LORA_UNLOAD_ROUTE: (protocol.LoraUnloadRequest, {"adapter_name": "policy-v10000"}),
+    protocol.CHANNELS_ROUTE: (
+        ChannelRequest,
+        {
+            **{"boot_id": "x", "buckets": ["AAAA"], "adapter_config": {"r": 8}, "staging": "on"},
+            "spec": {"kind": "group", "backend": "nccl", "meet": "AAAA", "world_size": 2},
+        },
+    ),
+    protocol.CHANNELS_CLOSE_ROUTE: (ChannelCloseRequest, {"channel": "x"}),
+    protocol.BRIDGE_PAUSE_ROUTE: (protocol.PauseRequest, {"mode": "keep"}),
+    protocol.BRIDGE_UPDATE_BEGIN_ROUTE: (
+        protocol.UpdateBeginRequest,
+        {"boot_id": "x", "in_flight": "keep", "timeout_s": 1.0},
+    ),
+    protocol.BRIDGE_UPDATE_END_ROUTE: (protocol.UpdateEndRequest, {"token": "x", "version": 1, "torn": False}),
+    protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: (protocol.WeightsStageRequest, {"channel": "x", "timeout_s": 1.0}),
+    protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: (protocol.WeightsApplyRequest, {"channel": "x", "token": "x"}),
+}
+"""Of each of our routes that has a body, but for /generate: what it is read as, and a whole one."""
+GOOD = {protocol.GENERATE_ROUTE: PROMPT, **{route: good for route, (_, good) in BODIES.items()}}
+BODILESS = {protocol.BRIDGE_RESUME_ROUTE, protocol.BRIDGE_SLEEP_ROUTE, protocol.BRIDGE_WAKE_UP_ROUTE}
+HELD = {protocol.BRIDGE_PAUSE_ROUTE, protocol.LORA_UNLOAD_ROUTE}
+"""Routes that stop generation or withdraw what the run has published, if their body is right: it has to be wrong."""
+TYPES = [*["application/json"] * 7, "application/octet-stream", "text/plain", SAFETENSORS_MEDIA_TYPE, "x", ""]
 
 
 @pytest.fixture
@@ -52,25 +99,13 @@ def test_what_the_engine_cannot_take_is_refused(server: Serving, sampling: dict[
     assert server.generate("1", max_tokens=1, seed=2**63 - 1).token_ids
 
 
-@pytest.mark.parametrize("route", [*ROUTES, "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("route", [*GOOD, "/v1/completions", "/v1/chat/completions"])
 def test_values_of_any_depth_are_refused(server: Serving, route: str) -> None:
-    for depth in DEPTHS:
+    for depth in (300, 490, 600, 900, 100_000):
         opened, closed = b"[" * depth, b"]" * depth
         for body in (opened, opened + closed, b'{"prompt":"1","seed":' + opened + closed + b"}", b'{"a":' * depth):
             status = server.post(route, body).status_code
             assert 400 <= status < 500, (route, depth, body[:30])
-
-
-def test_mangled_bodies_are_refused(server: Serving) -> None:
-    draw = random.Random(1)
-    good = json.dumps(GOOD).encode()
-    for _ in range(300):
-        at = draw.randrange(len(good))
-        mangled = good[:at] + draw.randbytes(draw.randrange(1, 4)) + good[at + draw.randrange(3) :]
-        for body in (mangled, draw.randbytes(draw.randrange(1, 200))):
-            route = draw.choice(ROUTES)
-            assert server.post(route, body).status_code < 500, (route, body)
-    assert server.get("/health_generate").status_code == 200
 
 
 def test_an_adapters_folder_is_read_without_waiting_and_never_echoed(server: Serving, tmp_path: Path) -> None:
@@ -102,3 +137,159 @@ def test_an_adapters_folder_is_read_without_waiting_and_never_echoed(server: Ser
     answer = server.post("/lora/load", {"adapter_path": str(folder)})
     assert answer.status_code == 200 and "private" not in answer.text
     assert answer.json()["adapter_config"]["r"] == noted["r"]
+
+
+def test_idle_connections_are_kept_beside_half_open_ones(server: Serving) -> None:
+    port = httpx.URL(server.url).port or 80
+    kept = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with ExitStack() as held:
+        held.callback(kept.close)
+        kept.request("GET", "/bridge/info")
+        assert kept.getresponse().read()
+        own = kept.sock.getsockname()
+        for _ in range(200):
+            half = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=120))
+            half.sendall(b"POST /generate HTTP/1.1\r\n")
+        assert server.generate("2+2=", max_tokens=2).text
+        time.sleep(6)  # vLLM's own default closes a connection that is idle for 5 s
+        kept.request("GET", "/bridge/info")
+        assert kept.getresponse().status == 200
+        assert kept.sock.getsockname() == own
+
+
+def is_right(route: str, body: bytes) -> bool:
+    """Whether a route of `HELD` would do what it is for."""
+    try:
+        msgspec.json.decode(body or b"{}", type=BODIES[route][0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def drawn(draw: random.Random) -> tuple[str, bytes, dict[str, str]]:
+    """Route, body and headers of the next request."""
+    route = draw.choice([*GOOD, *[protocol.GENERATE_ROUTE] * 3, *BODILESS])
+    good = GOOD[route if route in GOOD else protocol.LORA_LOAD_ROUTE]
+    others = ("policy_version", "extra_args", "best_of", "request_id", "z")
+    body = mangled(draw, good, others)
+    while route in HELD and is_right(route, body):
+        body = mangled(draw, good, others)
+    kind = draw.choice(TYPES)
+    headers = {"Content-Type": kind} if kind else {}
+    if draw.random() < 0.1:
+        headers["Content-Encoding"] = draw.choice(["gzip", "br", ""])
+    return route, body, headers
+
+
+def post(connection: http.client.HTTPConnection, draw: random.Random, log: Path) -> int:
+    """Send one drawn body: the answer is no 5xx, and a refusal has all its parts. Return the status."""
+    route, body, headers = drawn(draw)
+    connection.request("POST", route, body, headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status < 500, (route, headers, body[:300], content[:300], tail(log, 100))
+    if answer.status >= 400:
+        error = json.loads(content)["error"]
+        assert error["param"] and error["wanted"] and error["fix"], (route, body[:300], content)
+    return answer.status
+
+
+def break_off(port: int, route: str) -> None:
+    """Leave in the middle of a body."""
+    head = f"POST {route} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+    head += "Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(head.encode() + b'{"prompt": ')
+
+
+def test_thousands_of_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: Path) -> None:
+    bodies = 4_000
+    run_dir, log, port = tmp_path / "run", tmp_path / "log", free_port()
+    draw, statuses, sizes = random.Random(16), Counter[int](), []
+    with started(demo_model, run_dir, log, training_steps=100_000, server__port=port) as process:
+        wait_for_step(run_dir, 2, process, log)
+        server, said = member(process, "vllm_server"), run_dir / "logs" / "server.log"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        first = rows(run_dir)[-1]["step"]
+        for number in range(bodies):
+            statuses[post(connection, draw, said)] += 1
+            if number % 400 == 399:
+                sizes.append(psutil.Process(server).memory_info().rss)
+                for broken in (*GOOD, "/v1/completions"):
+                    break_off(port, broken)
+        last = rows(run_dir)[-1]["step"]
+        assert last > first
+        wait_for_step(run_dir, last + 2, process, log)
+        assert httpx.get(f"http://127.0.0.1:{port}/health_generate", timeout=60, trust_env=False).status_code == 200
+        assert "Traceback" not in said.read_text()  # vLLM may write one during its shutdown
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130
+    assert statuses[422] > bodies / 3 and statuses[415] > bodies / 10 and statuses[200] > 100, statuses
+    assert sizes[-1] - sizes[1] < 20e6, f"memory grew: {sizes}"  # the engine's changes with the run's adapters
+    print(f"statuses {dict(statuses)}, memory {[round(size / 1e6) for size in sizes]} MB, steps {first} to {last}")
+
+
+SAMPLING = {
+    "n": {"type": "integer", "minimum": 1, "maximum": 8},
+    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+    **{name: {"type": "integer"} for name in ("seed", "logprobs", "prompt_logprobs", "top_k", "policy_version")},
+    **{name: {"type": "number"} for name in ("temperature", "top_p", "min_p", "presence_penalty")},
+    **{name: {"type": "array", "items": {"type": "string"}} for name in ("stop", "bad_words")},
+    **{name: {"type": "array", "items": {"type": "integer"}} for name in ("stop_token_ids", "allowed_token_ids")},
+    **{name: {"type": "boolean"} for name in ("stream", "ignore_eos", "detokenize", "skip_special_tokens")},
+    **{name: {"type": "object"} for name in ("logit_bias", "extra_args", "structured_outputs")},
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Our routes that have a body, from the structs that they are read with. Any answer fits."""
+    schemas, components = msgspec.json.schema_components(
+        [*(kind for kind, _ in BODIES.values()), TokenPrompt], ref_template="#/components/schemas/{name}"
+    )
+    prompt = {"anyOf": [{"type": "string"}, schemas[-1]]}
+    generate = {"type": "object", "required": ["prompt"], "properties": {"prompt": prompt, **SAMPLING}}
+    bodies = {protocol.GENERATE_ROUTE: generate, **dict(zip(BODIES, schemas, strict=False))}
+    answers = {"default": {"description": "any"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "grpo serve", "version": "1"},
+        "paths": {
+            route: {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}, "responses": answers}}
+            for route, body in bodies.items()
+        },
+        "components": {"schemas": components},
+    }
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_no_body_that_fits_or_misses_the_schema_makes_the_server_fail(
+    server: Serving, tmp_path: Path, paused: bool
+) -> None:
+    pytest.importorskip("schemathesis", reason="needs schemathesis (extra `dev`)")
+    document = tmp_path / "openapi.json"
+    document.write_text(json.dumps(openapi()))
+    # Nothing is generated while generation is paused: the route that pauses it is tried by itself.
+    which = "--include-path" if paused else "--exclude-path"
+    try:
+        done = subprocess.run(
+            [
+                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(document), "--url", server.url),
+                *(which, protocol.BRIDGE_PAUSE_ROUTE, "--checks", "not_a_server_error", "--max-examples", "40"),
+                *("--workers", "1", "--no-color", "--seed", "1"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        server.post(protocol.BRIDGE_RESUME_ROUTE, b"")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert server.get("/health_generate").status_code == 200
+
+
+def test_every_route_of_ours_that_takes_a_body_is_tried(server: Serving) -> None:
+    lines = server.get(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE).json()["endpoints"]
+    ours = ("/bridge/", "/lora/", protocol.GENERATE_ROUTE)
+    posts = {path for method, _, path in (line.partition(" ") for line in lines) if method == "POST"}
+    assert {path for path in posts if path.startswith(ours)} == set(GOOD) | BODILESS

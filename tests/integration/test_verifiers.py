@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.__main__ import folder
 from tests.processes import ROOT, running, tail
+from tests.runs import jsonl, trained
+from tests.stand_ins import Asked, Reply, answering
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -162,40 +160,18 @@ def chat_tokenizer(place: Path) -> PreTrainedTokenizerFast:
 def scripted(tokenizer: PreTrainedTokenizerFast, turns: list[str], prompts: list[str]) -> Iterator[str]:
     """A server whose policy says these, turn by turn."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._reply({"boot_id": "b", "policy_version": 7} if self.path == "/bridge/info" else {})
+    def handle(asked: Asked) -> Reply:
+        if asked.method == "GET":
+            return Reply(json={"boot_id": "b", "policy_version": 7} if asked.path == "/bridge/info" else {})
+        ids = asked.json()["prompt"]["prompt_token_ids"]
+        prompts.append(str(tokenizer.decode(ids)))
+        row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
+        answer = {"text": [""], "prompt": None, "finish_reasons": ["stop"], "policy_version": 7, "model": "m"}
+        logprobs = [[{str(token): -0.5}] for token in row]
+        return Reply(json={**answer, "prompt_token_ids": ids, "token_ids": [row], "logprobs": [logprobs]})
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            ids = body["prompt"]["prompt_token_ids"]
-            prompts.append(str(tokenizer.decode(ids)))
-            row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
-            answer = {"text": [""], "prompt": None, "finish_reasons": ["stop"], "policy_version": 7, "model": "m"}
-            logprobs = [[{str(token): -0.5}] for token in row]
-            self._reply({**answer, "prompt_token_ids": ids, "token_ids": [row], "logprobs": [logprobs]})
-
-        def _reply(self, answer: dict[str, Any]) -> None:
-            content = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with answering(handle) as url:
+        yield f"{url}/v1"
 
 
 def test_several_turns_with_a_tool_are_the_servers_tokens(
@@ -209,7 +185,7 @@ def test_several_turns_with_a_tool_are_the_servers_tokens(
         command += ["--env.group_size", "2", "--openai.base_url", url]
         command += ["--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
         assert run(command, log, packages) == 0, tail(log)
-    (group,) = read_jsonl(tmp_path / "groups.jsonl")
+    (group,) = jsonl(tmp_path / "groups.jsonl")
     assert group["scores"] == [1.0, 1.0] and group["policy_versions"] == [7, 7]
     sampled = [token for token in group["masks"][0] if token != -100]
     assert tokenizer.decode(sampled) == call + "It is 5<|im_end|>"
@@ -224,34 +200,15 @@ def test_several_turns_with_a_tool_are_the_servers_tokens(
 def test_an_environment_of_verifiers_trains(
     installed: None, demo_model: Path, tmp_path: Path, packages: dict[str, str]
 ) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = {
-        "model-name": demo_model,
-        "run-dir": run_dir,
-        "weight-bridge-mode": "lora_only",
-        "training-steps": 3,
-        "batch-size": 8,
-        "gradient-accumulation-steps": 1,
-        "lr": 1e-3,
-        "lora-r": 8,
-        "seq-len": 64,
-        "server.port": 0,
-        "api.port": 0,
-        "env": "verifiers",
-        "env.env_id": "plain_sums",
-        "env.env_args": '{"taskset": {"count": 30}}',
-        "env.group_size": 4,
-        "env.max_tokens": 4,
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    said = run_dir / "logs" / "env-verifiers.log"
-    assert run(["grpo_trainer", "run", *words], log, packages) == 0, tail(log) + tail(said)
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["batch/sequences"] == 8 and 0 < row["reward/mean"] <= 1.1 for row in rows)
+    run_dir = tmp_path / "run"
+    own = {"env_id": "plain_sums", "env_args": '{"taskset": {"count": 30}}', "group_size": 4, "max_tokens": 4}
+    options = {"batch_size": 8, "env": "verifiers", **{f"env.{name}": value for name, value in own.items()}}
+    done = trained(demo_model, run_dir, variables=packages, **options)
+    assert [row["step"] for row in done] == [1, 2, 3]
+    assert all(row["batch/sequences"] == 8 and 0 < row["reward/mean"] <= 1.1 for row in done)
     # The server's ids and logprobs, at its temperature. A step whose groups have no signal moves nothing.
-    assert next(row[GAP] for row in rows if GAP in row) < 1e-3
-    reported = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
+    assert next(row[GAP] for row in done if GAP in row) < 1e-3
+    reported = jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
     assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in reported)
 
 

@@ -157,7 +157,7 @@ SHORT = {
         "test_rollout_api_bounds.py test_our_environment_says_why_it_gave_up",
         "test_rollout_client.py test_a_server_that_is_no_rollout_api_is_told_apart",
         "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
-        "test_ray_cluster.py test_one_that_is_never_ready_there_is_told",
+        "test_cluster.py test_one_that_is_never_ready_there_is_told",
         "test_environment_peers.py test_peer_is_gone_after_the_patience_and_half_of_it_is_worth_a_warning",
         "test_inference.py test_a_list_that_stays_empty_is_an_error",
         "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_common.errors import Problem
-from grpo_trainer.shared.names import FUSED, Binding, Facts, NamesError, Shape, bind_names
+from grpo_trainer.shared.names import Binding, Facts, NamesError, Shape, bind_names
 from tests.golden.models import CONFIGS, Golden, golden, random_model
 
 ARCHITECTURES = sorted(CONFIGS)
@@ -151,26 +151,6 @@ def test_a_shape_that_does_not_fit_is_refused(data: st.DataObject) -> None:
     with pytest.raises(NamesError) as caught:
         bind_names(wrong, record.vllm, Facts(ties, record.ties))
     assert any(problem.field.startswith(name) for problem in caught.value.problems)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gate_and_up_have_the_same_shape_and_one_order(architecture: str) -> None:
-    """Fused matrices are distinguished by the table alone: nothing about their shapes, names or order on disk can swap
-    them."""
-    parts = {binding.hf_name: binding for binding in bound(architecture)}
-    gates = [name for name in parts if name.endswith(".gate_proj.weight")]
-    for name in gates:
-        gate, up = parts[name], parts[name.replace("gate_proj", "up_proj")]
-        assert gate.shape == up.shape
-        assert (gate.vllm_name, gate.start, up.vllm_name, up.start) == (up.vllm_name, 0, gate.vllm_name, gate.length)
-    assert gates or architecture in (
-        "phi",
-        "phi3",
-        "starcoder2",
-        "mixtral",
-        "qwen3_moe",
-    )  # fused in transformers as well
-    assert FUSED["gate_up_proj"] == ("gate_proj", "up_proj")
 
 
 def refused(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], facts: Facts | None = None) -> Problem:

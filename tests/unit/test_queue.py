@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from environments.api import wire
@@ -24,20 +23,9 @@ from environments.api.errors import ApiError
 from environments.api.overview import PACE_STEPS, SAMPLES, STEPS, Explainer, History
 from environments.api.queue import Group, RolloutQueue
 from environments.api.store import Table
+from tests.stand_ins import registration
 
-
-def trainer(batch_size: int, step: int = 0, uuid: int | None = None) -> wire.Register:
-    return wire.Register(
-        wandb_group="g",
-        wandb_project="p",
-        batch_size=batch_size,
-        max_token_len=512,
-        checkpoint_dir="/c",
-        save_checkpoint_interval=10,
-        starting_step=step,
-        num_steps=100,
-        uuid=uuid,
-    )
+trainer = partial(registration, max_token_len=512, num_steps=100)
 
 
 def env(group_size: int, share: float | None = None, weight: float = 1.0) -> wire.RegisterEnv:
@@ -186,7 +174,7 @@ def test_environments_wait_for_a_trainer_that_is_not_done() -> None:
     assert granted is not None
     queue.acknowledge(granted.batch_id, 100)  # the last of its 100 steps
     for steps, waits in ((100, True), (150, False), (-1, False)):  # -1: of unknown length
-        queue.register(wire.Register(**{**to_builtins(trainer(4, step=100)), "num_steps": steps}))
+        queue.register(trainer(4, starting_step=100, num_steps=steps))
         assert (queue.register_environment(env(4), 0.0) is None) == waits
 
 

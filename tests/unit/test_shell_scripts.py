@@ -30,18 +30,6 @@ def test_setup_installs_when_executed_and_only_defines_when_sourced() -> None:
     assert sourced.stdout == b"function\n"
 
 
-def test_scripts_find_their_folder_where_cd_searches_and_prints() -> None:
-    found = subprocess.run(
-        ["bash", "-c", 'source scripts/setup.sh; echo "$repository"'],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "CDPATH": f".:{ROOT.parent}"},
-        check=True,
-    )
-    assert found.stdout == f"{ROOT}\n"
-
-
 @pytest.mark.parametrize(
     ("words", "bridge"),
     [
@@ -53,7 +41,7 @@ def test_scripts_find_their_folder_where_cd_searches_and_prints() -> None:
     ],
 )
 def test_train_starts_a_run(words: list[str], bridge: str, tmp_path: Path) -> None:
-    """`tests/integration/test_train_script.py` trains with such a command."""
+    """`tests/integration/test_documented_commands.py` trains with such a command."""
     fake, written = tmp_path / "python", tmp_path / "command"
     fake.write_text(f'#!/bin/bash\n[ "$2" != grpo_trainer ] || echo "${{@:3}}" >> {written}\n')
     fake.chmod(0o755)

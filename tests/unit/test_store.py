@@ -9,8 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,31 @@ def numbers(payloads: list[bytes]) -> list[int]:
     return [wire.decode_group(each).tokens[0][0] for each in payloads]
 
 
-def test_everything_is_there_again(tmp_path: Path):
-    path = tmp_path / "store.sqlite"
+@contextmanager
+def serving(path: Path, **clocks: Any) -> Iterator[Service]:
+    """A life of the rollout API."""
+    service = Service(Settings(store=path), **clocks)
+    yield service
+    service.close()
 
-    async def before() -> str:
-        service = Service(Settings(store=path))
+
+async def leased(service: Service, seconds: float = 1000.0) -> tuple[str, list[int]]:
+    """The next batch: its id, and which groups of `posted` it has."""
+    batch = await service.next_batch(lease=seconds)
+    assert batch is not None and batch.lease is not None
+    return batch.lease.batch_id, numbers(batch.payloads)
+
+
+def in_a_loop(scene: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    def test(tmp_path: Path) -> None:
+        asyncio.run(scene(tmp_path / "s"))
+
+    return test
+
+
+@in_a_loop
+async def test_everything_is_there_again(path: Path) -> None:
+    with serving(path) as service:
         await service.register(trainer(8))
         await service.next_batch()
         await service.register_environment(env(4, share=0.5))
@@ -50,51 +70,31 @@ def test_everything_is_there_again(tmp_path: Path):
             service.take(posted(each, env_id=0))
         service.take(posted(6, env_id=0, size=3))
         await service.written()
-        leased = await service.next_batch(lease=1000.0)
-        acknowledged = await service.next_batch(lease=1000.0)
-        assert leased is not None and leased.lease is not None
-        assert acknowledged is not None and acknowledged.lease is not None
-        await service.acknowledge(acknowledged.lease.batch_id, None)
-        service.close()
-        return leased.lease.batch_id
-
-    async def after(batch_id: str) -> None:
-        service = Service(Settings(store=path))
+        kept, _ = await leased(service)
+        acknowledged, _ = await leased(service)
+        await service.acknowledge(acknowledged, None)
+    with serving(path) as service:
         status = service.status()
         assert (status.current_step, status.queue_size, status.leased_groups, status.buffered_groups) == (1, 2, 2, 1)
         assert [each.name for each in status.environments] == ["env_0"]
         assert service.queue.minima() == {0: 4}
-        rest = await service.next_batch(lease=1000.0)
-        assert rest is not None
-        assert numbers(rest.payloads) == [4, 5]
-        await service.release(batch_id)
-        first = await service.next_batch(lease=1000.0)
-        assert first is not None
-        assert numbers(first.payloads) == [0, 1]
-        service.close()
-
-    asyncio.run(after(asyncio.run(before())))
+        assert (await leased(service))[1] == [4, 5]
+        await service.release(kept)
+        assert (await leased(service))[1] == [0, 1]
 
 
-def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(tmp_path: Path):
-    async def life(timer: float, date: float, *, first: bool) -> list[int]:
-        service = Service(Settings(store=tmp_path / "s"), clock=lambda: date, timer=lambda: timer)
-        if first:
-            await service.register(trainer(4))
-            service.take(posted(0))
-            assert await service.next_batch(lease=100.0) is not None
-        left = []
-        for seconds in (99.0, 100.0):
-            service.queue.tick(timer + seconds)
-            left.append(service.status().leased_groups)
-            await service.written()
-            if first:
-                break
-        service.close()
-        return left
-
-    assert asyncio.run(life(5000.0, 1e9, first=True)) == [1]
-    assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was restarted, and its clock was set
+@in_a_loop
+async def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(path: Path) -> None:
+    with serving(path, clock=lambda: 1e9, timer=lambda: 5000.0) as service:
+        await service.register(trainer(4))
+        service.take(posted(0))
+        await leased(service, 100.0)
+        service.queue.tick(5099.0)
+        await service.written()
+    with serving(path, clock=lambda: 5e9, timer=lambda: 3.0) as service:  # the machine was restarted, its clock set
+        for seconds, groups in ((99.0, 1), (100.0, 0)):
+            service.queue.tick(3.0 + seconds)
+            assert service.status().leased_groups == groups
 
 
 FORMAT_1 = """
@@ -134,38 +134,32 @@ def write_format_1(path: Path) -> None:
         db.commit()
 
 
-def test_a_queue_of_format_1_is_taken_over_whole(tmp_path: Path):
-    async def life(kind: str) -> None:
-        service = Service(Settings(store=tmp_path / "s"), clock=lambda: 110.0)
+@in_a_loop
+async def test_a_queue_of_format_1_is_taken_over_whole(path: Path) -> None:
+    write_format_1(path)
+    with serving(path, clock=lambda: 110.0) as service:
         queue = service.queue
-        assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([7], [7, 8], [9]), kind
+        assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([7], [7, 8], [9])
         assert (queue.run, queue.next_group) == (Run(trainer(4), 3, 5, started=True, next_group=21), 21)
         assert queue.acknowledge("a") == () and queue.leases == {"b": Lease("b", (8,), 600.0)}
         assert service.take(posted(9, env_id=0, size=3)).status == "received"  # repeated: its answer may be lost
         assert service.take(posted(7, env_id=0), b"key of 7").status == "received"
         assert service.status().queue_size == 1
-        batch = await service.next_batch(lease=60.0)
-        assert batch is not None and numbers(batch.payloads) == [7] and batch.lease is not None
-        await service.release(batch.lease.batch_id)
-        service.close()
-
-    write_format_1(tmp_path / "s")
-    asyncio.run(life("of format 1"))
-    with closing(sqlite3.connect(tmp_path / "s")) as db:
+        batch_id, groups = await leased(service, 60.0)
+        assert groups == [7]
+        await service.release(batch_id)
+    with closing(sqlite3.connect(path)) as db:
         names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         assert names == {"items", "payloads", "sqlite_sequence"}
 
 
-def garble_a_record(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE items SET body = x'c1' WHERE kind = 'group'")
-        db.commit()
+def altered(statement: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute(statement)
+            db.commit()
 
-
-def lose_a_leased_group(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("DELETE FROM items WHERE kind = 'group'")
-        db.commit()
+    return damage
 
 
 def overwrite_pages(path: Path) -> None:
@@ -176,37 +170,40 @@ def overwrite_pages(path: Path) -> None:
 def write_foreign_records_of_format_1(path: Path) -> None:
     path.unlink()
     write_format_1(path)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("UPDATE run SET body = x'c1'")
-        db.commit()
+    altered("UPDATE run SET body = x'c1'")(path)
 
 
-DAMAGES = [garble_a_record, lose_a_leased_group, overwrite_pages, write_foreign_records_of_format_1]
+@pytest.mark.parametrize(
+    "damage",
+    [
+        altered("UPDATE items SET body = x'c1' WHERE kind = 'group'"),
+        altered("DELETE FROM items WHERE kind = 'group'"),  # one that is leased
+        overwrite_pages,
+        write_foreign_records_of_format_1,
+    ],
+)
+def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "s"
 
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, damage: Callable[[Path], None]):
     async def before() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
-        await service.register(trainer(4))
-        service.take(posted(0))
-        assert await service.next_batch(lease=100.0)
-        service.close()
+        with serving(path) as service:
+            await service.register(trainer(4))
+            service.take(posted(0))
+            await leased(service)
 
     asyncio.run(before())
-    damage(tmp_path / "s")
-    damaged = (tmp_path / "s").read_bytes()
-    command = [sys.executable, "-m", "environments.api", "--port", "0", "--store", str(tmp_path / "s")]
+    damage(path)
+    damaged = path.read_bytes()
+    command = [sys.executable, "-m", "environments.api", "--port", "0", "--store", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and f"error: --store {tmp_path / 's'}" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and (tmp_path / "s").read_bytes() == damaged
+    assert done.returncode == 2 and f"error: --store {path}" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and path.read_bytes() == damaged
 
 
-def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(tmp_path: Path):
+@in_a_loop
+async def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(path: Path) -> None:
     """A lease is so small that the disk may have room for it; the store would then have a lease of no group."""
-
-    async def before() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
+    with serving(path) as service:
         await service.register(trainer(4000))
         writer = service.store._writer if service.store else None
         assert writer is not None
@@ -219,72 +216,44 @@ def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(tmp_path:
         writer.execute(f"PRAGMA max_page_count = {pages + 100}")
         with pytest.raises(StoreError):
             await service.next_batch(lease=1000.0)
-        service.close()
-
-    async def after() -> None:
-        service = Service(Settings(store=tmp_path / "s"))
+    with serving(path) as service:
         await service.register(trainer(4000))
         service.take(posted(0, size=4000))
-        assert (await service.next_batch(lease=1000.0)) is not None
-        service.close()
-
-    asyncio.run(before())
-    asyncio.run(after())
+        await leased(service)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path: Path, how: str):
+def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path: Path, how: str) -> None:
     path = tmp_path / "s"
 
-    async def life() -> StoreError:
-        service = Service(Settings(store=path))
-        await service.register(trainer(4))
-        path.unlink()
-        if how == "replaced":
-            path.write_bytes(b"another run's")
-        keeper = asyncio.create_task(service.keep_time(every=0.01))
-        async with asyncio.timeout(20):
-            await service.failed.wait()  # though nobody posts anything
-        with pytest.raises(StoreError):
-            await keeper
-        service.close()
-        assert service.failure is not None
+    async def life() -> StoreError | None:
+        with serving(path) as service:
+            await service.register(trainer(4))
+            path.unlink()
+            if how == "replaced":
+                path.write_bytes(b"another run's")
+            keeper = asyncio.create_task(service.keep_time(every=0.01))
+            async with asyncio.timeout(20):
+                await service.failed.wait()  # though nobody posts anything
+            with pytest.raises(StoreError):
+                await keeper
         return service.failure
 
     error = asyncio.run(life())
-    assert error.field == f"--store {path}"
-    assert (error.got == "another file") == (how == "replaced")
-    assert path.exists() == (how == "replaced")
+    assert error is not None and error.field == f"--store {path}"
+    assert (error.got == "another file") == path.exists() == (how == "replaced")
 
 
-def test_an_environment_that_was_killed_with_the_api_keeps_its_name(tmp_path: Path) -> None:
-    async def life(heard: list[int], names: list[str]) -> None:
-        service = Service(Settings(store=tmp_path / "s"))
-        if not heard:
-            await service.register(trainer(8))
-            await service.next_batch()
-        for each in heard:
-            service.status_env(each)  # a sign of life: this one was not killed
-        assert [(await service.register_environment(env(4))).wandb_name for _ in names] == names
-        service.close()
-
-    asyncio.run(life([], ["env_0", "env_1"]))
-    asyncio.run(life([1], ["env_0", "env_2"]))
-
-
-def queue_sizes(path: Path, *lives: tuple[float, list[int]]) -> list[int]:
-    """The queue after each life of an API, which begins at a time and gets posts without a key."""
-
-    async def life(date: float, numbers: list[int]) -> int:
-        service = Service(Settings(store=path), clock=lambda: date)
-        for number in numbers:
-            service.take(posted(number))
-        await service.written()
-        size = service.status().queue_size
-        service.close()
-        return size
-
-    return [asyncio.run(life(*each)) for each in lives]
+@in_a_loop
+async def test_an_environment_that_was_killed_with_the_api_keeps_its_name(path: Path) -> None:
+    for heard, names in (([], ["env_0", "env_1"]), ([1], ["env_0", "env_2"])):
+        with serving(path) as service:
+            if not heard:
+                await service.register(trainer(8))
+                await service.next_batch()
+            for each in heard:
+                service.status_env(each)  # a sign of life: this one was not killed
+            assert [(await service.register_environment(env(4))).wandb_name for _ in names] == names
 
 
 @pytest.mark.parametrize(
@@ -297,20 +266,28 @@ def queue_sizes(path: Path, *lives: tuple[float, list[int]]) -> list[int]:
     ],
 )
 def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path, lives: Any, sizes: list[int]) -> None:
-    assert queue_sizes(tmp_path / "s", *lives) == sizes
+    """Each life of the API begins at a time and gets posts without a key."""
+
+    async def life(date: float, posts: list[int]) -> int:
+        with serving(tmp_path / "s", clock=lambda: date) as service:
+            for number in posts:
+                service.take(posted(number))
+            await service.written()
+            return service.status().queue_size
+
+    assert [asyncio.run(life(*each)) for each in lives] == sizes
 
 
-def test_ids_are_never_given_twice(tmp_path: Path) -> None:
-    async def life(posts: int) -> int:
-        service = Service(Settings(store=tmp_path / "s"))
+@in_a_loop
+async def test_ids_are_never_given_twice(path: Path) -> None:
+    with serving(path) as service:
         await service.register(trainer(4))
-        for each in range(posts):
+        for each in range(3):
             service.take(posted(each))
             await service.next_batch()
-        service.close()
-        return service.queue.next_group
-
-    assert asyncio.run(life(3)) == asyncio.run(life(0)) == 3  # all groups were trained and deleted
+    with serving(path) as service:
+        await service.register(trainer(4))
+        assert service.queue.next_group == 3  # all groups were trained and deleted
 
 
 @pytest.mark.parametrize("durable", [True, False])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_common import trace
-from tests.trace_format import check_format
+from tests.runs import check_format
 
 
 @pytest.fixture

@@ -1,17 +1,18 @@
-"""A plan on a Ray cluster of two nodes on this machine: the promises of the local supervisor hold on both."""
+"""A plan on a Ray cluster of two nodes on this machine, and the job script of `--slurm` under a real Slurm."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,13 @@ from grpo_trainer.launch.places import Node, Place, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
-from tests.processes import found_in, free_port, once, wait_for
+from tests.integration.odd_environment import NAME
+from tests.processes import ROOT, found_in, free_port, mentioning, once, tail, wait_for
+from tests.runs import arguments, of_mode, rows
 from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, UNTIL, assert_gone, runs, spec
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +104,22 @@ def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCl
     assert_gone([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
 
 
-def test_a_process_on_another_node_that_fails_is_told_as_a_local_one(cluster: RayCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("python", "code", "got", "fix"),
+    [
+        (sys.executable, f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)", "exit code 3", LAST),
+        (sys.executable, "import os; os.kill(os.getpid(), 9)", "SIGKILL", "server.log"),
+        ("/nowhere/python", "", "", "/nowhere/python"),
+    ],
+)
+def test_a_process_on_another_node_that_fails_is_told_as_a_local_one(
+    cluster: RayCluster, tmp_path: Path, python: str, code: str, got: str, fix: str
+) -> None:
     here, there = occupied(cluster)
-    failing = at(there, "server", f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)")
+    failing = replace(at(there, "server", code), argv=(python, "-c", code))
     with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
         running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
-    assert (error.value.field, error.value.got) == ("server", "exit code 3")
-    assert str(tmp_path / "server.log") in error.value.fix and LAST in error.value.fix
-
-
-def test_a_process_that_is_killed_there_is_named_with_its_signal(cluster: RayCluster, tmp_path: Path) -> None:
-    here, there = occupied(cluster)
-    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
-        server = running.start(at(there, "server", SLEEPER))
-        threading.Timer(0.5, os.kill, (server.pid, signal.SIGKILL)).start()
-        running.run([[at(here, "trainer", SLEEPER, ends_run=True)]])
-    assert error.value.field == "server" and "SIGKILL" in error.value.got
+    assert error.value.field == "server" and got in error.value.got and fix in error.value.fix
 
 
 def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
@@ -127,14 +131,6 @@ def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Pa
         wait_for("its last words", lambda: found_in(log, "^asleep$") is not None, log)  # its time may be up by then
         running.run([])
     assert error.value.field == "server" and str(slow.ready_url) in error.value.got and "asleep" in error.value.fix
-
-
-def test_a_program_that_is_not_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
-    _, there = occupied(cluster)
-    missing = replace(at(there, "server", ""), argv=("/nowhere/python", "-m", "vllm_server"))
-    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
-        running.run([[missing]])
-    assert error.value.field == "server" and "/nowhere/python" in error.value.fix
 
 
 def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
@@ -156,7 +152,7 @@ def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp
     script = f"""
         from pathlib import Path
         from functools import partial
-        from tests.integration.test_ray_cluster import at, occupied, supervisor, PID, SLEEPER
+        from tests.integration.test_cluster import at, occupied, supervisor, PID, SLEEPER
         from grpo_trainer.launch.ray_cluster import RayCluster
         cluster = RayCluster({nodes.address!r}, 2)
         here, there = occupied(cluster)
@@ -258,19 +254,16 @@ def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_u
     del holder
 
 
-def test_a_cluster_without_enough_nodes(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_enough_nodes_or_without_an_answer(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "NODES_SECONDS", 0.5)
-    with pytest.raises(ConfigError) as error:
-        RayCluster(nodes.address, 9)
-    assert error.value.field == "--cluster-nodes" and error.value.wanted == "9"
-
-
-def test_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.1)
+    with pytest.raises(ConfigError) as few:
+        RayCluster(nodes.address, 9)
+    assert few.value.field == "--cluster-nodes" and few.value.wanted == "9"
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError) as silent:
         RayCluster(address)
-    assert (error.value.field, error.value.got) == ("--cluster", address)
+    assert (silent.value.field, silent.value.got) == ("--cluster", address)
 
 
 def test_a_run_is_placed_on_the_nodes_that_ray_knows(cluster: RayCluster) -> None:
@@ -303,3 +296,125 @@ def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
         small.shutdown()
     assert error.value.field == "server" and node.name in error.value.got and "asleep" in error.value.fix
     wait_for("the process ends", lambda: not runs(pid_in(tmp_path / "server.log", "pid")), tmp_path / "server.log")
+
+
+# Slurm: its daemons run here, with two nodes on this machine ------------------------------------------------------
+
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+needs_slurm = pytest.mark.skipif(
+    bool(MISSING) or os.geteuid() != 0, reason="needs root, and: apt-get install slurmctld slurmd munge"
+)
+
+SLURM = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs={cores} RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs={cores} RealMemory=1000
+PartitionName=main Nodes=n[1-2] Default=YES State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Slurm of two nodes, which `SLURM_CONF` names."""
+    folder, cores = tmp_path_factory.mktemp("slurm"), os.cpu_count()
+    for private in (folder, *folder.parents[:2]):  # munged refuses a socket in a folder that others can't enter
+        private.chmod(0o755)
+    (folder / "state").mkdir()
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    host, (port, first, second) = socket.gethostname(), (free_port() for _ in range(3))
+    config, log = folder / "slurm.conf", folder / "daemons.log"
+    config.write_text(
+        SLURM.format(host=host, port=port, first=first, second=second, cores=cores, folder=folder).lstrip()
+    )
+    munge = [f"--{name}-file={folder / name}" for name in ("key", "pid", "log", "seed")]
+    daemons = [
+        ["munged", "--force", "--foreground", f"--socket={folder / 'munge.sock'}", *munge],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "n1"],
+        ["slurmd", "-D", "-N", "n2"],
+    ]
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as running, log.open("wb") as output:
+        patched.setenv("SLURM_CONF", str(config))
+        for command in daemons:
+            daemon = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            running.callback(daemon.wait, 30)
+            running.callback(daemon.terminate)
+            if command[0] == "munged":
+                wait_for("munge", (folder / "munge.sock").exists, log)
+        wait_for("two idle nodes", lambda: slurm_says("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log)
+        yield folder
+
+
+def slurm_says(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+
+
+def job_script(model: Path, folder: Path, steps: int) -> Path:
+    """The script of a run with two servers on two nodes, which `grpo run --slurm` has written."""
+    script = folder / "job.sbatch"
+    options = of_mode("lora_only", **{"training-steps": steps, "server.replicas": 2, "cluster-nodes": 2})
+    options |= {"env": NAME, "env--group-size": 8}
+    words = arguments(model, folder / "run", **options, slurm=script, **{"gpus-per-node": 0})
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    return script
+
+
+def submitted(script: Path) -> int:
+    """Submit a job, and return its number."""
+    folder = script.parent
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--output={folder / 'log'}", str(script)],
+        cwd=folder, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+def ended(job: int, log: Path) -> str:
+    """Wait for a job's end, and return its state and exit code."""
+    wait_for("the job is over", lambda: not slurm_says("squeue", "-h", "-j", str(job)).strip(), log, 600)
+    (state,) = slurm_says("scontrol", "-o", "show", "job", str(job)).splitlines()
+    fields = dict(word.split("=", 1) for word in state.split() if "=" in word)
+    return f"{fields['JobState']} {fields['ExitCode']}"
+
+
+@needs_slurm
+def test_slurm_takes_the_script_and_the_job_runs_over_two_nodes(demo_model: Path, tmp_path: Path, slurm: Path) -> None:
+    script, log = job_script(demo_model, tmp_path, 8), tmp_path / "log"
+    tested = subprocess.run(["sbatch", "--test-only", str(script)], capture_output=True, text=True, check=True)
+    assert "n[1-2]" in tested.stderr
+    assert ended(submitted(script), log) == "COMPLETED 0:0", tail(log)
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
+    for server in ("server", "server-2"):
+        assert "POST /generate" in (tmp_path / "run" / "logs" / f"{server}.log").read_text()
+    wait_for("its processes have ended", lambda: not mentioning(str(tmp_path)), log)
+
+
+@needs_slurm
+def test_before_the_time_limit_the_run_saves_a_checkpoint(demo_model: Path, tmp_path: Path, slurm: Path) -> None:
+    """`scancel --batch --signal` sends what `#SBATCH --signal=B:TERM@…` asks for."""
+    script, log = job_script(demo_model, tmp_path, 2000), tmp_path / "log"
+    job = submitted(script)
+    wait_for("step 3", lambda: len(rows(tmp_path / "run")) >= 3, log, 600)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", str(job)], check=True, timeout=60)
+    assert ended(job, log).startswith("FAILED"), tail(log)
+    said = log.read_text()
+    assert "stopped by SIGTERM" in said and "--resume" in said
+    last = rows(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"adapter_step_{last}").is_dir()
+    wait_for("its processes have ended", lambda: not mentioning(str(tmp_path)), log)

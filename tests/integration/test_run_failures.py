@@ -1,0 +1,190 @@
+"""Under a run a process is killed, something is deleted, or an environment goes wrong: one message, nothing left."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_common.status import BURST
+from tests.integration.odd_environment import NAME
+from tests.processes import family, found_in, tail, wait_for
+from tests.runs import (
+    assert_ended_with,
+    finished,
+    jsonl,
+    member,
+    newest,
+    of_mode,
+    rows,
+    started,
+    trained,
+    wait_for_step,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+LONG = {"training_steps": 500, "checkpoint_interval": 1000, "max_restarts": 0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "victim"), [("lora_only", "server"), ("lora_restart", "server"), ("lora_restart", "trainer")]
+)
+def test_a_killed_process_ends_the_run_by_name(demo_model: Path, tmp_path: Path, mode: str, victim: str) -> None:
+    """In `lora_restart` the server is the trainer's child."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    interval = {"vllm-restart-interval": 400} if mode == "lora_restart" else {}
+    with started(demo_model, run_dir, log, **of_mode(mode, **{**LONG, **interval})) as process:
+        wait_for_step(run_dir, 1, process, log)
+        members = family(process.pid)
+        (server,) = [pid for pid, command in members.items() if "-m vllm_server --model" in command]
+        os.kill(server if victim == "server" else member(process, "grpo_trainer train"), signal.SIGKILL)
+        assert finished(process, log, 60) == 1
+    assert_ended_with(log, rf"{victim}: .*SIGKILL", members, run_dir)
+    if interval and victim == "server":
+        assert str(run_dir / "logs" / "server.log") in log.read_text()
+        assert re.search(r"step \d+.*/adapter_step_\d+.*--resume auto", log.read_text())
+
+
+def test_ctrl_c_during_a_relaunch_ends_all_and_keeps_the_run(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, **of_mode("none", **{**LONG, "checkpoint_interval": 0})) as process:
+        wait_for_step(run_dir, 1, process, log)
+        server_log = run_dir / "logs" / "server.log"
+        wait_for("the relaunch", lambda: "--policy-version 2" in server_log.read_text(), log, 60)
+        members = family(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 30) == 130
+    assert_ended_with(log, "SIGINT", members, run_dir)
+    assert newest(run_dir) == 2
+
+
+def delete_queue(run_dir: Path) -> None:
+    (run_dir / "queue.sqlite").unlink()
+
+
+def delete_run(run_dir: Path) -> None:
+    """Whole, however much is written into it meanwhile."""
+    run_dir.rename(run_dir.with_name("deleted"))
+    shutil.rmtree(run_dir.with_name("deleted"), ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("delete", "names"),
+    [(delete_queue, r"^api: .*--store {}/queue\.sqlite"), (delete_run, r"^--run-dir {}: ")],
+)
+def test_without_its_queue_or_its_folder_a_run_ends_saved(
+    demo_model: Path, tmp_path: Path, delete: Callable[[Path], None], names: str
+) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, **LONG) as process:
+        wait_for_step(run_dir, 3, process, log)
+        members = family(process.pid)
+        delete(run_dir)
+        assert finished(process, log, 60) == 1, tail(log)
+    assert_ended_with(log, names.format(re.escape(str(run_dir))), members, run_dir)
+    assert f"grpo run --resume {run_dir}" in log.read_text()
+    assert (step := newest(run_dir)) >= 3
+    assert trained(demo_model, run_dir, training_steps=step + 1, resume="auto")[-1]["step"] == step + 1
+
+
+def test_without_its_adapters_or_a_checkpoint_a_run_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    options = {**LONG, "lora_transport": "disk"}
+    with started(demo_model, run_dir, log, **options) as process:
+        wait_for_step(run_dir, 2, process, log)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130, tail(log)
+    saved = run_dir / "checkpoints" / f"adapter_step_{newest(run_dir)}"
+    step = rows(run_dir)[-1]["step"]
+    log.unlink()
+    with started(demo_model, run_dir, log, **options, resume="auto") as process:
+        wait_for_step(run_dir, step + 1, process, log)
+        members = family(process.pid)
+        shutil.rmtree(saved)
+        (run_dir / "adapters").rename(tmp_path / "deleted")  # at once, although it is being written to
+        wait_for_step(run_dir, step + 6, process, log)
+        again = newest(run_dir)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130, tail(log)
+    assert step < again < rows(run_dir)[-1]["step"]
+    warned = [line for line in log.read_text().splitlines() if line.startswith("trainer: ") and "WARNING" in line]
+    assert len([line for line in warned if str(saved) in line]) == 1, warned
+    assert 1 <= len([line for line in warned if str(run_dir / "adapters") in line]) <= 2, warned
+    assert (run_dir / "adapters").is_dir()
+    assert_ended_with(log, "SIGINT", members, run_dir)
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [("nan", "a score that is not finite"), ("empty", r"\b16 groups\b.*\bempty\b"), ("crashes", r"exit code 3")],
+)
+def test_an_environment_that_goes_wrong_ends_the_run_saved_and_by_name(
+    demo_model: Path, tmp_path: Path, how: str, names: str
+) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    own = {**LONG, "checkpoint_interval": 1, "env": NAME, "env__how": how}
+    with started(demo_model, run_dir, log, **own) as process:
+        wait_for_step(run_dir, 1, process, log)
+        members = family(process.pid)
+        assert finished(process, log, 120) == 1, tail(log)
+    assert_ended_with(log, f"^env-odd_environment: .*{names}", members, run_dir)
+    assert f"grpo run --resume {run_dir}" in log.read_text()
+    warned = re.findall(r"^env-odd_environment: .* WARNING ", log.read_text(), re.MULTILINE)
+    assert len(warned) <= 40, "16 groups by name, and a line a step"
+    assert newest(run_dir) == rows(run_dir)[-1]["step"]
+
+
+TWO_ENVIRONMENTS = """
+[[environments]]
+name = "arithmetic"
+[[environments]]
+name = "{name}"
+[environments.env]
+how = "hostile"
+score_timeout = {seconds}
+steps_per_eval = 3
+blocked_once = "{blocked}"
+inference_weight = 0.3
+"""
+
+
+def test_a_hostile_environment_is_started_again_and_the_good_one_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    """It never comes back from an evaluation, raises interrupts and floods the terminal, which stays readable."""
+    run_dir, log, config = tmp_path / "run", tmp_path / "log", tmp_path / "run.toml"
+    seconds = float(os.environ.get("GRPO_HOSTILE_SECONDS", "10"))
+    config.write_text(TWO_ENVIRONMENTS.format(name=NAME, seconds=seconds, blocked=tmp_path / "blocked"))
+
+    def groups_of(name: str) -> list[tuple[int, int]]:
+        """Steps of an environment, and its groups in each; its name in a key is the rollout API's."""
+        reported = jsonl(run_dir / "logs" / f"env-{name}.metrics.jsonl")
+        return [(row["step"], row[key]) for row in reported for key in row if key.endswith("/groups_sent")]
+
+    options = {"config": config, "training_steps": 5000, "checkpoint_interval": 5000, "max_restarts": 1}
+    with started(demo_model, run_dir, log, **options) as process:
+
+        def wait(what: str, done: Callable[[], object], limit: float) -> None:
+            wait_for(what, lambda: process.poll() is not None or bool(done()), log, limit)
+
+        wait("it ends", lambda: found_in(log, "restart 1 of 1"), 300)
+        first_life = len(groups_of("odd_environment"))
+        wait(
+            "groups of its second life", lambda: any(sent for _, sent in groups_of("odd_environment")[first_life:]), 120
+        )
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130, tail(log)
+    steps, said = rows(run_dir)[-1]["step"], log.read_text()
+    assert len(said) < 100_000 * max(1.0, steps / 60)
+    assert "\x1b" not in said and max(map(len, said.splitlines())) < 1000
+    hostile = [line for line in said.splitlines() if line.startswith("env-odd_environment: ")]
+    assert any("event loop" in line and " ERROR " in line for line in hostile), "why it ended"
+    assert any(re.search(r'odd_environment\.py", line \d+, in evaluate$', line) for line in hostile), "its stack"
+    assert len([line for line in hostile if "WARNING" in line]) < 2 * BURST + steps
+    good = groups_of("arithmetic")
+    assert good[-1][0] >= steps - 3
+    assert len([step for step, sent in good if sent]) > steps / 2, "also while the other was blocked"
