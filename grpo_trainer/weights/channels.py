@@ -188,19 +188,10 @@ class Channel:
     staging_bytes = 0
 
     def join(self, refused: Callable[[], None]) -> None:
-        """Meet the workers, which are opening the channel at the same time.
-
-        Args:
-            refused: raises if the server has refused.
-        """
+        """Meet the workers, which are opening the channel at the same time. `refused` raises if the server refused."""
 
     def send(self, version: int, stored: Mapping[str, Tensor], name: str = "") -> str | memoryview | None:
-        """Send the present tensors.
-
-        Args:
-            version: of all weights.
-            stored: all weights by the model's names, each in its shape and dtype; of an adapter nothing.
-            name: under which an adapter is published.
+        """Send all weights, `stored` by the model's names, as `version`; or the adapter, to be published as `name`.
 
         Returns:
             For an adapter, what the request has: a folder, a body, or None for this channel.
@@ -250,11 +241,14 @@ def together(work: Callable[[Callable[[], None]], object], ask: Callable[[], T])
     return theirs.result()
 
 
-def lost(summary: str, way: Way, name: Name, error: Exception, fix: str = "") -> BridgeError:
-    """Return the error of a channel that failed."""
-    got = f"{name}: {str(error).strip().partition(chr(10))[0]}"
-    fix = fix or "see the server's log; --resume auto continues"
-    return BridgeError(summary, field=way.flag, got=got, fix=fix)
+def lost(way: Way, name: Name, error: Exception, summary: str = "", fix: str = "") -> BridgeError:
+    """Return the error of a connection that broke, or was not made."""
+    return BridgeError(
+        summary or "a worker of the server has ended, or did not receive in time",
+        field=way.flag,
+        got=f"{name}: {str(error).strip().partition(chr(10))[0]}",
+        fix=fix or "see the server's log; --resume auto continues",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -376,16 +370,16 @@ class Group(Channel):
             # A slow server must not hold up what others are sent. An adapter is on its way for a moment only.
             new = torch.cuda.current_stream if self.is_ahead else torch.cuda.Stream
             self._stream: torch.cuda.Stream = new(self._device)
-        at = urlsplit(way.url)
-        towards = backend == "gloo" and at.hostname and at.port
-        host = address_towards(at.hostname, at.port) if towards and at.hostname and at.port else LOOPBACK
-        spec, store = meeting(backend, 1 + len(way.info.workers), host)
-        self.spec = spec
+        at, host = urlsplit(way.url), LOOPBACK
+        if backend == "gloo" and at.hostname and at.port:
+            host = address_towards(at.hostname, at.port)
+        self.spec, store = meeting(backend, 1 + len(way.info.workers), host)
         seconds = ADAPTER_SECONDS if self.is_ahead else BROADCAST_SECONDS
-        self._make = functools.partial(Ranks, spec, 0, self._device, store, seconds)
+        self._make = functools.partial(Ranks, self.spec, 0, self._device, store, seconds)
         self._ranks: Ranks | None = None
         self._buffer_E: Tensor | None = None
         self._sending: Future[None] | None = None
+        self._is_received: Callable[[], bool] = lambda: True
 
     def join(self, refused: Callable[[], None]) -> None:
         """Make the group, and connect the ranks by a first broadcast, while another channel can be tried."""
@@ -400,83 +394,68 @@ class Group(Channel):
         except RuntimeError as error:
             other = "memory" if self.is_ahead else "gloo"
             fix = f"set NCCL_DEBUG=INFO to see why, or use {self._way.flag} {other}" if self.name == "nccl" else ""
-            raise lost("the server's workers did not join", self._way, self.name, error, fix) from error
+            raise lost(self._way, self.name, error, "the server's workers did not join", fix) from error
 
     def send(self, version: int, stored: Mapping[str, Tensor], name: str = "") -> None:
-        ranks = self._ranks
+        ranks, layout = self._ranks, self._layout
         if ranks is None:
             raise BridgeError("the group is gone after a failure", field=self._way.flag, got=self.name)
         try:
-            if isinstance(self._layout, AdapterLayout):
-                self._send_adapter(ranks, self._layout)
+            if isinstance(layout, AdapterLayout) and self.name == "nccl":
+                with torch.cuda.stream(self._stream):
+                    ranks.broadcast(layout.pack())  # it ends when the workers have received
+                self._is_received = self._stream.query
+            elif isinstance(layout, AdapterLayout):
+                bytes_B = layout.pack_file()[len(layout.headers[0]) :]
+                self._sending = background.begin(lambda: ranks.broadcast(bytes_B))
+                self._is_received = self._sending.done
             elif self.name == "nccl":
-                self._send_between_gpus(ranks, self._layout, stored)
+                self._send_between_gpus(ranks, layout, stored)
             else:
                 if self._buffer_E is None:
                     on_gpu = torch.cuda.is_available()  # page-locked memory is several times faster to copy into
-                    self._buffer_E = torch.empty(self._layout.largest, dtype=self._layout.dtype, pin_memory=on_gpu)
-                for number in range(len(self._layout)):
-                    ranks.broadcast(self._layout.pack(number, stored, self._buffer_E))
+                    self._buffer_E = torch.empty(layout.largest, dtype=layout.dtype, pin_memory=on_gpu)
+                for number in range(len(layout)):
+                    ranks.broadcast(layout.pack(number, stored, self._buffer_E))
         except GroupError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: GroupError) -> BridgeError:
-        return lost("a worker of the server has ended, or did not receive in time", self._way, self.name, error)
+            raise lost(self._way, self.name, error) from error
 
     def _send_between_gpus(self, ranks: Ranks, layout: ModelLayout, stored: Mapping[str, Tensor]) -> None:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the optimizer's
-            try:
-                self._broadcast_all(ranks, layout, stored)
-            except BaseException:
-                ranks.abort()  # the workers wait for buckets that will not come
-                raise
-
-    def _broadcast_all(self, ranks: Ranks, layout: ModelLayout, stored: Mapping[str, Tensor]) -> None:
         """Enqueue each bucket while the one before is sent: its packing, into the same memory, and its broadcast.
 
         Packing from main memory waits for the stream without a limit, so the bucket before is waited for first.
         """
         stream = self._stream
-        with torch.cuda.stream(torch.cuda.default_stream(self._device)):  # so that training can use the memory again
-            buffer_E = torch.empty(layout.largest, dtype=layout.dtype, device=self._device)
-        buffer_E.record_stream(stream)
-        before, gathered = None, next(iter(stored.values())).device.type == "cpu"
-        for number in range(len(layout)):
-            if gathered and before is not None:
-                ranks.wait(before.query)
-            ranks.broadcast(layout.pack(number, stored, buffer_E))
-            if before is not None:
-                ranks.wait(before.query)  # its time limit is that of one bucket
-            before = stream.record_event()
-        ranks.wait(stream.query)
-
-    def _send_adapter(self, ranks: Ranks, layout: AdapterLayout) -> None:
-        """Begin the broadcast, which ends when the workers have received."""
-        if self.name == "nccl":
-            with torch.cuda.stream(self._stream):
-                ranks.broadcast(layout.pack())
-            return
-        bytes_B = layout.pack_file()[len(layout.headers[0]) :]
-        self._sending = background.begin(lambda: ranks.broadcast(bytes_B))
-
-    def _is_received(self) -> bool:
-        return self._sending.done() if self._sending is not None else self._stream.query()
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(self._device))  # the optimizer's
+            try:
+                with torch.cuda.stream(torch.cuda.default_stream(self._device)):  # so that training can use it again
+                    buffer_E = torch.empty(layout.largest, dtype=layout.dtype, device=self._device)
+                buffer_E.record_stream(stream)
+                before, gathered = None, next(iter(stored.values())).device.type == "cpu"
+                for number in range(len(layout)):
+                    if gathered and before is not None:
+                        ranks.wait(before.query)
+                    ranks.broadcast(layout.pack(number, stored, buffer_E))
+                    if before is not None:
+                        ranks.wait(before.query)  # its time limit is that of one bucket
+                    before = stream.record_event()
+                ranks.wait(stream.query)
+            except BaseException:
+                ranks.abort()  # the workers wait for buckets that will not come
+                raise
 
     def settle(self) -> None:
         assert self._ranks is not None
         try:
             if self._sending is not None:
                 self._sending.result()
-            else:
-                self._ranks.wait(self._stream.query)
+            self._ranks.wait(self._is_received)
         except GroupError as error:
-            raise self._lost(error) from error
+            raise lost(self._way, self.name, error) from error
 
     def failed(self) -> bool:
         """Keep the group after a refusal if the workers have received; else the broadcast would never finish."""
-        if self._ranks is None:
-            return False
         deadline = time.monotonic() + RECEIVED_SECONDS
         while not self._is_received():
             if time.monotonic() > deadline:
@@ -657,7 +636,13 @@ def open_channel(wanted: Name | Literal["auto"], way: Way, server: ServerClient,
             except RuntimeError as failed:  # of the server, CUDA, NCCL or Gloo; the next channel may work
                 reason = error = failed
             else:
-                _log(channel, way, reasons)
+                log.info(
+                    "%s go to the server by %s: %.2f GB in %d buckets, %s%s",
+                    *("adapters" if isinstance(way.layout, AdapterLayout) else "weights", name),
+                    *(way.layout.nbytes / 1e9, len(way.layout)),
+                    f"staged in {channel.staging_bytes / 1e9:.2f} GB" if channel.staging_bytes else "not staged",
+                    f" ({'; '.join(map(str, reasons))})" if reasons else "",
+                )
                 return channel
         reasons.append(Problem(f"not {name}", summary=str(reason)))
     if isinstance(error, ServerError):
@@ -685,16 +670,3 @@ def _opened(name: Name, way: Way, server: ServerClient, staging: Staging) -> Cha
         raise
     channel.id, channel.staging_bytes = opened.channel, opened.staging_bytes
     return channel
-
-
-def _log(channel: Channel, way: Way, reasons: list[Problem]) -> None:
-    layout, because = way.layout, f" ({'; '.join(map(str, reasons))})" if reasons else ""
-    if isinstance(layout, AdapterLayout):
-        log.info("adapters go to the server by %s%s", channel.name, because)
-        return
-    size = channel.staging_bytes / 1e9
-    log.info(
-        "weights go to the server by %s: %.2f GB in %d buckets, %s%s",
-        *(channel.name, layout.nbytes / 1e9, len(layout)),
-        *(f"staged in {size:.2f} GB of each worker" if channel.staging_bytes else "not staged", because),
-    )
