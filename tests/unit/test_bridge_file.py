@@ -24,6 +24,7 @@ from grpo_trainer.shared.bridge_file import (
     tied_names,
 )
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
+from tests.processes import ROOT
 from tests.unit.factories import refusing
 from vllm_server.bridge_file import FOLDER, BridgeFile
 from vllm_server.checks import check_receivable, check_shareable
@@ -35,7 +36,6 @@ from vllm_server.protocol.bridge_config import (
     BridgeConfigFile,
     CudaIpcHandle,
     FileHandle,
-    Handle,
     RankWeights,
 )
 from vllm_server.worker.shared_weights import plain_parameters, share
@@ -444,19 +444,6 @@ class Tiny(torch.nn.Module):
     names = ("embed.weight", "proj.weight", "proj.bias", "head.weight", "first", "second")
 
 
-def shared_tiny() -> tuple[Tiny, dict[str, Handle]]:
-    torch.manual_seed(0)
-    model = Tiny()
-    with torch.no_grad():
-        return model, share(plain_parameters(model), torch.device("cpu"))
-
-
-def test_parameters_have_their_plain_names_and_tied_ones_each_of_theirs() -> None:
-    found = plain_parameters(Tiny())
-    assert set(found) == set(Tiny.names)
-    assert found["head.weight"] is found["embed.weight"]
-
-
 def test_a_name_that_would_stand_for_two_parameters_is_refused() -> None:
     model = torch.nn.ModuleDict({"a": Wrapped(torch.nn.Linear(1, 1))})
     model["a"].register_parameter("weight", torch.nn.Parameter(torch.zeros(1)))
@@ -464,25 +451,8 @@ def test_a_name_that_would_stand_for_two_parameters_is_refused() -> None:
         plain_parameters(model)
 
 
-def test_sharing_changes_no_bit_and_tied_parameters_keep_one_place() -> None:
-    torch.manual_seed(0)
-    before = {name: parameter.detach().clone() for name, parameter in plain_parameters(Tiny()).items()}
-    model, shared = shared_tiny()
-    after = plain_parameters(model)
-    assert set(shared) == set(Tiny.names)
-    for name, parameter in after.items():
-        assert torch.equal(parameter, before[name])
-        assert parameter.stride() == before[name].stride()
-        assert shared[name].dtype == str(parameter.dtype).removeprefix("torch.")
-    assert shared["head.weight"] == shared["embed.weight"]
-    assert after["head.weight"].data_ptr() == after["embed.weight"].data_ptr()
-    places = {handle.offset for handle in shared.values() if isinstance(handle, FileHandle)}
-    assert len(places) == len(Tiny.names) - 1
-
-
 WRITER = """
 import os, sys, msgspec, torch
-from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import Handle
 handles = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, Handle])
 size = os.stat(handles["first"].path).st_size
@@ -494,29 +464,39 @@ for name, handle in handles.items():
 """
 
 
-def test_another_process_writes_into_the_parameters_through_their_handles() -> None:
-    model, shared = shared_tiny()
-    before = {name: parameter.detach().clone() for name, parameter in plain_parameters(model).items()}
-    handles = msgspec.json.encode({name: h for name, h in shared.items() if name != "head.weight"})
-    subprocess.run(
-        [sys.executable, "-c", WRITER], input=handles, check=True, timeout=120, cwd=Path(__file__).parents[2]
-    )
-    for name, parameter in plain_parameters(model).items():
+def test_sharing_changes_no_bit_and_another_process_writes_through_the_handles() -> None:
+    """Tied parameters have each of their names, and one place."""
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = plain_parameters(model)
+    assert set(plain) == set(Tiny.names) and plain["head.weight"] is plain["embed.weight"]
+    before = {name: parameter.detach().clone() for name, parameter in plain.items()}
+    strides = {name: parameter.stride() for name, parameter in plain.items()}
+    with torch.no_grad():
+        shared = share(plain, torch.device("cpu"))
+    after = plain_parameters(model)
+    assert set(shared) == set(Tiny.names)
+    for name, parameter in after.items():
+        assert torch.equal(parameter, before[name]) and parameter.stride() == strides[name]
+        assert shared[name].dtype == str(parameter.dtype).removeprefix("torch.")
+    assert shared["head.weight"] == shared["embed.weight"]
+    places = {handle.offset for handle in shared.values() if isinstance(handle, FileHandle)}
+    assert len(places) == len(Tiny.names) - 1
+    handles = msgspec.json.encode({name: handle for name, handle in shared.items() if name != "head.weight"})
+    subprocess.run([sys.executable, "-c", WRITER], input=handles, check=True, timeout=120, cwd=ROOT)
+    for name, parameter in after.items():
         assert torch.equal(parameter, before[name] + 1.0), name
 
 
 def test_the_memory_has_no_name_in_any_folder_and_goes_with_its_processes() -> None:
-    code = (
-        "import torch; from vllm_server.worker.shared_weights import share, plain_parameters;"
-        "model = torch.nn.Linear(2, 2);"
-        "shared = share(plain_parameters(model), torch.device('cpu')); print(shared['weight'].path)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch; torch.set_grad_enabled(False); {code}"],
-        capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.stdout.startswith("/proc/")
-    assert not Path(done.stdout.strip()).exists()
+    code = """
+import torch
+from vllm_server.worker.shared_weights import plain_parameters, share
+torch.set_grad_enabled(False)
+print(share(plain_parameters(torch.nn.Linear(2, 2)), torch.device("cpu"))["weight"].path)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("/proc/") and not Path(done.stdout.strip()).exists()
 
 
 @pytest.mark.parametrize(

@@ -41,30 +41,27 @@ def planned(monkeypatch: pytest.MonkeyPatch, default: int = 1024, **given: Any) 
 )
 def test_graphs_up_to_twice_the_sequences(monkeypatch: pytest.MonkeyPatch, sequences: int, last: list[int]) -> None:
     sizes = planned(monkeypatch, default=sequences)
-    assert sizes is not None
-    assert sizes[-len(last) :] == last
+    assert sizes is not None and sizes[-len(last) :] == last
     assert min(sequences, 1024) in sizes  # a batch of one token of each is not padded
     assert planned(monkeypatch, default=7, max_num_seqs=sequences) == sizes
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "sizes"),
     [
-        {"enforce_eager": True},
-        {"speculative_config": {"num_speculative_tokens": 3}},
-        {"performance_mode": "interactivity"},
-        {"max_cudagraph_capture_size": 64},
-        {"compilation_config": SimpleNamespace(cudagraph_capture_sizes=[1, 8])},
-        {"compilation_config": SimpleNamespace(max_cudagraph_capture_size=8)},
+        ({"enforce_eager": True}, None),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, None),
+        ({"performance_mode": "interactivity"}, None),
+        ({"max_cudagraph_capture_size": 64}, None),
+        ({"compilation_config": SimpleNamespace(cudagraph_capture_sizes=[1, 8])}, None),
+        ({"compilation_config": SimpleNamespace(max_cudagraph_capture_size=8)}, None),
+        ({"cudagraph_capture_sizes": [1, 5]}, [1, 5]),
     ],
-    ids=lambda given: next(iter(given)),
 )
-def test_graphs_are_vllms_choice(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    assert planned(monkeypatch, **given) is None
-
-
-def test_graphs_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planned(monkeypatch, cudagraph_capture_sizes=[1, 5]) == [1, 5]
+def test_graphs_are_vllms_or_the_users_choice(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sizes: list[int] | None
+) -> None:
+    assert planned(monkeypatch, **given) == sizes
 
 
 def test_graphs_vllm_says_how_many_sequences_it_computes() -> None:
@@ -80,14 +77,10 @@ MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with one GPU, 8 cores and room in /dev/shm; the folder has its files."""
+    """The folder of a machine's files."""
     monkeypatch.setattr(seams, "device_type", lambda: "cuda")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
-    monkeypatch.setattr(flags, "_SHM", tmp_path)
-    monkeypatch.setattr(flags, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(flags, "_GPUS", tmp_path / "gpus")
-    (tmp_path / "gpus" / "0000:00:00.0").mkdir(parents=True)
+    for name, place in (("_SHM", "."), ("_QUOTA", "cpu.max"), ("_GPUS", "gpus")):
+        monkeypatch.setattr(flags, name, tmp_path / place)
     monkeypatch.setenv(MULTIPROCESSING, "1")  # so that it is restored
     monkeypatch.delenv(MULTIPROCESSING)
     return tmp_path
@@ -101,21 +94,28 @@ def placed(**given: Any) -> str | None:
     return args.distributed_executor_backend
 
 
-def test_worker_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placed() == "mp"
-    for quota, executor in (("max 100000", "mp"), ("800000 100000", "mp"), ("750000 100000", "uni")):
+@pytest.mark.parametrize(
+    ("cores", "quota", "gpus", "free", "executor"),
+    [
+        (8, None, 1, 1 << 30, "mp"),
+        (8, "max 100000", 1, 1 << 30, "mp"),
+        (8, "800000 100000", 1, 1 << 30, "mp"),
+        (8, "750000 100000", 1, 1 << 30, "uni"),
+        (8, None, 2, 1 << 30, "uni"),
+        (16, None, 2, 1 << 30, "mp"),
+        (8, None, 1, 64 << 20, "uni"),  # Docker's /dev/shm has no room for the worker's queues
+    ],
+)
+def test_worker_has_its_own_process_if_there_is_room(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, cores: int, quota: str | None, gpus: int, free: int, executor: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    for number in range(gpus):
+        (machine / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
+    if quota:
         (machine / "cpu.max").write_text(f"{quota}\n")
-        assert placed() == executor
-    (machine / "cpu.max").unlink()
-    (machine / "gpus" / "0000:01:00.0").mkdir()
-    assert placed() == "uni", "8 cores for two GPUs"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    assert placed() == "mp"
-
-
-def test_worker_without_room_for_its_queues(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))  # Docker's default
-    assert placed() == "uni"
+    assert placed() == executor
 
 
 @pytest.mark.usefixtures("machine")
@@ -174,43 +174,40 @@ print(os.environ[flags.SOCKETS_VARIABLE], tempfile.gettempdir(), os.path.dirname
 # the logits' dtype ---------------------------------------------------------------------------------------------
 
 
+CONDITIONAL = {"text_config": {"model_type": "gemma3_text"}}
+"""vLLM builds the text part of such a model from that part's own configuration."""
+
+
 @pytest.mark.parametrize(
-    ("device", "asked", "given", "invariant", "head"),
+    ("device", "asked", "given", "invariant", "model", "wanted"),
     [
-        ("cpu", "auto", {}, "0", None),
-        ("cuda", "auto", {}, "0", "float32"),
-        ("cpu", "float32", {"rope_theta": 1e4}, "0", "float32"),
-        ("cuda", "model", {}, "0", None),
-        ("cuda", "auto", {"head_dtype": "bfloat16"}, "0", "bfloat16"),
-        ("cuda", "auto", {}, "1", None),
+        ("cpu", "auto", {}, "0", {}, {}),
+        ("cuda", "auto", {}, "0", {}, {"head_dtype": "float32"}),
+        ("cpu", "float32", {"rope_theta": 1e4}, "0", {}, {"head_dtype": "float32", "rope_theta": 1e4}),
+        ("cuda", "model", {}, "0", {}, {}),
+        ("cuda", "auto", {"head_dtype": "bfloat16"}, "0", {}, {"head_dtype": "bfloat16"}),
+        ("cuda", "auto", {}, "1", {}, {}),
+        ("cuda", "auto", {}, "0", CONDITIONAL, {"head_dtype": "float32", "text_config": {"head_dtype": "float32"}}),
+        (
+            *("cuda", "auto", {"head_dtype": "bfloat16"}, "0", CONDITIONAL),
+            {"head_dtype": "bfloat16", "text_config": {"head_dtype": "bfloat16"}},
+        ),
+        (
+            *("cpu", "float32", {"text_config": {"rope_theta": 1e4}}, "0", CONDITIONAL),
+            {"head_dtype": "float32", "text_config": {"head_dtype": "float32", "rope_theta": 1e4}},
+        ),
     ],
 )
 def test_logits_dtype_is_that_of_vllms_head(
-    monkeypatch: pytest.MonkeyPatch, device: str, asked: str, given: dict[str, object], invariant: str, head: str | None
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, asked: str, given: dict[str, Any], invariant: str,
+    model: dict[str, Any], wanted: dict[str, Any],
+) -> None:  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
     monkeypatch.setattr(seams, "device_type", lambda: device)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-    args = Namespace(model="none", logits_dtype=asked, hf_overrides=given)
+    args = Namespace(model=str(tmp_path), logits_dtype=asked, hf_overrides=given)
     flags._plan_logits(args)
-    assert args.hf_overrides == given | ({} if head is None else {"head_dtype": head})
-
-
-@pytest.mark.parametrize(
-    ("given", "head", "text"),
-    [
-        ({}, "float32", {"head_dtype": "float32"}),
-        ({"head_dtype": "bfloat16"}, "bfloat16", {"head_dtype": "bfloat16"}),
-        ({"text_config": {"rope_theta": 1e4}}, "float32", {"head_dtype": "float32", "rope_theta": 1e4}),
-    ],
-)
-def test_logits_dtype_of_a_conditional_models_text_part(
-    tmp_path: Path, given: dict[str, Any], head: str, text: dict[str, Any]
-) -> None:
-    """vLLM builds that part from its own configuration."""
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": "gemma3_text"}}))
-    args = Namespace(model=str(tmp_path), logits_dtype="float32", hf_overrides=given)
-    flags._plan_logits(args)
-    assert args.hf_overrides == {"head_dtype": head, "text_config": text}
+    assert args.hf_overrides == wanted
 
 
 # what is read before vLLM is imported --------------------------------------------------------------------------
