@@ -22,7 +22,7 @@ from vllm_server.protocol import WorkerInfo, machine_id
 from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
 
 if TYPE_CHECKING:  # they import torch
-    from vllm_server.engine import SharedEngine
+    from vllm_server.server import SharedEngine
     from vllm_server.worker.shared_weights import Exported
 
 logger = logging.getLogger("vllm.grpo.bridge_file")

@@ -8,7 +8,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from vllm_server import protocol
-from vllm_server.engine import parameters
 from vllm_server.errors import ServeError
 from vllm_server.http import parse_body, route
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
@@ -39,7 +38,10 @@ async def debug(server: PolicyServer) -> protocol.BridgeDebug:
 
 @route("GET", protocol.BRIDGE_STATE_DICT_INFO_ROUTE)
 async def state_dict_info(server: PolicyServer) -> protocol.StateDictInfo:
-    found = await parameters(server.engine)
+    """Return the parameters of all workers by name. A sharded tensor has the shape of one shard."""
+    found: dict[str, protocol.ParameterInfo] = {}
+    for answer in await server.engine.collective_rpc("grpo_parameters"):
+        found |= msgspec.convert(answer, dict[str, protocol.ParameterInfo])
     return protocol.StateDictInfo(len(found), found)
 
 

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import REGISTRY, Gauge
 
 from tests.unit.factories import story
-from vllm_server.engine import Adapters, SharedEngine, describe_workers
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.publisher import Delivery
+from vllm_server.server import Adapters, SharedEngine, describe_workers
 
 INSTALLED = {"slot": 0, "replayed": False, "unserved": (), "seconds": 0.1}
 DELIVERY = Delivery("memory", "memory://1", {"r": 8}, file="file")
