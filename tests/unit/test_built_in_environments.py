@@ -21,7 +21,7 @@ from environments.config import ConfigError
 from environments.data_config import DataConfig, RewardConfig
 from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled, Stream
-from environments.running import cli, settings_check
+from environments.running import cli
 from environments.running.groups import set_up
 from environments.running.settings_check import BUILT_IN, BuiltIn
 from environments.scoring import settled
@@ -63,17 +63,14 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseE
     return make
 
 
-def test_environment_serves(build: Callable[..., BaseEnv[Any, Any]]) -> None:
-    async def scene() -> None:
-        service, env = Service(Settings()), build(max_batches_offpolicy=1)
-        await service.register(registration(8, max_token_len=2048, num_steps=2))
-        task = asyncio.create_task(serving(env, service, asyncio.Event()))
-        batches = await trained(service, 2, task)
-        assert [sum(len(group.tokens) for group in batch) for batch in batches] == [8, 8]
-        await asyncio.wait_for(task, 30)
-        await env.close()
-
-    asyncio.run(scene())
+async def test_environment_serves(build: Callable[..., BaseEnv[Any, Any]]) -> None:
+    service, env = Service(Settings()), build(max_batches_offpolicy=1)
+    await service.register(registration(8, max_token_len=2048, num_steps=2))
+    task = asyncio.create_task(serving(env, service, asyncio.Event()))
+    batches = await trained(service, 2, task)
+    assert [sum(len(group.tokens) for group in batch) for batch in batches] == [8, 8]
+    await asyncio.wait_for(task, 30)
+    await env.close()
 
 
 def test_environment_processes(build: Callable[..., BaseEnv[Any, Any]], tmp_path: Path) -> None:
@@ -92,41 +89,28 @@ def test_environment_processes(build: Callable[..., BaseEnv[Any, Any]], tmp_path
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 
-def test_environment_evaluates(build: Callable[..., BaseEnv[Any, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    async def scene() -> str:
-        env = build()
-        await cli.evaluate(env)
-        await env.close()
-        return env.name
-
-    name = asyncio.run(scene())
+async def test_builtin_evaluates(build: Callable[..., BaseEnv[Any, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    env = build()
+    await cli.evaluate(env)
+    await env.close()
+    name = env.name
     metrics = json.loads(capsys.readouterr().out)
     assert metrics.pop("env") == name and metrics.get("rows_failed", 0) == 0 and len(metrics) > 0
 
 
-def test_environment_resumes_with_the_items_that_were_next(build: Callable[..., BaseEnv[Any, Any]]) -> None:
+async def test_environment_resumes_with_the_items_that_were_next(build: Callable[..., BaseEnv[Any, Any]]) -> None:
     async def items(env: BaseEnv[Any, Any], count: int) -> list[Any]:
         return [await settled(env.get_next_item()) for _ in range(count)]
 
-    async def scene() -> None:
-        first, second = build(), build()
-        await set_up(first)
-        await set_up(second)
-        await items(first, 3)
-        second.restore(json.loads(json.dumps(first.state())))
-        assert await items(first, 4) == await items(second, 4)
-        assert first.state() == second.state()
-        for env in (first, second):
-            await env.close()
-
-    asyncio.run(scene())
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_environment_refuses_a_wrong_key(name: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        settings_check.check(name, {"group_siz": 8})
-    assert error.value.field == "env.group_siz" and "env.group_size" in error.value.fix
+    first, second = build(), build()
+    await set_up(first)
+    await set_up(second)
+    await items(first, 3)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert await items(first, 4) == await items(second, 4)
+    assert first.state() == second.state()
+    for env in (first, second):
+        await env.close()
 
 
 @pytest.mark.parametrize("make", [lambda: Shuffled(range(10), seed=3), lambda: Stream(count(10))])
@@ -136,13 +120,11 @@ def test_items_go_on_from_a_position(make: Callable[[], Any]) -> None:
     assert [*islice(resumed, 12)] == whole[13:] and resumed.position == 25
 
 
-def test_items_come_once_in_every_pass_and_in_another_order() -> None:
+def test_items_of_a_pass_and_of_a_stream() -> None:
     first, second = ([*islice(Shuffled(range(10), seed=seed), 20)] for seed in (3, 4))
     assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
     assert first[:10] != first[10:] and first != second
 
-
-def test_items_of_a_stream_end() -> None:
     stream = Stream([1, 2])
     stream.position = 5
     assert [*stream] == [] and stream.position == 2

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from environments.word_problems import (
     make_problem,
 )
 from tests.stand_ins import Asked, Reply, Scripted, answering
+from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
@@ -103,9 +103,8 @@ def test_arithmetic_splits_the_same_every_time_and_leaves_a_problem_in_each_part
     assert (len(first.train), len(first.held_out)) == (1440, 160)  # 40 * 40 pairs, a tenth held out
     assert (first.train[0].prompt, first.held_out[0].prompt) == ("36+18=", "12+11=")  # as in earlier versions
     for low, high, got in ((5, 4, "5 to 4, which has 0 problems"), (5, 5, "5 to 5, which has 1 problems")):
-        with pytest.raises(ConfigError) as error:
+        with refusing(ConfigError, "low, high", got=got):
             ProblemSet.of(low, high)
-        assert (error.value.field, error.value.got) == ("low, high", got)
 
 
 def test_arithmetic_a_group_has_the_servers_tokens_and_exact_scores() -> None:
@@ -133,9 +132,8 @@ def test_arithmetic_answers_are_as_long_as_the_longest_number_needs() -> None:
         env = arithmetic("1", **changes)
         asyncio.run(env.setup())
         assert env.sampling(room=100).max_tokens == tokens
-    with pytest.raises(PromptTooLong) as error:
+    with refusing(PromptTooLong, "--env.max_token_length", got="6"):
         arithmetic("1", max_token_length=6).encode("12+34=")
-    assert (error.value.field, error.value.got) == ("--env.max_token_length", "6")
 
 
 # ---------------------------------------------------------------- word problems
@@ -177,25 +175,20 @@ def test_word_problems_sentences_say_what_the_answer_is(level: int, part: Part, 
     assert make_problem(level, part, random.Random(seed)) == problem
 
 
-def test_word_problems_held_out_ones_are_the_same_every_time_and_share_nothing_with_others() -> None:
+def test_word_problems_held_out_answers_and_levels() -> None:
     problems = held_out_problems([1, 2], 50)
     assert problems == held_out_problems([1, 2], 50) and len({problem.text for problem in problems}) == 50
     assert {problem.level for problem in problems} == {1, 2}
     for field in ("people", "things", "starts", "packs", "gains", "losses", "distractors", "questions"):
         assert not set(getattr(TRAIN, field)) & set(getattr(HELD_OUT, field)), field
 
-
-def test_word_problems_the_last_number_counts() -> None:
     texts = ("7 + 5 = 12", "12.", "He has 12 apples", "12 or 13", "twelve", "")
     assert [text for text in texts if is_right(TOM, text)] == ["7 + 5 = 12", "12.", "He has 12 apples"]
 
-
-def test_word_problems_levels() -> None:
     assert [levels_of(said) for said in ("auto", "3", "1-2")] == [[1, 2, 3, 4, 5, 6], [3], [1, 2]]
     for said in ("", "0", "7", "2-1", "1-", "-1", "1-9", "hard", "1-2-3"):
-        with pytest.raises(ConfigError) as caught:
+        with refusing(ConfigError, "--env.level", got=said):
             levels_of(said)
-        assert caught.value.field == "--env.level" and caught.value.got == said
 
 
 @pytest.mark.parametrize(
@@ -214,18 +207,6 @@ def test_word_problems_levels_with_mixed_groups_are_drawn(means: dict[int, float
     assert Ladder([1, 2, 3], means).candidates() == drawn
 
 
-def test_word_problems_a_policy_that_becomes_better_climbs() -> None:
-    ladder, rng, able = Ladder([1, 2, 3]), random.Random(0), {1: 1.0, 2: 1.0, 3: 0.5}
-    ladder.note(1, 0.5)
-    ladder.note(1, 1.0)
-    assert ladder.means == {1: 0.53125}  # a sixteenth of each new group's mean enters a level's mean
-    drawn = [0]
-    for _ in range(300):
-        drawn.append(ladder.draw(rng))
-        ladder.note(drawn[-1], able[drawn[-1]])
-    assert drawn[-100:].count(3) >= 90
-
-
 def test_word_problems_an_answer_counts_if_it_is_right_and_has_ended() -> None:
     env = words("12" + END, "It is 12", "13" + END)
     group = asyncio.run(env.collect_trajectories(TOM))
@@ -238,22 +219,17 @@ def test_word_problems_an_answer_counts_if_it_is_right_and_has_ended() -> None:
 
 
 @pytest.mark.parametrize(("level", "drawn"), [("2-3", {2, 3}), ("auto", {4, 5})])
-def test_word_problems_are_of_the_chosen_levels_or_of_those_with_mixed_groups(level: str, drawn: set[int]) -> None:
+def test_word_problems_are_of_the_chosen_or_mixed_levels(level: str, drawn: set[int]) -> None:
     env, means = words("1", level=level), {"1": 0.9, "2": 0.9, "3": 0.9, "4": 0.5, "5": 0.1}
     env.restore({"position": 0, "means": means})
-
-    async def levels() -> set[int]:
-        return {(await env.get_next_item()).level for _ in range(60)}
-
-    assert asyncio.run(levels()) == drawn  # auto: level 4, and 1 time in 8 the one above
+    levels = {asyncio.run(env.get_next_item()).level for _ in range(60)}
+    assert levels == drawn  # auto: level 4, and 1 time in 8 the one above
     kept = {each: mean for each, mean in means.items() if level == "auto" or int(each) in drawn}
     assert env.state() == {"position": 60, "means": kept}
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("in one row"), KeyboardInterrupt(), SystemExit(0)])
-def test_word_problems_evaluation_keeps_the_other_rows_if_one_fails(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException | None
-) -> None:
+def test_word_problems_evaluation_loses_one_row(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
     problems = held_out_problems([1, 2], 20)
     env = words(f"{problems[0].answer}{END}", level="1-2", eval_questions=20)
     encode, lost = env.encode, env.prompt(problems[3])
@@ -340,9 +316,7 @@ def test_gsm8k_what_is_no_data_set_is_named(tmp_path: Path, content: str | None,
         ({"format_reward": 0.25}, [1.25, 0.0, 0.25, 0.0, 1.25]),
     ],
 )
-def test_gsm8k_strict_and_lenient_are_measured_and_one_of_them_is_paid(
-    data: Path, changes: dict[str, Any], scores: list[float]
-) -> None:
+def test_gsm8k_pays_strict_or_lenient(data: Path, changes: dict[str, Any], scores: list[float]) -> None:
     thinks = "<think>\\boxed{17}</think>\\boxed{18}" + END
     answers = ["\\boxed{18}" + END, "It is 18." + END, "\\boxed{17}" + END, "\\boxed{18}", thinks]  # the 4th is cut off
     env = gsm8k(*answers, dataset_path=data, **changes)
@@ -389,9 +363,8 @@ def test_gsm8k_questions_that_leave_no_room_are_skipped_or_refused(data: Path) -
     env = gsm8k("1", dataset_path=data, system_prompt="", max_token_length=longest + 8)
     asyncio.run(env.setup())
     assert {next(env.items).text for _ in range(64)} == {text for text, each in lengths.items() if each <= longest}
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--env.max_token_length", got="20"):
         asyncio.run(gsm8k("1", dataset_path=data, max_token_length=20).setup())
-    assert (error.value.field, error.value.got) == ("--env.max_token_length", "20")
 
 
 @pytest.mark.parametrize(
@@ -402,12 +375,6 @@ def test_wilsons_interval(share: float, trials: int, low: float, high: float) ->
     assert wilson(share, trials) == pytest.approx((low, high), abs=5e-5)
     for each in (1, 3, 48, 1319):
         assert wilson(0.0, each)[0] == 0.0 and wilson(1.0, each)[1] == 1.0
-
-
-def test_gsm8k_the_shipped_configurations_are_understood() -> None:
-    tables = [tomllib.loads(path.read_text()).get("environments", []) for path in (ROOT / "configs").glob("*.toml")]
-    settings = [each.get("env", {}) for table in tables for each in table if each["name"] == "gsm8k"]
-    assert settings and all(Gsm8kConfig(tokenizer_name="model", **each) for each in settings)
 
 
 def test_gsm8k_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:

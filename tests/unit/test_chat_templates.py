@@ -197,9 +197,7 @@ TURNS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3)
 @pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 @given(turns=TURNS)
-def test_a_conversations_ids_are_those_of_the_rendered_conversation(
-    name: str, words: bool, turns: list[tuple[str, str]]
-) -> None:
+def test_conversation_ids_are_the_rendered_ones(name: str, words: bool, turns: list[tuple[str, str]]) -> None:
     family, tokenizer = FAMILIES[name], build(name, words=words)
     talk = Conversation(tokenizer, [user("x")])
     for answer, reply in turns:
@@ -266,9 +264,7 @@ def test_a_template_without_end_tokens_keeps_the_sampled_one_and_its_own_beginni
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("appends_eos", [False, True])
-def test_a_prompt_of_text_begins_with_one_bos_and_has_no_eos(
-    name: str, appends_eos: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompt_of_text_has_one_bos_and_no_eos(name: str, appends_eos: bool, caplog: pytest.LogCaptureFixture) -> None:
     tokenizers._say_once.cache_clear()
     tokenizer = build(name, appends_eos=appends_eos)
     ids = prompt_ids(tokenizer, "ab")

@@ -39,7 +39,6 @@ from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read
 from grpo_trainer.phases import read_report
 from grpo_trainer.policy import build_policy
 from grpo_trainer.record import write_record
-from grpo_trainer.report.read import read_run
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.finding import newest_whole
@@ -47,7 +46,7 @@ from grpo_trainer.saving.manifest import refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
 from tests.stand_ins import Scripted
-from tests.unit.test_report import a_sample, html_of, row, write_run
+from tests.unit.test_report import html_of, row, write_run
 
 TORN = b'{"step": 3, "reward/me'
 
@@ -83,7 +82,7 @@ def test_rows_leave_out_and_count_a_line_that_is_none(tmp_path: Path, damage: by
     new.close()
 
 
-def test_rows_figures_that_are_no_numbers_are_not_measured(tmp_path: Path) -> None:
+def test_rows_with_odd_figures_or_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": [1], "e": true, "f": 2, "g": 1' + b"0" * 400 + b"}\n"
@@ -91,8 +90,6 @@ def test_rows_figures_that_are_no_numbers_are_not_measured(tmp_path: Path) -> No
     assert read_rows(path) == [{"step": 1, **dict.fromkeys("abcdeg"), "f": 2}]
     assert read_file(tmp_path / "none") == Rows([])
 
-
-def test_rows_after_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + line(1) + line(2))
     assert [each["step"] for each in read_rows(path)] == [1, 2]
@@ -109,27 +106,6 @@ def test_keep_steps_keeps_what_it_can_not_read(tmp_path: Path) -> None:
 
 
 # reports and lists --------------------------------------------------------------------------------------------
-
-
-def test_a_torn_line_of_an_environment_does_not_end_the_report(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [row(1), row(2)])
-    (folder / "logs").mkdir()
-    own = (
-        b'{"step": 1, "sums/score": 1.0}\n{"step": 4, "ti{"step": 2, "sums/score": 2.0}\n{"step": 3, "sums/score": 3}\n'
-    )
-    (folder / "logs" / "env-sums.metrics.jsonl").write_bytes(own)
-    assert read_run(folder).numbers("env/sums/score") == [1.0, 3]
-    html = html_of(folder)
-    assert "logs/env-sums.metrics.jsonl: 1 line" in html and "metrics.jsonl: 2 lines" not in html
-
-
-def test_a_sample_without_its_environment_and_version_is_of_unknown_ones(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [row(1)])
-    sample = a_sample()
-    del sample["environment"], sample["version"]
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    (read,) = read_run(folder).samples
-    assert read["environment"] is None and sample["prompt"] in html_of(folder)
 
 
 def test_a_damaged_configuration_is_named_and_not_shown(tmp_path: Path) -> None:
@@ -219,12 +195,6 @@ def test_an_environments_state_stays_in_its_folder(tmp_path: Path, name: str) ->
     StateFiles(tmp_path / "own", name).save(1, {})
     (saved,) = tmp_path.rglob("step-1.json")
     assert saved.parent.parent == tmp_path / "own"
-
-
-def test_a_home_folder_in_a_file_names_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    config = build(TrainConfig, {"model_name": "m", "resume": "~/runs/a/checkpoints/step_3"})
-    assert config.resume == "/home/me/runs/a/checkpoints/step_3"
 
 
 def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

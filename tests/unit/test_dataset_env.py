@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
@@ -18,6 +25,8 @@ from environments.base import Measures
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig, RewardConfig
 from environments.dataset import data as reading
+from environments.dataset.columns import Columns
+from environments.dataset.data import Data, read_data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.peers.http import PeerGone
@@ -25,9 +34,9 @@ from environments.peers.inference import Completion, Sampling
 from environments.running import evaluation
 from environments.running.cli import process
 from environments.running.data_record import keep
-from environments.running.evaluation import mean_with_interval
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
-from tests.stand_ins import Scripted
+from tests.stand_ins import Asked, Reply, Scripted, answering
+from tests.unit.factories import refusing
 
 END = "<|endoftext|>"
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
@@ -132,9 +141,7 @@ def evaluated(env: DatasetEnv) -> dict[str, float]:
 # ---------------------------------------------------------------- groups
 
 
-def test_dataset_rows_become_groups_with_weighted_rewards_and_their_metrics(
-    folder: Path, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_dataset_rows_become_groups(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     data = written(folder / "rows.jsonl")  # the first row: 0+1=, 1
     env = environment(tokenizer, data, "right", "length=0.1", answers=["1" + END, "22" + END])
     group = group_of(env)
@@ -155,9 +162,7 @@ def test_dataset_a_sample_to_which_no_reward_applies_is_not_trained_on(folder: P
     assert unfit(group_of(env), env.config, max_token_len=-1) == ALL_UNSCORED
 
 
-def test_dataset_what_functions_log_reaches_metrics_and_messages(
-    folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dataset_logs_of_functions(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     """Metrics that are not finite, or have names of the environment's own, are left out, and the log says so once."""
     env = environment(tokenizer, written(folder / "rows.jsonl"), "logs", answers=["a" + END, "bc" + END])
     env.curr_step, env.num_steps = 7, 10
@@ -191,9 +196,8 @@ def test_dataset_messages_are_prompts_and_completions_are_messages(folder: Path,
     env = environment(tokenizer, data, "roles")
     assert group_of(env).scores == [1.0, 0.0] and env.prompt(0) == talk[:1]
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, "--env.tokenizer_name demo"):
         asked(environment(tokenizer, data))
-    assert caught.value.field == "--env.tokenizer_name demo"
 
 
 # ---------------------------------------------------------------- prompts
@@ -216,14 +220,11 @@ def test_dataset_text_becomes_a_user_message_where_the_model_has_a_chat_template
     data = written(folder / "rows.jsonl", [{"prompt": row, "answer": "1"}])
     assert asked(environment(tokenizer, data, options={"chat": chat})) == prompt
     if template and prompt != USER:
-        with pytest.raises(ConfigError) as caught:
+        with refusing(ConfigError, "--env.system_prompt"):
             asked(environment(tokenizer, data, options={"chat": chat}, system_prompt="Be brief."))
-        assert caught.value.field == "--env.system_prompt"
 
 
-def test_dataset_one_prompt_with_a_special_token_does_not_send_the_others_as_plain_text(
-    folder: Path, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_dataset_one_special_token_changes_no_other_prompt(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     tokenizer.chat_template = CHAT
     data = written(folder / "rows.jsonl", [*ROWS[:3], {"prompt": f"What is {END}?", "answer": "2"}])
     assert asked(environment(tokenizer, data)) == USER
@@ -246,17 +247,14 @@ def test_dataset_prompts_that_leave_no_room_are_skipped_and_counted(
     env = environment(tokenizer, data, max_token_length=64)
     asked(env)
     assert sorted(next(env.items) for _ in range(3)) == [0, 2, 3]
-    with pytest.raises(UnusableRow) as bad:
+    with refusing(UnusableRow, f"--data {data}, line 4, column prompt"):
         asyncio.run(env.collect_trajectories(3))
-    assert bad.value.field == f"--data {data}, line 4, column prompt"
 
 
 # ---------------------------------------------------------------- held-out rows
 
 
-def test_dataset_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(
-    folder: Path, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_dataset_held_out_rows_are_never_trained_on(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     data = written(folder / "rows.jsonl")
     held_out, orders = [], []
     for seed in (0, 1):
@@ -281,14 +279,11 @@ def test_dataset_held_out_rows_do_not_depend_on_which_prompts_fit(folder: Path, 
 
 @pytest.mark.parametrize("count", [20, 25])
 def test_dataset_not_all_rows_can_be_held_out(folder: Path, tokenizer: Qwen2Tokenizer, count: int) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, "--data.held_out"):
         asked(environment(tokenizer, written(folder / "rows.jsonl"), options={"held_out": count}))
-    assert caught.value.field == "--data.held_out"
 
 
-def test_dataset_prompts_that_are_both_trained_on_and_held_out_are_counted(
-    folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dataset_counts_overlap(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     new = [{"prompt": "5+5=", "answer": "10"}]
     data, other = written(folder / "rows.jsonl"), written(folder / "test.jsonl", [*ROWS[:3], *new])
     asked(environment(tokenizer, data, options={"held_out": 4}))
@@ -298,7 +293,7 @@ def test_dataset_prompts_that_are_both_trained_on_and_held_out_are_counted(
     assert re.findall(r"\d+", warning)[:2] == ["3", "4"]
 
 
-def test_dataset_evaluation_scores_held_out_rows_with_intervals(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
+def test_dataset_evaluation_scores_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     train, held_out = written(folder / "rows.jsonl"), written(folder / "test.jsonl", ROWS[:4])
     options = {"held_out_split": str(held_out)}
     env = environment(tokenizer, train, "right", "length=0.5", answers=["1" + END], options=options)
@@ -308,10 +303,6 @@ def test_dataset_evaluation_scores_held_out_rows_with_intervals(folder: Path, to
     assert metrics["reward_high"] - metrics["reward"] == pytest.approx(1.96 * 0.5 / 2, abs=1e-3)
     assert metrics["rows"] == 4 and env.measures.take() == {}
 
-
-def test_dataset_evaluation_without_held_out_rows_scores_all_but_none_in_a_run(
-    folder: Path, tokenizer: Qwen2Tokenizer
-) -> None:
     env = environment(tokenizer, written(folder / "rows.jsonl"))
     alone = evaluated(env)
     assert alone["rows"] == 20 and alone["reward"] == 0.05  # 1 is the answer to 0+1= alone
@@ -319,9 +310,7 @@ def test_dataset_evaluation_without_held_out_rows_scores_all_but_none_in_a_run(
     assert asyncio.run(env.evaluate()) == {}
 
 
-def test_dataset_evaluation_counts_rows_that_hang_raise_or_are_too_long(
-    folder: Path, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_dataset_evaluation_counts_failed_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     held_out = written(folder / "test.jsonl", [*ROWS[:10], {"prompt": "1" * 70, "answer": "1"}])
     env = environment(
         tokenizer, written(folder / "rows.jsonl"), "judged", answers=["1" + END],
@@ -339,9 +328,7 @@ def test_dataset_evaluation_counts_rows_that_hang_raise_or_are_too_long(
         evaluated(environment(tokenizer, written(folder / "one.jsonl", ROWS[:1]), "broken"))
 
 
-def test_dataset_evaluation_ends_with_the_server_and_has_few_rows_in_flight(
-    folder: Path, tokenizer: Qwen2Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dataset_evaluation_bounds(folder: Path, tokenizer: Qwen2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "AT_ONCE", 3)
     env = environment(tokenizer, written(folder / "rows.jsonl"))
     asked: list[list[int]] = []
@@ -359,13 +346,6 @@ def test_dataset_evaluation_ends_with_the_server_and_has_few_rows_in_flight(
     with pytest.raises(PeerGone):
         evaluated(env)
     assert len(asked) == 3
-
-
-def test_intervals_of_shares_are_wilsons_and_of_other_values_normal() -> None:
-    assert mean_with_interval("x", [1.0, 1.0])["x_high"] == 1.0
-    assert mean_with_interval("x", [1.0, 1.0])["x_low"] == pytest.approx(0.342, abs=1e-3)  # 2 / (2 + 1.96²)
-    found = mean_with_interval("x", [0.0, 2.0])  # standard deviation √2: half = 1.96 · √2 / √2
-    assert [found["x"], found["x_low"], found["x_high"]] == pytest.approx([1.0, -0.96, 2.96], abs=1e-3)
 
 
 def test_measures_leave_out_values_that_are_not_finite() -> None:
@@ -413,3 +393,341 @@ def test_dataset_a_trial_says_which_rows_columns_and_rewards_are_used(folder: Pa
     assert found.startswith(f"16 rows of {data}") and "4 held" in found
     assert all(part in found for part in ("column prompt", "column answer", "--data.chat", "right (weight 0.5)"))
     assert steps == ["prompt()", "sampling()", "score_group()"]
+
+
+# data ----------------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+DATA_ROWS: list[dict[str, Any]] = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+LINES = "".join(f"{json.dumps(row)}\n" for row in DATA_ROWS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of `datasets` outside the folder with the data."""
+    folder = tmp_path / "cache of datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
+def opened(path: Path, **options: Any) -> Data:
+    return read_data(DataConfig(path=str(path), **options))[0]
+
+
+def rows_of(data: Data) -> list[dict[str, Any]]:
+    return [data.rows[number] for number in range(len(data.rows))]
+
+
+def table(path: Path, rows: list[dict[str, Any]] = DATA_ROWS) -> None:
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+FILES: dict[str, bytes] = {
+    "plain.jsonl": LINES.encode(),
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES.encode(),
+    "crlf.jsonl": LINES.replace("\n", "\r\n").encode(),
+    "blank.jsonl": b"\n" + LINES.replace("\n", "\n  \n").encode(),
+    "noend.ndjson": LINES.strip().encode(),
+    "packed.jsonl.gz": gzip.compress(LINES.encode()),
+    "a*b[c]?::d.jsonl": LINES.encode(),
+    "lines.json": LINES.encode(),
+    "array.json": json.dumps(DATA_ROWS, indent=1).encode(),
+    "bom.json": b"\xef\xbb\xbf" + json.dumps(DATA_ROWS).encode(),
+    "packed.json.gz": gzip.compress(json.dumps(DATA_ROWS).encode()),
+    "field.json": json.dumps({"version": 1, "data": DATA_ROWS}).encode(),
+    "table.csv": b"prompt,answer\na,1\nb,2\n",
+    "crlf.csv": b"\xef\xbb\xbfprompt,answer\r\na,1\r\nb,2\r\n",
+    "table.tsv": b"prompt\tanswer\na\t1\nb\t2\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_data_files_of_every_kind_have_the_same_rows(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    data = opened(tmp_path / name)
+    assert [{key: str(value) for key, value in row.items()} for row in rows_of(data)] == DATA_ROWS
+    assert data.rows.columns == ("prompt", "answer") and data.whole and data.split is None
+
+
+def test_data_of_a_folder_has_splits_and_the_cache_is_elsewhere(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "folder"
+    table(folder / "train.parquet")
+    table(folder / "test.parquet", DATA_ROWS[:1])
+    assert rows_of(opened(folder / "train.parquet")) == rows_of(opened(folder)) == DATA_ROWS
+    train, held_out = read_data(DataConfig(path=str(folder), held_out_split="test"))
+    assert rows_of(train) == DATA_ROWS and held_out is not None and rows_of(held_out) == DATA_ROWS[:1]
+    assert sorted(path.name for path in folder.iterdir()) == ["test.parquet", "train.parquet"] and cache.is_dir()
+
+
+def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> None:
+    """The library `datasets` makes a timestamp of a date."""
+    rows = [{"question": "2024-01-01", "answer": "2024-01-01T10:00:00Z"}, {"question": "x", "n": 2**60}]
+    (tmp_path / "data").mkdir()
+    for number, row in enumerate(rows):
+        (tmp_path / "data" / f"train-{number}.jsonl").write_text(f"\n{json.dumps(row)}\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]))
+    data = opened(tmp_path)
+    assert rows_of(data) == [{**rows[0], "n": None}, {**rows[1], "answer": None}]
+    assert data.rows.place(1) == "data/train-1.jsonl, line 2" and data.split == "train"
+    assert rows_of(opened(tmp_path, split="test")) == [rows[0]]
+    (tmp_path / "cells.csv").write_text("prompt,answer\nNA,null\n,x\n")
+    cells = [{"prompt": "NA", "answer": "null"}, {"prompt": None, "answer": "x"}]
+    assert rows_of(opened(tmp_path / "cells.csv")) == cells
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "got"),
+    [
+        ("broken.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', ", line 3", '{"prompt":'),
+        ("number.jsonl", b'{"prompt": "a"}\n7\n', ", line 2", "7"),
+        ("array.jsonl", b'[{"prompt": "a"}]\n', ", line 1", '[{"prompt": "a"}]'),
+        ("latin.jsonl", '{"prompt": "caf\xe9"}\n'.encode("latin-1"), ", line 1", "utf-8"),
+        ("escape.jsonl", b"\x1b[31mred\n", ", line 1", "\\x1b[31mred"),
+        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": "1+\\ud83d"}\n', ", line 2", "surrogates"),
+        ("deep.json", b'{"prompt": "a"}\n{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ", line 2", "recursion"),
+        ("broken.json", b'[{"prompt": "a"},\n{"prompt": }]', ", line 2", ""),
+        ("numbers.json", b'[{"prompt": "a"}, 7]', ", row 2", "7"),
+        ("wide.jsonl", LINES.encode("utf-16"), ", line 1", "utf-8"),
+        ("empty.jsonl", b"", "", "no rows"),
+        ("blank.jsonl", b"\n\n", "", "no rows"),
+        ("none.json", b"[]", "", "no rows"),
+        ("stray.jsonl.gz", b"no gzip", "", ""),
+        ("cut.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "", ""),
+        ("cells.csv", b"prompt,answer\na,1\nb,2,3\n", "", "2 fields in line 3, saw 3"),
+        ("latin.csv", "prompt,answer\na,1\ncaf\xe9,2\n".encode("latin-1"), ", line 3", "UTF8"),
+        ("header.csv", b"prompt,answer\n", "", "no data"),
+        ("text.parquet", b"not parquet at all", "", "Parquet"),
+        ("a[1].csv", b"prompt,answer\na,1\n", "", "a path with one of * ? [ ::"),
+        ("notes.txt", b"hello\n", "", "the ending .txt"),
+    ],
+)
+def test_data_broken_line_is_named(tmp_path: Path, name: str, content: bytes, place: str, got: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        opened(file)
+    assert caught.value.field == f"--data {file}{place}"
+    assert got in caught.value.got and "\x1b" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "field", "fix"),
+    [
+        ("rows.jsonl", {}, "--data FILE", "rows.json?"),
+        ("rows.json", {"split": "test"}, "--data.split test", "omit"),
+        ("rows.json", {"subset": "main"}, "--data.subset main", "omit"),
+        ("rows.json", {"held_out_split": "test"}, "--data.held_out_split test", "name a file"),
+        ("rows.json", {"held_out_split": "train"}, "--data.held_out_split train", "held_out N"),
+        ("rows.json", {"held_out_split": "copy.json"}, "--data.held_out_split copy.json", "held_out N"),
+        ("tables", {"split": "tst"}, "--data.split tst", "test"),
+        ("tables", {"held_out_split": "train"}, "--data.held_out_split train", "held_out N"),
+        ("two", {}, "--data.split", "validation"),
+        ("nothing", {}, "--data FILE", ""),
+    ],
+)
+def test_data_that_is_missing_or_trained_on_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, str], field: str, fix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("rows.json", "copy.json"):
+        (tmp_path / file).write_text(json.dumps(DATA_ROWS))
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "two").mkdir()
+    for file in ("dev.jsonl", "test.jsonl"):
+        (tmp_path / "two" / file).write_text(LINES)
+    table(tmp_path / "tables" / "train.parquet")
+    table(tmp_path / "tables" / "test.parquet")
+    with pytest.raises(ConfigError) as caught:
+        opened(tmp_path / name, **options)
+    assert caught.value.field == field.replace("FILE", str(tmp_path / name)) and fix in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["", " ", "~nobody-of-this-name/rows.jsonl"])
+def test_data_a_name_that_is_none_is_refused(name: str) -> None:
+    with refusing(ConfigError, f"--data {name}"):
+        read_data(DataConfig(path=name))
+
+
+def test_data_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    first, second, folder, saved = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "folder", "saved"))
+    first.write_text(LINES)
+    second.write_text(LINES)
+    assert opened(first).fingerprint == opened(second).fingerprint
+    second.write_text(LINES.replace("2", "3"))
+    assert opened(first).fingerprint != opened(second).fingerprint
+    folder.mkdir()
+    (folder / "one.jsonl").write_text(LINES)
+    datasets.Dataset.from_list(DATA_ROWS).save_to_disk(str(saved))
+    assert rows_of(opened(saved)) == DATA_ROWS
+    before = opened(folder).fingerprint, opened(saved).fingerprint
+    for name in ("README.md", "make.py", ".hidden.jsonl"):
+        (folder / name).write_text("x")
+    for name in ("cache-1a2b.arrow", ".hidden"):
+        (saved / name).write_bytes(b"x")
+    assert (opened(folder).fingerprint, opened(saved).fingerprint) == before
+    (folder / "two.jsonl").write_text(LINES)
+    assert opened(folder).fingerprint != before[0]
+
+
+def test_data_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)
+    (tmp_path / "rows.jsonl").write_text(LINES + "\n{broken\n" + LINES)
+    data = opened(tmp_path / "rows.jsonl")
+    assert not data.whole and list(data.checked()) == [0, 1] and len(data.rows) == 5
+    assert data.rows[3] == DATA_ROWS[0]
+    with pytest.raises(UnusableRow) as caught:
+        data.rows[2]
+    assert caught.value.field.endswith("line 4")
+
+
+# ---------------------------------------------------------------- columns
+
+
+def columns(path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[Columns, Data]:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = DataConfig(path=str(path), **options)
+    data = read_data(config)[0]
+    return Columns.of(config, data), data
+
+
+DATA_USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "prompt", "answer"),
+    [
+        ({"prompt": "p", "question": "q", "answer": "1"}, {}, "p", "1"),
+        ({"problem": "x", "question": "q", "solution": "2", "label": "3"}, {}, "q", "2"),
+        ({"problem": "x", "label": 3}, {}, "x", "3"),
+        ({"text": "t", "gold": 4.0}, {"prompt_column": "text", "answer_column": "gold"}, "t", "4"),
+        ({"question": "q", "n": 2, "answer": "a #### 1,234"}, {"prompt_template": "{n} {question}:"}, "2 q:", "1234"),
+        ({"prompt": "p", "answer": "so\n#### $18"}, {}, "p", "18"),
+        ({"prompt": "p", "answer": "so\n#### x, y"}, {}, "p", "x, y"),
+        ({"prompt": "p", "answer": "#### Proof\nso 18"}, {}, "p", "#### Proof\nso 18"),
+        ({"prompt": "p", "answer": "print('####') is a line"}, {}, "p", "print('####') is a line"),
+        ({"prompt": "p", "answer": "so\n####"}, {}, "p", "so\n####"),
+        ({"prompt": "p", "answer": " \n"}, {}, "p", None),
+        ({"prompt": "p", "answer": None}, {}, "p", None),
+        ({"prompt": "p"}, {}, "p", None),
+        ({"messages": [{**DATA_USER, "name": None}, {"role": "assistant", "content": "no"}]}, {}, [DATA_USER], None),
+        ({"prompt": "{braces}"}, {"prompt_template": "{prompt}"}, "{braces}", None),
+    ],
+)
+def test_columns_prompt_and_answer_are_found(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], prompt: Any, answer: str | None
+) -> None:
+    found, data = columns(tmp_path / "rows.jsonl", [row], **options)
+    assert (found.prompt_of(data.rows[0]), found.answer_of(data.rows[0])) == (prompt, answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "field", "part"),
+    [
+        ({"text": "t"}, {}, "--data.prompt_column", "name the column"),
+        ({"prompt": "p"}, {"prompt_column": "promt"}, "--data.prompt_column promt", "prompt?"),
+        ({"prompt": "p", "answer": 1}, {"answer_column": "anser"}, "--data.answer_column anser", "answer?"),
+        ({"question": "p"}, {"prompt_template": "{qestion}"}, "--data.prompt_template qestion", "question?"),
+        ({f"\x1b[31m{n}": 1 for n in range(50)}, {}, "--data.prompt_column", "\\x1b[31m19, and 30 more"),
+    ],
+)
+def test_columns_missing(tmp_path: Path, row: dict[str, Any], options: dict[str, Any], field: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        columns(tmp_path / "rows.jsonl", [row], **options)
+    assert caught.value.field == field and part in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "got"),
+    [
+        ("text", 5, "5 (int)"),
+        ("text", None, "None (NoneType)"),
+        ("text", " ", "' ' (str)"),
+        ("text", [DATA_USER], "[{'role': 'user', 'content': 'hi'}] (list)"),
+        ([DATA_USER], "text", "'text' (str): Expected `array`"),
+        ([DATA_USER], [], "no message"),
+        ([DATA_USER], [DATA_USER, "x"], "(list): Expected `object`, got `str` - at `$[1]`"),
+        ([DATA_USER], [{"role": "user"}], "a message of user without content"),
+        ([DATA_USER], [{"role": "assistant", "content": "hi"}], "no message, or only an answer"),
+    ],
+)
+def test_columns_prompt_of_another_kind(tmp_path: Path, first: Any, second: Any, got: str) -> None:
+    found, data = columns(tmp_path / "rows.jsonl", [{"prompt": first}, {"prompt": second}])
+    found.prompt_of(data.rows[0])
+    with pytest.raises(UnusableRow) as caught:
+        found.prompt_of(data.rows[1])
+    assert caught.value.field == "prompt" and got in caught.value.got
+
+
+# ---------------------------------------------------------------- the hub
+
+DATA_CODE = """
+from environments.config import ConfigError
+from environments.data_config import DataConfig
+from environments.dataset.data import read_data
+
+try:
+    data, _ = read_data(DataConfig(path="someone/rows"))
+    print("rows", len(data.rows), data.rows[0], data.fingerprint)
+except ConfigError as error:
+    print("refused", error)
+"""
+COMMIT = "a" * 40
+TREE = [{"type": "file", "oid": "b" * 40, "size": len(LINES), "path": "train.jsonl"}]
+
+
+def hub(asked: Asked) -> Reply:
+    """What the hub answers of a data set with one file."""
+    path, commit = asked.path.partition("?")[0], {"X-Repo-Commit": COMMIT}
+    if path.endswith("/train.jsonl"):
+        return Reply(content=LINES.encode(), headers={**commit, "ETag": '"1"'})
+    if "/resolve/" in path:
+        return Reply(404, headers={**commit, "X-Error-Code": "EntryNotFound"})
+    if path.startswith("/api/datasets/someone/rows/tree/"):
+        return Reply(json=TREE)
+    if path.startswith("/api/datasets/someone/rows"):
+        return Reply(json={"id": "someone/rows", "sha": COMMIT, "siblings": [{"rfilename": "train.jsonl"}], "tags": []})
+    return Reply(404)
+
+
+def from_hub(tmp_path: Path, handle: Callable[[Asked], Reply | None], **environment: str) -> str:
+    """What a process says that reads `someone/rows` from a hub; its libraries read their settings when imported."""
+    with answering(handle) as url:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        env |= {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT), **environment}
+        command = [sys.executable, "-c", DATA_CODE]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.complete
+def test_data_of_the_hub_is_read_and_then_cached(tmp_path: Path) -> None:
+    first = from_hub(tmp_path, hub)
+    assert first.startswith(f"rows 2 {DATA_ROWS[0]}")
+    assert from_hub(tmp_path, lambda asked: None, HF_HUB_OFFLINE="1") == first  # the fingerprint, too
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        (Reply(404, headers={"X-Error-Code": "RepoNotFound"}), "doesn't exist on the Hub"),
+        (Reply(403, headers={"X-Error-Code": "GatedRepo"}), "gated"),
+        (None, "without a network"),
+    ],
+    ids=["404", "gated", "no answer"],
+)
+def test_data_that_the_hub_refuses_is_one_line_with_its_fix(tmp_path: Path, reply: Reply | None, part: str) -> None:
+    said = from_hub(tmp_path, lambda asked: reply)
+    assert said.startswith("refused --data someone/rows: ") and said.count("\n") == 1
+    assert part in said and "set HF_TOKEN" in said
+
+
+@pytest.mark.complete
+def test_data_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
+    asked: list[Asked] = []
+    said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE" in said and not asked

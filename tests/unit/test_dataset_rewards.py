@@ -21,6 +21,7 @@ from environments.scoring import Threads
 from environments.tokenizers import after_thinking
 from grpo_trainer.cli import app
 from grpo_trainer.config.processes import RunConfig
+from tests.unit.factories import refusing
 
 # ---------------------------------------------------------------- how they are written
 
@@ -45,9 +46,8 @@ def test_rewards_that_cannot_be_read_are_named() -> None:
     got |= {f"my.py:f={weight}": f"the weight {weight!r}" for weight in ("abc", "", "nan")}
     got |= {"regex:": "no pattern", "regex=0.5": "no pattern", "regex=x:a": "the weight 'x'", "regex:(": "'('"}
     for text, part in got.items():
-        with pytest.raises(TableError) as caught:
+        with refusing(TableError, f"--reward {text}", got=part):
             read_reward(text)
-        assert (caught.value.field, caught.value.got) == (f"--reward {text}", part)
 
 
 def settings(*arguments: str) -> Settings[Any]:
@@ -73,9 +73,7 @@ def test_tables_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"\d+\\", "\"x\" 'y'", "é→𝕏", "a=5", "[a,b]{1,2}", '{"a": 1}', "null", " x "])
-def test_rewards_a_pattern_means_the_same_in_every_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
-) -> None:
+def test_rewards_pattern_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
     needed = ["--data", "rows.jsonl", f"--reward=regex=0.5:{pattern}"]
     (reward,) = settings(*needed).rewards
     assert (reward.function, reward.weight) == (f"regex:{pattern}", 0.5)
@@ -101,9 +99,8 @@ def test_tables_only_a_new_line_is_an_escape_in_a_template() -> None:
 
 @pytest.mark.parametrize("template", ["{a.b}", "{a[0]}", "{}", "{0}", "{a!r}", "{a:x>3}"])
 def test_tables_a_template_names_columns_and_nothing_else(template: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, "--data.prompt_template", got=template):
         settings("--data", "d", "--data.prompt_template", f"x {template}")
-    assert (caught.value.field, caught.value.got) == ("--data.prompt_template", template)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +263,7 @@ def test_rewards_what_is_no_list_of_scores_is_named(tmp_path: Path, value: str, 
         ("x = 1\nraise KeyError('why')", "f", "KeyError: 'why'", "rewards_of_a_test.py:2"),
     ],
 )
-def test_rewards_that_cannot_be_used_are_named_before_the_start(
-    tmp_path: Path, code: str, name: str, got: str, fix: str
-) -> None:
+def test_rewards_unusable_function_is_named(tmp_path: Path, code: str, name: str, got: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(code, tmp_path, name)
     assert got in caught.value.got and fix in str(caught.value)
@@ -335,9 +330,7 @@ def test_rewards_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
         ("math", None, ["4"], [None]),
     ],
 )
-def test_rewards_that_are_built_in(
-    function: str, answer: str | None, texts: list[str], expected: list[float | None]
-) -> None:
+def test_rewards_built_in(function: str, answer: str | None, texts: list[str], expected: list[float | None]) -> None:
     async def scene() -> list[float | None]:
         judge = MathJudge(1)
         try:

@@ -29,7 +29,7 @@ from environments.word_problems import WordProblemsConfig
 from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import options_of
+from grpo_trainer.config.options import build, options_of
 from grpo_trainer.config.processes import RunConfig, RunSection
 from grpo_trainer.config.rules import Hardware, check, unusual_lr
 from grpo_trainer.config.run import build_run, read_toml
@@ -40,6 +40,7 @@ from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.memory import Devices, Server, Setup
 from grpo_trainer.model.shape import ModelShape
 from tests.scripts import load_script
+from tests.unit.factories import values_of
 
 ROOT = Path(__file__).parents[2]
 COUNTED = [
@@ -382,3 +383,25 @@ def test_readme_fits_on_a_few_screens_and_begins_with_what_to_type() -> None:
     first = ("![", "bash scripts/quickstart.sh", "bash scripts/test.sh", "it learnt:", "--reward my_rewards.py", "\n|")
     places = [text.index(each) for each in first]
     assert places == sorted(places) and text[: text.index("it learnt:")].count("\n") < 25
+
+
+# papers --------------------------------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Papers")[2].partition("\n## ")[0]
+ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("paper", "flags"), ROWS, ids=[re.sub(r"\W+", " ", paper) for paper, _ in ROWS])
+def test_every_papers_flags_build_a_configuration(paper: str, flags: str) -> None:
+    build(TrainConfig, {"model_name": "m", **values_of(flags)})
+
+
+def test_the_papers_are_all_there() -> None:
+    found = {build(TrainConfig, {"model_name": "m", **values_of(flags)}).loss for _, flags in ROWS}
+    assert found == {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"}
+
+
+def test_every_flag_that_the_page_names_is_there() -> None:
+    known = {flag for leaf in options_of(TrainConfig) for flag in leaf.flags}
+    assert set(re.findall(r"--[a-z][a-z-]+(?![a-z.-])", PAGE)) <= known  # without --env.KEY

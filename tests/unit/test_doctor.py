@@ -310,9 +310,7 @@ def test_models_to_serve_need_room_beside_checkpoints(model: Path) -> None:
         assert served_bytes(config, shape, on_gpu=True) == wanted, mode
 
 
-def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_do_not_is_warned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     model = write_model(tmp_path / "large")
     (model / "config.json").write_text(json.dumps(config))
@@ -357,9 +355,7 @@ def test_doctor_a_port_is_busy(model: Path, busy_port: int, second: bool) -> Non
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
-def test_an_adapters_learning_rate_for_all_weights(
-    model: Path, mode: str, busy_port: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_doctor_learning_rate(model: Path, mode: str, busy_port: int, caplog: pytest.LogCaptureFixture) -> None:
     """The doctor warns of it, and `grpo run` before it starts anything: here it refuses to, because of the port."""
     flags: dict[str, Any] = {"weight_bridge_mode": mode, "lr": 5e-4}
     busy: dict[str, Any] = flags | {"server.port": busy_port}
@@ -389,9 +385,7 @@ INDEX = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.sa
         ("config.json", "[]", "config.json", "list"),
     ],
 )
-def test_an_unreadable_model(
-    model: Path, changed: str, change: str | Callable[[Path], None], file: str, got: str
-) -> None:
+def test_doctor_model(model: Path, changed: str, change: str | Callable[[Path], None], file: str, got: str) -> None:
     if isinstance(change, str):
         (model / changed).write_text(change)
     else:
@@ -446,13 +440,6 @@ def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
     assert not look_at(config, home).fails
 
 
-def test_an_odd_config_is_refused_by_each_check_that_reads_it(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", {**CONFIG, "quantization_config": "awq", "text_config": "x"})
-    examination = look_at(run_of(model, weight_bridge_mode="shared_vllm"))
-    faults = {finding.name for finding in examination.findings if finding.status == "fail"}
-    assert faults == {"decoder-only", "shared weights"}
-
-
 @pytest.mark.parametrize(
     ("versions", "gpus", "on_gpu"),
     [
@@ -469,14 +456,6 @@ def test_vllms_build_decides_where_it_serves(versions: dict[str, str], gpus: tup
 
 def numbers_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def test_several_servers_lie_where_they_are_put(model: Path) -> None:
-    flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": "1;2"}
-    plan = look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * 3)).memory
-    assert plan is not None
-    assert {row.device for row in plan.rows if row.owner == "server"} == {1, 2}
-    assert {row.device for row in plan.rows if row.owner == "trainer"} == {0}
 
 
 class Nvml:
@@ -548,13 +527,6 @@ def test_a_driver_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         end.set()
 
 
-def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    Nvml(monkeypatch)
-    assert links_in_words() == "NVLink between all GPUs"
-    Nvml(monkeypatch, 3)
-    assert links_in_words() == "NVLink between 0 and 1; PCIe through both CPUs between 0 and 2, 1 and 2"
-
-
 def test_what_a_trial_says() -> None:
     assert trials.failure(0, 'noise\n{"ok": true}\n', "") is None
     assert trials.failure(1, '{"ok": false}', "Traceback\nRuntimeError: no handle") == "RuntimeError: no handle"
@@ -575,18 +547,6 @@ def test_trials_that_fail(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # what is printed ---------------------------------------------------------------------------------------------
-
-
-def test_people_read_what_was_found_and_the_plan(model: Path, tmp_path: Path) -> None:
-    (model / "tokenizer.json").unlink()
-    console = Console(file=(tmp_path / "out").open("w"), width=200)
-    examination = look_at(run_of(model))
-    print_findings(*examination, console)
-    console.file.flush()
-    text = (tmp_path / "out").read_text()
-    assert only_fault(examination).fix in text and "AutoTokenizer" in text
-    assert examination.memory is not None
-    assert all(f"{row.owner}: {row.what}" in text for row in examination.memory.rows)
 
 
 @pytest.mark.parametrize(

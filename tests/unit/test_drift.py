@@ -34,6 +34,7 @@ from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import Max, reduce
+from grpo_trainer.optim.spikes import NEEDED, REMEMBERED, NormHistory
 from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
@@ -144,9 +145,7 @@ def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogC
     ("options", "fresh"),
     [({"load_in_4bit": True}, Cause.QUANTISATION), ({"kv_cache_dtype": "fp8"}, Cause.COARSE_SERVER)],
 )
-def test_drift_alarm_a_gap_of_quantised_sides_without_another_cause_is_their_rounding(
-    options: dict[str, Any], fresh: Cause
-) -> None:
+def test_drift_alarm_of_quantised_sides(options: dict[str, Any], fresh: Cause) -> None:
     alarm = drift_alarm(config_of(on_drift="stop", drift_limit=LIMIT, **options), None, TinyModel())
     for recheck, cause in ((NOTHING_FITS, fresh), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
         with pytest.raises(DriftError) as stopped:
@@ -174,9 +173,7 @@ def config_of(**options: object) -> TrainConfig:
         (None, {"load_in_4bit": True}, 0.5),
     ],
 )
-def test_drift_alarm_limit_follows_the_noise_and_the_dtype_that_computes(
-    noise: float | None, options: dict[str, Any], limit: float
-) -> None:
+def test_drift_alarm_limit(noise: float | None, options: dict[str, Any], limit: float) -> None:
     assert drift_alarm(config_of(**options), noise, TinyModel()).limit == pytest.approx(limit)
 
 
@@ -192,9 +189,7 @@ def test_drift_alarm_without_a_limit_checks_replayed_experts_only(caplog: pytest
     assert len(lines(caplog)) == 1
 
 
-def test_drift_alarm_a_routing_fault_is_logged_at_its_first_step_and_then_once_in_a_while(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_drift_alarm_of_routing(caplog: pytest.LogCaptureFixture) -> None:
     """Of 8 experts 2 are chosen: by chance 75 % would differ, half of that is the limit."""
     alarm, shape = DriftAlarm(LIMIT, "warn", "lora_only"), RoutedShape(layers=2, top_k=2, experts=8)
     for step in range(6):
@@ -261,12 +256,6 @@ def test_honest_samples_pass_and_their_gap_is_rounding() -> None:
     assert result.updated
 
 
-def test_the_gap_is_that_of_the_alignment_metric_when_all_samples_are_fresh() -> None:
-    one = trainer(on_drift="warn")
-    numbers = reduce(one.step(of_version(3, rollouts(other(), 3)), 0).metrics)
-    assert numbers["train/logprob_gap"] == pytest.approx(numbers["alignment/logprob_diff_mean"], rel=1e-5)
-
-
 @pytest.mark.parametrize("fault", ["base", "raw", "weights", "one version", "nan"])
 def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> None:
     one = trainer()
@@ -304,22 +293,6 @@ def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(mon
     assert recheck_version(one.forward, sequences, 3) == UNKNOWN
 
 
-def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = trainer()
-    ready = of_version(3, rollouts(tiny_lora(), 3))  # the base model's logprobs, but nobody can tell
-    scores = one.forward.scores
-
-    def full(*args: Any, **more: Any) -> Any:
-        if not torch.is_grad_enabled():
-            raise torch.OutOfMemoryError
-        return scores(*args, **more)
-
-    monkeypatch.setattr(one.forward, "scores", full)
-    with pytest.raises(DriftError) as stopped:
-        one.step(ready, 0)
-    assert stopped.value.summary == Cause.FRESH.meaning
-
-
 def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
     one = trainer()
     nothing = [replace(s, rollout_logprobs=None) for s in rollouts(other(), 3)]
@@ -339,3 +312,32 @@ def test_stop_gives_the_batch_back_and_saves_a_checkpoint() -> None:
     with pytest.raises(DriftError, match=r"\b4\b.*\bcheckpoint\b.*--resume auto"):
         run_steps(one.config, Progress(4, 7), one, fakes, fakes, fakes, fakes)
     assert fakes.events == ["prove", "publish 7", "begin at 4", "clock", "release b", "stop 4/7", "settle "]
+
+
+# spikes of the gradient's norm ---------------------------------------------------------------------------------------
+
+
+def test_norm_spikes() -> None:
+    history = NormHistory(4.0)
+    assert not any(history.is_spike(norm) for norm in [1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0])  # median 2
+    assert not history.is_spike(7.9)
+    assert history.is_spike(8.1)  # 4 * 2 = 8
+
+    history = NormHistory(2.0)
+    assert not any(history.is_spike(norm) for norm in [1.0] * (NEEDED - 1))
+    assert not history.is_spike(100.0)
+
+    history = NormHistory(2.0)
+    for _ in range(REMEMBERED):
+        history.is_spike(1.0)
+    spikes = [history.is_spike(10.0) for _ in range(REMEMBERED)]
+    assert spikes[0] and not spikes[-1]
+
+    history = NormHistory(0.0)
+    assert not any(history.is_spike(norm) for norm in [1.0] * NEEDED + [1e9])
+
+    history, resumed = NormHistory(2.0), NormHistory(2.0)
+    for norm in [1.0] * NEEDED:
+        history.is_spike(norm)
+    resumed.restore(history.norms)
+    assert resumed.is_spike(2.1) and resumed.norms == [1.0] * NEEDED + [2.1]

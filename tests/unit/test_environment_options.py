@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from environments.base import BaseEnv
 from environments.config import (
     BaseEnvConfig,
     ConfigError,
-    ProcessSettings,
     PromptRefused,
     Settings,
     parse_settings,
@@ -35,13 +36,14 @@ from environments.config import (
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
-from environments.multi_turn import MultiTurnConfig
 from environments.peers.inference import Completion, Sampling
 from environments.running.groups import unfit
+from environments.running.settings_check import check, check_server, group_size
 from environments.tokenizers import load_tokenizer, render
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_trainer.rollouts.groups import to_group
 from tests.stand_ins import Scripted
+from tests.unit.factories import refusing
 
 TOKENIZER = ["--env.tokenizer_name", "model"]
 
@@ -50,7 +52,7 @@ def parse(*arguments: str, processes: bool = False) -> Settings[Any]:
     return parse_settings(settings_class(ArithmeticConfig, processes=processes), "prog", arguments)
 
 
-def test_the_predecessors_command_line() -> None:
+def test_options_of_the_predecessor() -> None:
     settings = parse(
         *TOKENIZER,
         *("--env.group_size", "16", "--env.rollout_server_url", "http://127.0.0.1:8123/"),
@@ -61,17 +63,6 @@ def test_the_predecessors_command_line() -> None:
     assert (settings.openai.base_url, settings.openai.model_name) == ("http://127.0.0.1:9123/v1", "X")
     assert (settings.openai.api_key, settings.env.use_wandb, settings.slurm) == ("x", False, False)
 
-
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "env.toml"
-    file.write_text('[env]\ntokenizer_name = "from-file"\ngroup_size = 4\nhigh = 19\n[openai]\nmodel_name = "M"\n')
-    settings = parse("--config", str(file), "--env.group_size=32")
-    assert isinstance(settings.env, ArithmeticConfig)
-    assert (settings.env.tokenizer_name, settings.env.group_size, settings.env.high) == ("from-file", 32, 19)
-    assert (settings.env.low, settings.openai.model_name, settings.openai.timeout) == (10, "M", 1200.0)
-
-
-def test_the_environments_own_settings_and_older_names_are_flags() -> None:
     settings = parse(*TOKENIZER, "--env.operation", "-", "--env.max_num_workers", "3")
     assert isinstance(settings.env, ArithmeticConfig)
     assert (settings.env.operation, settings.env.max_concurrent_groups) == ("-", 3)
@@ -80,13 +71,18 @@ def test_the_environments_own_settings_and_older_names_are_flags() -> None:
         parse(*TOKENIZER, "--env.max_num_workers", "0")
 
 
-def test_process_has_one_more() -> None:
-    settings = parse(*TOKENIZER, "--groups", "7", processes=True)
-    assert isinstance(settings, ProcessSettings)
-    assert settings.groups == 7
-    with pytest.raises(ConfigError) as unknown:
-        parse(*TOKENIZER, "--groups", "7")
-    assert unknown.value.field == "--groups"
+def test_options_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text('[env]\ntokenizer_name = "from-file"\ngroup_size = 4\nhigh = 19\n[openai]\nmodel_name = "M"\n')
+    settings = parse("--config", str(file), "--env.group_size=32")
+    assert isinstance(settings.env, ArithmeticConfig)
+    assert (settings.env.tokenizer_name, settings.env.group_size, settings.env.high) == ("from-file", 32, 19)
+    assert (settings.env.low, settings.openai.model_name, settings.openai.timeout) == (10, "M", 1200.0)
+
+    file = tmp_path / "env.toml"
+    file.write_text("[env]\nmax_num_workers = 3\n")
+    assert own("--config", str(file), "--env.max_concurrent_groups", "5").max_concurrent_groups == 5
+    assert own("--config", str(file), "--env.max_num_workers", "6").max_concurrent_groups == 6
 
 
 def test_the_shells_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +108,7 @@ def test_the_shells_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -
         (["--config", "/no/such.toml"], "--config /no/such.toml", {"got": os.strerror(errno.ENOENT)}),
     ],
 )
-def test_a_mistake_is_named_with_the_way_out(arguments: list[str], field: str, parts: dict[str, str]) -> None:
+def test_settings_mistake_is_named(arguments: list[str], field: str, parts: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*arguments)
     assert caught.value.field == field
@@ -167,13 +163,6 @@ def build(template: str | None = SHOWS_ROLES, **settings: Any) -> Echo:
 
 def asked(env: Echo, prompt: Any) -> str:
     return str(env.tokenizer.decode(env.tokenize(prompt)))
-
-
-def test_sampling_is_that_of_the_settings() -> None:
-    assert build().sampling(100) == Sampling(max_tokens=100, temperature=1.0)
-    env = build(temperature=0.7, max_tokens=20)
-    assert env.sampling(100) == Sampling(max_tokens=20, temperature=0.7)
-    assert env.sampling(5).max_tokens == 5, "the room is smaller"
 
 
 @pytest.mark.parametrize(
@@ -235,33 +224,21 @@ def test_system_prompt(template: str | None, system: str | None, prompt: Any, te
     assert asked(build(template, system_prompt=system), prompt) == text
 
 
-def test_the_messages_of_a_group_show_the_system_prompt() -> None:
-    env = build(system_prompt="Be brief.")
-    completion = Completion([1], env.tokenizer.encode("46"), [-0.5] * 2, "", "stop", 1)
-    roles = [message["role"] for message in env.trajectory("hi", completion, 1.0).messages]
-    assert roles == ["system", "user", "assistant"]
-
-
-def test_variables_of_the_chat_template() -> None:
+def test_template_variables() -> None:
     assert asked(build(chat_template_kwargs={"quiet": True}), CHAT).endswith("!")
     tokenizer = build().tokenizer
     talk = Conversation(tokenizer, CHAT, variables={"quiet": True})
     assert str(tokenizer.decode(talk.tokens)).endswith("!")
 
-
-def test_a_variable_that_is_an_argument_of_transformers_is_refused() -> None:
     with pytest.raises(PromptRefused) as error:
         render(build().tokenizer, CHAT, variables={"tokenize": True})
     assert "tokenize" in error.value.got
 
-
-def test_template_variables_on_the_command_line() -> None:
     settings = parse(*TOKENIZER, "--env.chat_template_kwargs", '{"enable_thinking": false}')
     assert settings.env.chat_template_kwargs == {"enable_thinking": False}
     for text in ("{enable", "[1]", "7"):
-        with pytest.raises(ConfigError) as error:
+        with refusing(ConfigError, "--env.chat_template_kwargs"):
             parse(*TOKENIZER, "--env.chat_template_kwargs", text)
-        assert error.value.field == "--env.chat_template_kwargs"
 
 
 class Place(BaseModel):
@@ -325,18 +302,6 @@ def test_a_flag_without_its_value_does_not_take_the_next_flag(capsys: pytest.Cap
     assert "--env.text" in capsys.readouterr().err
 
 
-def test_a_flag_wins_over_an_older_name_in_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "env.toml"
-    file.write_text("[env]\nmax_num_workers = 3\n")
-    assert own("--config", str(file), "--env.max_concurrent_groups", "5").max_concurrent_groups == 5
-    assert own("--config", str(file), "--env.max_num_workers", "6").max_concurrent_groups == 6
-
-
-def test_a_conversations_longest_turn_has_its_older_name() -> None:
-    assert MultiTurnConfig(tokenizer_name="m", max_tokens_per_turn=5).max_tokens == 5  # type: ignore[call-arg]
-    assert MultiTurnConfig(tokenizer_name="m", max_tokens=5).max_tokens == 5
-
-
 @pytest.mark.parametrize("setting", [{"system_prompt": "Be brief."}, {"chat_template_kwargs": {"a": 1}}])
 def test_verifiers_refuses_what_its_library_would_ignore(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="unset"):
@@ -363,20 +328,16 @@ def group_of(**settings: Any) -> tuple[wire.ScoredData, Cut]:
     return group, env
 
 
-def test_truncated_answers_are_marked_and_counted() -> None:
+def test_truncated_answers() -> None:
     group, env = group_of()
     assert group.overrides == [{}, {"truncated": True}, {}] and group.generation_params == {"temperature": 1.0}
     assert [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks] == [1, 2, 3]
     assert env.measures.take()["truncated"] == pytest.approx(1 / 3)
 
-
-def test_masked_answers_keep_their_scores() -> None:
     group, _ = group_of(mask_truncated=True)
     assert [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks] == [1, 0, 3]
     assert group.scores == [1.0, 2.0, 3.0]
 
-
-def test_a_group_of_truncated_answers_is_sent() -> None:
     config = BaseEnvConfig(tokenizer_name="demo", group_size=1)
     empty = wire.ScoredData(tokens=[[1, 2]], masks=[[wire.IGNORED] * 2], scores=[1.0])
     assert unfit(empty, config, 99) is not None
@@ -395,22 +356,19 @@ def test_a_score_reads_the_spaces_that_were_sampled(tmp_path: Path, clean: bool)
     assert env.decode(Completion([1], tokens, [-0.5] * len(tokens), "", "length", 1)) == text
 
 
-def test_answers_with_ids_that_have_no_text_are_unscored_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_answers_with_ids_that_have_no_text_are_unscored_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     env = build(group_size=3)
     known = len(env.tokenizer)
     answers = [[known - 1, 5], [5, known], [known + 60]]
     taken = [Completion([1], ids, [-0.5] * len(ids), "", "stop", 1) for ids in answers]
 
-    async def scene() -> list[wire.ScoredData]:
-        clean = [Trajectory.of(taken[0], 1.0)] * 3
-        both = [[Trajectory.of(each, float(place + 1)) for place, each in enumerate(taken)]] * 2
-        found = []
-        for group in (clean, *both):
-            env.collect_trajectories = AsyncMock(return_value=scored_group(group))
-            found.append(await env.scored("hi"))
-        return found
-
-    untouched, group, _ = asyncio.run(scene())
+    clean = [Trajectory.of(taken[0], 1.0)] * 3
+    both = [[Trajectory.of(each, float(place + 1)) for place, each in enumerate(taken)]] * 2
+    found = []
+    for group in (clean, *both):
+        env.collect_trajectories = AsyncMock(return_value=scored_group(group))
+        found.append(await env.scored("hi"))
+    untouched, group, _ = found
     assert untouched.overrides is None and untouched.scores == [1.0] * 3
     assert group.masks == [[wire.IGNORED, known - 1, 5], [wire.IGNORED] * 3, [wire.IGNORED] * 2]
     assert group.overrides == [{}, {"unscored": True}, {"unscored": True}]
@@ -452,3 +410,63 @@ def test_what_is_no_number_is_no_score() -> None:
     no_score: Any = "x"
     with pytest.raises(ValueError, match="float"):
         scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), no_score)])
+
+
+# checked before anything is started ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("arithmetic", {"group_size": "4", "operation": "*", "max_num_workers": 3}),  # as typed; an older name
+        ("gsm8k", {"dataset_path": "/data", "reward": "lenient", "use_wandb": "False"}),
+        ("verifiers", {"env_args": '{"taskset": {"num_tasks": 5}}'}),  # env_id is the environment's to miss
+        ("my_envs.capitals", {"whatever": 1}),  # the user's own: known only when it runs
+    ],
+)
+def test_sound_settings_pass(name: str, values: dict[str, object]) -> None:
+    check(name, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "field", "parts"),
+    [
+        ("arithmetic", {"group_sise": 8}, "env.group_sise", {"fix": "env.group_size"}),
+        ("gsm8k", {"reward": "kind"}, "--env.reward", {"got": "'kind'", "wanted": "'lenient'"}),
+        ("verifiers", {"harnes": "bash"}, "env.harnes", {"fix": "env.harness"}),
+        ("arithmetic", {"group_size": "0"}, "--env.group_size", {"got": "'0'", "wanted": "1"}),
+        ("verifiers", {"env_args": "{taskset"}, "--env.env_args", {"got": "'{taskset'"}),
+    ],
+)
+def test_settings_mistake_is_named_checked(
+    name: str, values: dict[str, object], field: str, parts: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(name, values)
+    assert caught.value.field == field
+    assert all(part in getattr(caught.value, key) for key, part in parts.items())
+
+
+def test_settings_check_of_servers_and_group_sizes() -> None:
+    check_server({"base_url": "http://127.0.0.1:9001/v1"})
+    with pytest.raises(ConfigError) as caught:
+        check_server({"model_nam": "m"})
+    assert caught.value.field == "openai.model_nam" and "openai.model_name" in caught.value.fix
+
+    assert group_size("gsm8k", {"group_size": "16"}) == group_size("my.own", {"group_size": 16}) == 16
+    assert group_size("arithmetic", {}) == 8
+    assert group_size("my.own", {}) is None
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = """
+import sys
+from environments.running.settings_check import check
+for name in ("arithmetic", "gsm8k", "verifiers", "word_problems"):
+    check(name, {})
+heavy = ("torch", "transformers", "vllm", "numpy", "datasets", "verifiers")
+print([module for module in heavy if module in sys.modules])
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout == "[]\n"

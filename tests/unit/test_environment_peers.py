@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -22,9 +24,12 @@ from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
 from environments.peers.http import Answer, Peer, PeerError, PeerGone, PeerRefused
-from environments.peers.rollout_api import NotRegistered, RolloutApi
+from environments.peers.rollout_api import RolloutApi
+from grpo_common.http import Complaint, address, complaint, may_pass
+from grpo_trainer.config.server import Server
 from tests.processes import free_port
 from tests.stand_ins import Asked, Reply, answering, local_api, registration
+from vllm_server.errors import ServeError
 
 NAME = "the oracle"
 SLOW_S = 0.2
@@ -95,9 +100,7 @@ def test_a_refusal_is_told_at_once_with_its_reason(reply: Reply, reason: str, ke
     assert (caught.value.status, caught.value.key) == (reply.status, key)
 
 
-def test_peer_is_gone_after_the_patience_and_half_of_it_is_worth_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_is_gone_after_the_patience(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{free_port()}"  # nobody listens there
     with pytest.raises(PeerGone) as gone:
         ask(url, patience=0.01)
@@ -257,20 +260,6 @@ def test_an_api_of_the_original_protocol_gets_json_gzipped_where_long(repeats: i
     assert wire.decode_group(body, wire.JSON) == group
 
 
-def test_rollout_api_names_the_key_of_a_refusal() -> None:
-    async def work(api: RolloutApi) -> list[str | None]:
-        with pytest.raises(NotRegistered):
-            await api.status(3)
-        keys = []
-        for change in ({"scores": [float("nan"), 0.0]}, {"env_id": 3}):
-            with pytest.raises(PeerRefused) as refused:
-                await api.post(msgspec.structs.replace(GROUP, **change))
-            keys.append(refused.value.key)
-        return keys
-
-    assert with_api(work) == ["scores", "env_id"]
-
-
 def test_another_kind_of_server_is_named() -> None:
     async def work(api: RolloutApi) -> None:
         await api.register("sums")
@@ -307,3 +296,57 @@ def test_news_are_told_when_there_are_some_and_an_original_api_is_not_waited_for
 
     with answering(lambda _: Reply(json=six)) as url:
         assert asyncio.run(with_server(url, ask)).seen is None
+
+
+# error answers -------------------------------------------------------------------------------------------------------
+
+
+MSGPACK = "application/msgpack"
+
+
+@pytest.mark.parametrize(
+    ("status", "passes"),
+    [(200, False), (404, False), (409, False), (422, False), (501, False)]
+    + [(status, True) for status in (408, 425, 429, 499, 500, 502, 503, 504, 507)],
+)
+def test_which_failures_may_pass(status: int, passes: bool) -> None:
+    assert may_pass(status) == passes
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1:80"), ("node-1", "node-1:80"), ("::1", "[::1]:80"), ("[fd00::2]", "[fd00::2]:80")],
+)
+def test_address_of_a_url(host: str, shown: str) -> None:
+    assert address(host, 80) == shown
+
+
+def test_http_addresses_and_errors() -> None:
+    config = Server(host="::1", port=9001, also=("[fd00::2]:9002",))
+    assert [each.url for each in config.each] == ["http://[::1]:9001", "http://[fd00::2]:9002"]
+    assert config.each[1].host == "fd00::2"  # as a socket has it
+
+    body = msgspec.json.encode(ServeError(409, "version", got=3, wanted="4", fix="ask again").response())
+    said = complaint(body, "application/json")
+    assert (said.key, said.got, said.wanted, said.fix) == ("version", "3", "4", "ask again")
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "said"),
+    [
+        (b'{"detail": "why", "field": "scores"}', "application/json", Complaint("why", "scores")),
+        (b'{"error": {"message": "broken", "param": null}}', None, Complaint("broken")),
+        (msgspec.msgpack.encode({"detail": "why"}), MSGPACK, Complaint("why")),
+        (b"\x81\xa1x\x01", MSGPACK, Complaint(f"4 bytes of {MSGPACK}")),
+        (b"<html>", "text/html", Complaint("<html>")),
+        (b"[1]", "application/json", Complaint("[1]")),
+        (b"", None, Complaint("no reason given")),
+    ],
+)
+def test_what_an_error_answer_says(body: bytes, content_type: str | None, said: Complaint) -> None:
+    assert complaint(body, content_type) == said
+
+
+@given(st.binary(max_size=2000), st.sampled_from([None, "text/html", "application/json", MSGPACK]))
+def test_any_bytes_are_read(body: bytes, content_type: str | None) -> None:
+    assert 0 < len(complaint(body, content_type).reason) <= 500

@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
-from environments.running import cli, groups, runner
+from environments.running import groups, runner
 from environments.running.cli import evaluate, process
 from environments.running.groups import EnvironmentFailed, GroupTimeout
 from environments.running.metrics import JsonlFile, Reporter, open_wandb
 from environments.scoring import ScoreTimeout, Scoring
-from tests.stand_ins import local_api, registration, serving, trained
+from tests.stand_ins import LocalApi, local_api, registration, serving, trained
 
 TRAINER = registration(8)
 
@@ -108,197 +108,144 @@ async def train(service: Service, steps: int, environment: asyncio.Task[None] | 
     return [[versions[0] for one in groups if (versions := one.policy_versions)] for groups in batches]
 
 
-def test_it_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> list[list[int]]:
-        service = Service(Settings())
-        task = asyncio.create_task(serving(Sums(config(), plain), service, asyncio.Event()))
-        await asyncio.sleep(0.05)  # the environment is there first, and waits
-        await service.register(TRAINER)
-        taken = await train(service, steps=3)
-        await asyncio.wait_for(task, 10)
-        assert not service.status().environments[0].connected
-        return taken
+@asynccontextmanager
+async def running(
+    env: BaseEnv[Any, Any], served: Service | LocalApi, stop: asyncio.Event | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """An environment that serves, and ends by itself after the block."""
+    task = asyncio.create_task(serving(env, served, stop or asyncio.Event()))
+    try:
+        yield task
+        await asyncio.wait_for(task, 60)
+    finally:
+        task.cancel()
 
+
+async def test_runner_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(Settings())
     with caplog.at_level(logging.INFO):
-        taken = asyncio.run(scene())
+        async with running(Sums(config(), plain), service):
+            await asyncio.sleep(0.05)  # the environment is there first, and waits
+            await service.register(TRAINER)
+            taken = await train(service, steps=3)
+    assert not service.status().environments[0].connected
     # None lost, none twice, and no batch before the one before it was taken.
     assert [sorted(batch) for batch in taken] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert "3 steps" in caplog.text
     assert re.search(r"\b4 groups .*\b0\.500, 2\.0 tokens", caplog.text)
 
 
-def test_it_waits_for_the_trainer_within_the_bound() -> None:
-    async def scene() -> tuple[int, int]:
-        service, stop = await started(), asyncio.Event()
-        env = Sums(config(), plain)
-        task = asyncio.create_task(serving(env, service, stop))
-        await until(lambda: service.status().queue_size == 4)
-        await asyncio.sleep(5 * runner.POLL_S)
-        stop.set()
-        await task
-        return service.status().queue_size, env.taken
-
-    assert asyncio.run(scene()) == (4, 4)
-
-
 @pytest.mark.parametrize("stuck", [False, True])
-def test_without_progress_it_says_whether_groups_or_the_trainer_are_missing(
+async def test_runner_says_what_is_missing(
     stuck: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "SAY_WAITING_EVERY_S", 0.2)
     monkeypatch.setattr(runner, "WAIT_S", 0.1)
-
-    missing = "groups in flight" if stuck else "the trainer"
+    missing, stop = "groups in flight" if stuck else "the trainer", asyncio.Event()
 
     async def make(item: int) -> wire.ScoredData:
-        await asyncio.sleep(60.0 if stuck else 0.0)
+        await asyncio.sleep(600.0 if stuck else 0.0)
         return group(version=item)
 
-    async def scene() -> None:
-        service, stop = await started(), asyncio.Event()
-        task = asyncio.create_task(serving(Sums(config(), make), service, stop))
-        await until(lambda: any(missing in (record.args or ()) for record in caplog.records))
-        stop.set()
-        await task
-
     with caplog.at_level(logging.WARNING, logger=runner.__name__):
-        asyncio.run(scene())
+        async with running(Sums(config(), make), await started(), stop):
+            await until(lambda: any(missing in (record.args or ()) for record in caplog.records))
+            stop.set()
 
 
-def test_a_slow_group_does_not_keep_others_from_starting() -> None:
+async def test_runner_slow_group_keeps_no_others_from_starting() -> None:
     """A place comes free with each group that is posted, and not only when the trainer takes the batch."""
+    stop, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def scene() -> None:
-        service, stop, goes_on = await started(), asyncio.Event(), asyncio.Event()
+    async def slow(item: int) -> wire.ScoredData:
+        if item == 4:
+            await goes_on.wait()
+        return group(version=item)
 
-        async def slow(item: int) -> wire.ScoredData:
-            if item == 4:
-                await goes_on.wait()
-            return group(version=item)
-
-        env = Sums(config(max_batches_offpolicy=None), slow)
-        task = asyncio.create_task(serving(env, service, stop))
+    env = Sums(config(max_batches_offpolicy=None), slow)
+    async with running(env, await started(), stop):
         await until(lambda: env.taken >= 5)
         goes_on.set()
         stop.set()
-        await task
-
-    asyncio.run(scene())
 
 
-def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_runner_loses_no_group_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
     def waits() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.name == "environments.peers.http"]
 
-    async def scene() -> list[list[int]]:
-        service, cut = await started(), asyncio.Event()
+    service, cut = await started(), asyncio.Event()
 
-        async def cutting(item: int) -> wire.ScoredData:
-            if item == 2:
-                cut.set()
-            return group(version=item)
+    async def cutting(item: int) -> wire.ScoredData:
+        if item == 2:
+            cut.set()
+        return group(version=item)
 
-        async with local_api(service) as api:
-            task = asyncio.create_task(serving(Sums(config(), cutting), api, asyncio.Event()))
+    with caplog.at_level(logging.INFO):
+        async with local_api(service) as api, running(Sums(config(), cutting), api) as task:
             await cut.wait()
             await api.stop()
             await until(lambda: bool(waits()))
             await api.start()
             taken = await train(service, steps=3, environment=task)
-            await asyncio.wait_for(task, 10)
-        return taken
-
-    with caplog.at_level(logging.INFO):
-        taken = asyncio.run(scene())
     # Posts that were repeated may come after others, but each comes once.
     assert sorted(version for batch in taken for version in batch) == list(range(1, 13))
     assert waits()[0].levelno == logging.INFO and "the rollout API" in waits()[0].message
 
 
-def test_an_api_that_was_started_anew_is_registered_with_again() -> None:
-    async def scene() -> tuple[int, list[list[int]]]:
-        old, new = await started(), Service(Settings())
-        async with local_api(old) as api:
-            task = asyncio.create_task(serving(Sums(config(), plain), api, asyncio.Event()))
-            await until(lambda: old.status().queue_size == 4)
-            await api.exchange(new)
-            await new.register(TRAINER)
-            taken = await train(new, steps=3)
-            await asyncio.wait_for(task, 10)
-        return len(new.status().environments), taken
-
-    environments, taken = asyncio.run(scene())
-    assert environments == 1
+async def test_runner_registers_again_with_an_api_that_begins_anew() -> None:
+    old, new = await started(), Service(Settings())
+    async with local_api(old) as api, running(Sums(config(), plain), api):
+        await until(lambda: old.status().queue_size == 4)
+        await api.exchange(new)
+        await new.register(TRAINER)
+        taken = await train(new, steps=3)
+    assert len(new.status().environments) == 1
     assert sorted(version for batch in taken for version in batch) == list(range(5, 17))
 
 
-def test_asked_to_stop_it_hands_over_what_is_scored_and_leaves(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> int:
-        service, stop = await started(), asyncio.Event()
+@pytest.mark.parametrize("away", [False, True])
+async def test_runner_stops_when_asked(away: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It hands over what is scored; where nobody answers any more it stops without."""
+    service, stop = await started(), asyncio.Event()
 
-        async def one_in_two(item: int) -> wire.ScoredData:
-            if item % 2:
-                await asyncio.Event().wait()  # generates for ever
-            return group()
+    async def one_in_two(item: int) -> wire.ScoredData:
+        if item % 2 and not away:
+            await asyncio.Event().wait()  # generates for ever
+        return group()
 
-        task = asyncio.create_task(serving(Sums(config(), one_in_two), service, stop))
-        await until(lambda: service.status().queue_size == 2)
-        stop.set()
-        await asyncio.wait_for(task, 10)
-        assert not service.status().environments[0].connected
-        return service.status().queue_size
-
-    with caplog.at_level(logging.WARNING):
-        assert asyncio.run(scene()) == 2
-    assert not caplog.records  # nothing was lost
-
-
-def test_it_stops_where_nobody_answers_any_more() -> None:
-    async def scene() -> None:
-        service, stop = await started(), asyncio.Event()
-        async with local_api(service) as api:
-            task = asyncio.create_task(serving(Sums(config(), plain), api, stop))
-            await until(lambda: service.status().queue_size == 4)
+    async with local_api(service) as api, running(Sums(config(), one_in_two), api, stop):
+        await until(lambda: service.status().queue_size == (4 if away else 2))
+        if away:
             await api.stop()
-            stop.set()
-            await asyncio.wait_for(task, 10)
-
-    asyncio.run(scene())
-
-
-def test_it_ends_with_its_items() -> None:
-    async def scene() -> int:
-        service = await started()
-        env = Sums(config(), plain)
-        env.limit = 3
-        await asyncio.wait_for(serving(env, service, asyncio.Event()), 10)
-        return service.status().queue_size
-
-    assert asyncio.run(scene()) == 3
+        stop.set()
+    assert service.status().environments[0].connected == away
+    assert away or not [record for record in caplog.records if record.levelno >= logging.WARNING]  # nothing was lost
 
 
-def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> list[int]:
-        service = await started()
-        asked: list[int] = []
+async def test_runner_ends_with_its_items() -> None:
+    service, env = await started(), Sums(config(), plain)
+    env.limit = 3
+    async with running(env, service):
+        pass
+    assert service.status().queue_size == 3
 
-        class Failing(Sums):
-            async def evaluate(self) -> dict[str, float]:
-                asked.append(self.curr_step)
-                if len(asked) == 1:
-                    raise ValueError("a bug of the environment")
-                return {"accuracy": 0.5}
 
-        task = asyncio.create_task(serving(Failing(config(steps_per_eval=1), plain), service, asyncio.Event()))
+async def test_runner_goes_on_after_an_evaluation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    service, asked = await started(), list[int]()
+
+    class Failing(Sums):
+        async def evaluate(self) -> dict[str, float]:
+            asked.append(self.curr_step)
+            if len(asked) == 1:
+                raise ValueError("a bug of the environment")
+            return {"accuracy": 0.5}
+
+    async with running(Failing(config(steps_per_eval=1), plain), service):
         for count in range(1, 3):
             await train(service, steps=1)
             await until(lambda count=count: len(asked) == count)
         await train(service, steps=1)
-        await asyncio.wait_for(task, 10)
-        return [each.step for each in service.evaluations]
-
-    with caplog.at_level(logging.INFO):
-        assert asyncio.run(scene()) == [2, 3]
+    assert [each.step for each in service.evaluations] == [2, 3]
     (failed,) = [record for record in caplog.records if record.exc_info]
     assert failed.args == (1,) and failed.exc_info is not None and failed.exc_info[0] is ValueError
 
@@ -371,7 +318,6 @@ LOSSES = {
 
 async def with_losses(loss: Loss, lost: Callable[[int], bool]) -> None:
     """Serve until three steps are trained; some items are lost."""
-    service = await started()
     seconds = 0.2 if loss.make is never_ends else 60.0
     env = Sums(config(max_token_length=100, ensure_scores_are_not_same=True, group_timeout=seconds), plain)
 
@@ -379,75 +325,46 @@ async def with_losses(loss: Loss, lost: Callable[[int], bool]) -> None:
         return await loss.make(env) if lost(item) else group(version=item)
 
     env.collect = collect
-    task = asyncio.create_task(serving(env, service, asyncio.Event()))
+    service = await started()
     trainer = asyncio.create_task(train(service, steps=3))
     try:
-        await asyncio.wait_for(task, 20)
+        async with running(env, service):
+            pass
     finally:
         trainer.cancel()
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_runner_goes_on_after_items_that_are_lost(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
+async def test_runner_goes_on_after_items_that_are_lost(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        asyncio.run(with_losses(loss, lambda item: item in (2, 3)))
+        await with_losses(loss, lambda item: item in (2, 3))
     assert loss.said in caplog.text
     shown = [record for record in caplog.records if record.name == groups.__name__]
     assert len([record for record in shown if record.levelno >= logging.WARNING]) == (loss.got is not None)  # once
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES.values() if loss.got], ids=lambda loss: loss.got)
-def test_runner_ends_where_every_item_is_lost(loss: Loss) -> None:
+async def test_runner_ends_where_every_item_is_lost(loss: Loss) -> None:
     with pytest.raises(EnvironmentFailed) as error:
-        asyncio.run(with_losses(loss, lambda item: True))
+        await with_losses(loss, lambda item: True)
     assert error.value.field == "sums" and "16 " in error.value.summary and str(loss.got) in error.value.got
 
 
 @pytest.mark.parametrize("method", ["setup", "get_next_item", "evaluate"])
-def test_a_cancellation_that_the_code_raises_itself_is_no_end_of_the_work(method: str) -> None:
+async def test_a_cancellation_that_the_code_raises_itself_is_no_end_of_the_work(method: str) -> None:
     async def raises() -> None:
         raise asyncio.CancelledError
 
-    async def scene() -> None:
+    with pytest.raises((EnvironmentFailed, RuntimeError), match="CancelledError"):
         env = Sums(config(), plain)
         setattr(env, method, raises)
-        if method == "evaluate":
-            await runner.until(asyncio.Event(), evaluate(env))
-        else:
-            await asyncio.wait_for(serving(env, await started(), asyncio.Event()), 20)
-
-    with pytest.raises((EnvironmentFailed, RuntimeError), match="CancelledError"):
-        asyncio.run(scene())
-
-
-def test_process_says_how_far_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "SAY_EVERY_S", 0.05)
-    said = asyncio.Event()
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.args == (1, 2, 1):
-                said.set()
-
-    async def collect(item: int) -> wire.ScoredData:
-        if item == 2:
-            await said.wait()
-        return group()
-
-    handler = Said()
-    logging.getLogger(cli.__name__).addHandler(handler)
-    try:
-        with caplog.at_level(logging.INFO, logger=cli.__name__):
-            env = Sums(config(data_path_to_save_groups=tmp_path / "groups.jsonl"), collect)
-            asyncio.run(asyncio.wait_for(process(env, 2), 20))
-    finally:
-        logging.getLogger(cli.__name__).removeHandler(handler)
+        await (runner.until(asyncio.Event(), evaluate(env)) if method == "evaluate" else serving(env, await started()))
 
 
 @pytest.mark.parametrize(("is_broken", "written"), [(lambda item: item % 2 == 0, 40), (lambda item: item > 8, 8)])
-def test_process_writes_each_group_that_is_made(is_broken: Callable[[int], bool], written: int, tmp_path: Path) -> None:
+async def test_process_writes_each_group_that_is_made(
+    is_broken: Callable[[int], bool], written: int, tmp_path: Path
+) -> None:
     async def collect(item: int) -> wire.ScoredData:
         if is_broken(item):
             raise ZeroDivisionError("no reward")
@@ -455,16 +372,13 @@ def test_process_writes_each_group_that_is_made(is_broken: Callable[[int], bool]
 
     path = tmp_path / "groups.jsonl"
     with nullcontext() if written == 40 else pytest.raises(EnvironmentFailed):
-        asyncio.run(process(Sums(config(data_path_to_save_groups=path), collect), 40))
+        await process(Sums(config(data_path_to_save_groups=path), collect), 40)
     assert len(path.read_bytes().splitlines()) == written
 
 
-def test_a_group_larger_than_the_batch_is_refused() -> None:
-    async def scene() -> None:
-        await serving(Sums(config(group_size=16), plain), await started(), asyncio.Event())
-
+async def test_a_group_larger_than_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        asyncio.run(scene())
+        await serving(Sums(config(group_size=16), plain), await started())
     assert (error.value.field, error.value.got) == ("--env.group_size", "16") and "8 sequences" in error.value.wanted
 
 
@@ -472,34 +386,29 @@ def test_a_group_larger_than_the_batch_is_refused() -> None:
     "fields",
     [{"generation_params": {"top_p": 0.9}}, {"overrides": [{}, {"top_k": 5}]}, {"group_overrides": {"min_p": 0.1}}],
 )
-def test_groups_sampled_from_a_part_of_the_vocabulary_end_it(fields: dict[str, Any]) -> None:
+async def test_groups_sampled_from_a_part_of_the_vocabulary_end_it(fields: dict[str, Any]) -> None:
     async def cut(item: int) -> wire.ScoredData:
         return msgspec.structs.replace(group(), **fields)
 
-    async def scene() -> Service:
-        service = await started()
-        with pytest.raises(ConfigError) as error:
-            await serving(Sums(config(), cut), service, asyncio.Event())
-        assert error.value.field.startswith("sums: ") and error.value.got in ("top_p=0.9", "top_k=5", "min_p=0.1")
-        return service
-
-    assert not asyncio.run(scene()).queue.line
+    service = await started()
+    with pytest.raises(ConfigError) as error:
+        await serving(Sums(config(), cut), service)
+    assert error.value.field.startswith("sums: ") and error.value.got in ("top_p=0.9", "top_k=5", "min_p=0.1")
+    assert not service.queue.line
 
 
-def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runner_evaluates_the_last_step_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the evaluation before still runs; meanwhile the API hears of it."""
     monkeypatch.setattr(runner, "HEARD_EVERY_S", 0.05)
+    service, asked, may_end = await started(), list[int](), asyncio.Event()
 
-    async def scene() -> list[int]:
-        service, asked, may_end = await started(), [], asyncio.Event()
+    class Slow(Sums):
+        async def evaluate(self) -> dict[str, float]:
+            asked.append(self.curr_step)
+            await may_end.wait()
+            return {"accuracy": 0.5}
 
-        class Slow(Sums):
-            async def evaluate(self) -> dict[str, float]:
-                asked.append(self.curr_step)
-                await may_end.wait()
-                return {"accuracy": 0.5}
-
-        task = asyncio.create_task(serving(Slow(config(steps_per_eval=1), plain), service, asyncio.Event()))
+    async with running(Slow(config(steps_per_eval=1), plain), service):
         await train(service, steps=1)
         await until(lambda: asked == [1])
         await train(service, steps=2)
@@ -508,69 +417,45 @@ def test_the_last_step_is_evaluated_before_the_environment_leaves(monkeypatch: p
         (environment,) = service.status().environments
         assert environment.connected and environment.follows
         may_end.set()
-        await asyncio.wait_for(task, 10)
-        assert not service.status().environments[0].connected
-        return [each.step for each in service.evaluations]
-
-    assert asyncio.run(scene()) == [1, 3]
+    assert [each.step for each in service.evaluations] == [1, 3]
 
 
-@pytest.mark.parametrize("asked_by", ["the environment", "the trainer"])
-def test_evaluation_is_told_every_so_many_steps(
-    asked_by: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("by_trainer", [False, True])
+async def test_runner_evaluates_by_steps(by_trainer: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     class Single(Sums):
         """Its figures are of numpy's single precision, which JSON does not know."""
 
         async def evaluate(self) -> dict[str, Any]:
             return {"accuracy": np.float32(0.5)}
 
-    async def scene() -> None:
-        own = asked_by == "the environment"
-        service = await started(TRAINER if own else msgspec.structs.replace(TRAINER, eval_every=2))
-        settings = config(steps_per_eval=2 if own else 0, metrics_path=tmp_path / "metrics.jsonl")
-        task = asyncio.create_task(serving(Single(settings, plain), service, asyncio.Event()))
-        for _ in range(3):
-            step = service.status().current_step
-            await train(service, steps=1)
-            await until(lambda step=step: f"step {step + 1}:" in caplog.text)
-        await asyncio.wait_for(task, 10)
-        (evaluation,) = service.evaluations_after(0).evaluations
-        assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
-        assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
-        assert not service.evaluations_after(evaluation.number).evaluations
-
+    service = await started(msgspec.structs.replace(TRAINER, eval_every=2) if by_trainer else TRAINER)
+    settings = config(steps_per_eval=0 if by_trainer else 2, metrics_path=tmp_path / "metrics.jsonl")
     with caplog.at_level(logging.INFO):
-        asyncio.run(scene())
-    messages = [record.args for record in caplog.records if isinstance(record.args, tuple)]
-    assert [args for args in messages if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]
+        async with running(Single(settings, plain), service):
+            for step in range(3):
+                await train(service, steps=1)
+                await until(lambda step=step: f"step {step + 1}:" in caplog.text)
+    (evaluation,) = service.evaluations_after(0).evaluations
+    assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
+    assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
 
 
-def test_groups_without_a_reward_are_dropped_and_nothing_else_ends_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_runner_drops_groups_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "UNSCORED_IN_A_ROW", 20)  # more than LOST_IN_A_ROW: such groups are not lost
-    marked = msgspec.structs.replace(group(trained=False), overrides=[{"unscored": True}] * 2)
+    marked, rare, service = group(trained=False), True, await started()
+    marked = msgspec.structs.replace(marked, overrides=[{"unscored": True}] * 2)
 
-    async def half(item: int) -> wire.ScoredData:
-        return marked if item % 20 else group(version=item)
-
-    async def none(item: int) -> wire.ScoredData:
-        return marked
-
-    async def scene() -> None:
-        service = await started()
-        task = asyncio.create_task(serving(Sums(config(), half), service, asyncio.Event()))
-        assert await train(service, steps=1)
-        task.cancel()
-        await asyncio.wait_for(serving(Sums(config(), none), await started(), asyncio.Event()), 20)
+    async def collect(item: int) -> wire.ScoredData:
+        return group(version=item) if rare and item % 20 == 0 else marked
 
     with pytest.raises(EnvironmentFailed) as caught:
-        asyncio.run(scene())
+        async with running(Sums(config(), collect), service):
+            assert await train(service, steps=1)
+            rare = False
     assert "None" in caught.value.got
 
 
-def test_metrics_are_of_one_step(tmp_path: Path) -> None:
+def test_reporter_metrics_are_of_one_step(tmp_path: Path) -> None:
     reporter = Reporter("sums_0")
     reporter.file = JsonlFile("--env.metrics_path", tmp_path / "metrics.jsonl")
     reporter.add(group((1.0, 0.0), length=2, version=3))
@@ -581,21 +466,14 @@ def test_metrics_are_of_one_step(tmp_path: Path) -> None:
     reporter.end_step(7, {})
     reporter.end_step(8, {"strict": 0.5})
     reporter.close()
-    first = {
-        "sums_0/groups_sent": 2,
-        "sums_0/groups_dropped": 2,
-        "sums_0/groups_dropped/all scores equal": 2,
-        "sums_0/score_mean": 0.75,  # (1 + 0 + 1 + 1) / 4
-        "sums_0/completion_length_mean": 2.0,  # (1 + 1 + 3 + 3) / 4
-        "sums_0/policy_version_oldest": 3,
-    }
-    second = {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0, "sums_0/strict": 0.5}
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row | figures == row) for row, figures in zip(rows, (first, second), strict=True)] == [
-        (7, True),
-        (8, True),
-    ]
-    assert not {"sums_0/score_mean"} & rows[1].keys()
+    # scores (1 + 0 + 1 + 1) / 4, lengths (1 + 1 + 3 + 3) / 4
+    first = {"step": 7, "groups_sent": 2, "groups_dropped": 2, "groups_dropped/all scores equal": 2}
+    first |= {"score_mean": 0.75, "completion_length_mean": 2.0, "policy_version_oldest": 3}
+    second = {"step": 8, "groups_sent": 0, "groups_dropped": 0, "strict": 0.5}
+    lines = (tmp_path / "metrics.jsonl").read_text().replace("sums_0/", "").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row | figures == row for row, figures in zip(rows, (first, second), strict=True)] == [True, True]
+    assert "score_mean" not in rows[1]
 
 
 @pytest.fixture

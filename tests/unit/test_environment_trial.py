@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,19 @@ import pytest
 
 from environments import base
 from environments.__main__ import main
+from environments.arithmetic import ArithmeticConfig
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ServerConfig
+from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
+from environments.from_verifiers.config import VerifiersConfig
+from environments.gsm8k import Gsm8kConfig
+from environments.multi_turn import MultiTurnConfig
+from environments.peers.http import PeerError
+from environments.peers.inference import Completion
+from environments.running import cli
 from environments.running.trial import REPORT_VARIABLE, report
+from environments.scoring import settled
 from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
@@ -142,9 +154,7 @@ CUT = (
         *("import", "no_room", "top_p", "unknown_token"),
     ],
 )
-def test_a_wrong_environment_is_refused_with_its_line(
-    model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]
-) -> None:
+def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]) -> None:
     if "ids below" in words[-1]:
         small = Path("small")
         shutil.copytree(model, small)
@@ -164,9 +174,7 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     ("before", "at"),
     [("        self.items", "setup() at mine.py:7"), ("        return float", "score() at mine.py:13")],
 )
-def test_a_step_that_does_not_end_is_named_and_its_processes_end(
-    model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str
-) -> None:
+def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str) -> None:
     monkeypatch.setattr(trial, "SLOW_S", 1.0)
     code = CAPITALS.replace(before, SLEEPS + before)
     lines: list[str] = []
@@ -203,16 +211,19 @@ SLEEPS = """        import subprocess, time; from pathlib import Path
 """
 
 
-def test_a_class_is_chosen_by_name_and_by_module(model: Path) -> None:
+def test_trial_of_a_named_class_and_of_a_file_with_neighbours(model: Path) -> None:
     write(SECOND)
     assert not tried("mine:Third", model).problems
     (problem,) = tried("mine.py:Fourth", model).problems
     assert "Fourth" in problem.wanted
 
+    Path("sub").mkdir()
+    Path("sub/near.py").write_text("NAME = 'Spain'\n")
+    Path("sub/mine.py").write_text(f"import near\n{CAPITALS}\n\nif __name__ == '__main__':\n    Capitals.cli()\n")
+    assert not tried("sub/mine.py", model).problems
 
-def test_a_group_of_one_is_refused_unless_more_than_a_comparison_teaches(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+def test_trial_refuses_a_group_of_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = tried(write(CAPITALS), model, group_size=1).problems
     assert problem.field == "--env mine.py: --env.group_size" and problem.got == "1"
     own_groups = f"{CAPITALS}\n    async def collect_trajectories(self, item):\n        return None\n"
@@ -225,13 +236,6 @@ def test_a_setup_that_asks_the_server_is_tried_until_there(model: Path, monkeypa
     code = CAPITALS.replace("def setup", "async def setup").replace("        self.items", asks)
     facts = tried_here(code, model, monkeypatch)
     assert facts["problems"] == [] and "setup()" in facts["found"]
-
-
-def test_a_file_may_import_its_neighbours_and_run_itself(model: Path) -> None:
-    Path("sub").mkdir()
-    Path("sub/near.py").write_text("NAME = 'Spain'\n")
-    Path("sub/mine.py").write_text(f"import near\n{CAPITALS}\n\nif __name__ == '__main__':\n    Capitals.cli()\n")
-    assert not tried("sub/mine.py", model).problems
 
 
 def test_what_a_run_does_not_try(model: Path) -> None:
@@ -266,3 +270,138 @@ def test_a_run_refuses_a_wrong_environment_before_it_starts_anything(model: Path
     assert done.returncode == 2, done.stderr
     assert "score()" in done.stderr and "mine.py:12" in done.stderr and not Path("run").exists()
     assert "vLLM" not in done.stdout
+
+
+# the guide's environments --------------------------------------------------------------------------------------------
+
+
+PAGES = ("README.md", "docs/environments.md", "docs/migration.md")
+GUIDE = "\n".join((ROOT / name).read_text() for name in PAGES)
+
+
+def shown(name: str) -> type[BaseEnv[Any]]:
+    """The class of that name, of the code block that has it and imports what it needs."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    (code,) = [block for block in blocks if f"class {name}(" in block and "import" in block]
+    namespace: dict[str, Any] = {"__name__": "guide"}
+    exec(code, namespace)
+    return namespace[name]
+
+
+@pytest.fixture
+def tens() -> type[BaseEnv[Any]]:
+    return shown("Tens")
+
+
+def build(env_cls: type[BaseEnv[Any]], says: Sequence[str] = ("40", "46"), **changes: Any) -> BaseEnv[Any]:
+    """The environment before a server that says this, in turns."""
+    tokenizer = build_tokenizer()
+    server = Scripted(tokenizer, lambda _: [f"{text}<|endoftext|>" for text in says])
+    return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
+
+
+async def test_guide_environment_scores(tens: type[BaseEnv[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    env = build(tens)
+
+    await settled(env.setup())
+    groups = [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))]
+    assert len(env.prompt(await settled(env.get_next_item()))) == len("12+34=")
+    await cli.evaluate(env)
+    forties, fifties = groups[0], groups[1]
+    assert (forties.scores, fifties.scores) == ([1.0, 0.0], [0.0, 0.0])
+    assert forties.messages[0] == [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "40"}]
+    assert json.loads(capsys.readouterr().out) == {"env": "tens", "accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("said", "finish_reason", "text"),
+    [
+        ("46<|endoftext|>", "stop", "46"),
+        ("46<end_of_turn>", "stop", "46"),
+        ("46<end_of_turn>", "length", "46<end_of_turn>"),
+        ("4<end_of_turn>6<|endoftext|>", "stop", "4<end_of_turn>6"),
+        ("46\n", "stop", "46\n"),
+    ],
+)
+def test_guide_end_token_is_not_scored(tens: type[BaseEnv[Any]], said: str, finish_reason: str, text: str) -> None:
+    """As in Gemma and Phi-3, the end of a turn is another token than the tokenizer's `eos_token`."""
+    env = build(tens)
+    env.tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    ids = env.tokenizer.encode(said)
+    assert env.decode(Completion([1], ids, [-0.5] * len(ids), "", finish_reason, 1)) == text
+
+
+def test_messages_go_through_the_chat_template_and_may_be_left_out(tens: type[BaseEnv[Any]]) -> None:
+    env = build(tens, include_messages=False)
+    chat = [{"role": "system", "content": "Say "}, {"role": "user", "content": "Paris"}]
+    assert env.encode(chat) == env.encode("Say Paris")  # the demo model's template only joins
+    group = asyncio.run(env.collect_trajectories((12, 34)))
+    assert group is not None and group.messages is None
+
+
+def test_process_stops_where_the_items_do(tens: type[BaseEnv[Any]], tmp_path: Path) -> None:
+    env = build(tens, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=2)
+    items = iter([(12, 34)] * 3)
+
+    async def next_or_none() -> Any:
+        return next(items, None)
+
+    async def no_setup() -> None:
+        return
+
+    env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
+    with pytest.raises(PeerError) as error:
+        asyncio.run(cli.process(env, 4))
+    assert (error.value.field, error.value.got, error.value.wanted) == ("tens", "3 groups", "4 groups")
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
+
+
+async def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
+    env = build(shown("PortedCapitals"), says=("Paris", "Rome"))
+
+    await settled(env.setup())
+    assert (await env.collect_trajectories({"country": "France", "capital": "Paris"})).scores == [
+        1.0,
+        0.0,
+    ]  # it says Paris, then Rome
+    assert env.sampling(room=100).max_tokens == 32
+
+
+@pytest.mark.parametrize(("said", "heard"), [("20", "Higher."), ("90", "Lower."), ("50", None), ("what?", None)])
+def test_the_guides_conversation_says_higher_or_lower(said: str, heard: str | None) -> None:
+    env = build(shown("Guess"))
+    talk = Conversation(build_tokenizer(), [{"role": "user", "content": "Guess"}])
+    talk.say(Completion(talk.tokens, [1], [-1.0], said, "stop", 1), said)
+    answer = asyncio.run(env.respond(50, talk))  # type: ignore[attr-defined]
+    assert (answer and answer[0]["content"]) == heard
+    assert talk.trajectory(1.0).score == (0.9 if heard else 1.0)
+
+
+CALL = '<tool_call>{"name": "days_between", "arguments": {"start": "2024-02-28", "end": "2024-03-01"}}</tool_call>'
+
+
+@pytest.mark.parametrize(("answer", "score"), [("It is 2", 1.0), ("It is 1", 0.0)])  # 2024 has a 29 February
+def test_the_guides_tool_answers_the_policy(answer: str, score: float) -> None:
+    tokenizer, prompts = build_tokenizer(), []
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}assistant: "
+    )
+
+    def say(prompt: list[int]) -> list[str]:
+        prompts.append(str(tokenizer.decode(prompt)))
+        return [f"{[CALL, answer][len(prompts) - 1]}<|endoftext|>"]
+
+    config = MultiTurnConfig(tokenizer_name="demo", group_size=1)
+    env = shown("Days")(config, Scripted(tokenizer, say), tokenizer)
+    group = asyncio.run(env.collect_trajectories(("2024-02-28", "2024-03-01")))
+    assert prompts[0].count("YYYY-MM-DD") == 2  # each argument's line of the docstring
+    assert prompts[1].endswith("tool: 2<|endoftext|>assistant: ")
+    assert group is not None and group.scores == [score]
+
+
+def test_the_guide_names_every_option() -> None:
+    configs = (BaseEnvConfig, ArithmeticConfig, Gsm8kConfig, MultiTurnConfig, VerifiersConfig, ServerConfig)
+    names = [name for config_cls in configs for name in config_cls.model_fields]
+    assert "env_id" in names
+    missing = [name for name in names if f"`{name}`" not in GUIDE and f"env.{name}`" not in GUIDE]
+    assert not missing

@@ -214,7 +214,7 @@ async def closed_after(client: Any, ask: Callable[[Any, str], Awaitable[object]]
         await client.close()
 
 
-def test_clients_refuse_a_newer_server(tmp_path: Path) -> None:
+def test_clients_refuse_newer_servers(tmp_path: Path) -> None:
     info = msgspec.to_builtins(msgspec.structs.replace(bridge_info(), format=2))
     with answering(answers_of(bridge_info=info, health={})) as url:
         client = ServerClient(Server(host="127.0.0.1", port=int(url.rpartition(":")[2])))
@@ -223,8 +223,6 @@ def test_clients_refuse_a_newer_server(tmp_path: Path) -> None:
         with refused(tmp_path, url, PeerError):
             asyncio.run(closed_after(Peer("the inference server", url, patience=5.0), detect))
 
-
-def test_clients_refuse_a_newer_rollout_api(tmp_path: Path) -> None:
     registered = {"register": {"uuid": 1, "format": 2}, "register_env": {"status": "success", "format": 2}}
     with answering(answers_of(**registered)) as url:
         with refused(tmp_path, url, ServerError):

@@ -123,15 +123,13 @@ def test_16_bits_compute_the_rest_in_32(trained: set[str], logits_dtype: torch.d
     assert hidden_NH.grad[0, 0].item() == pytest.approx(3.354e-4, rel=0.01)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_head_without_gradients_or_tokens() -> None:
     made = inputs(bias=False, others=True)
     with torch.no_grad():
         scores = head_scores(**made, plan=PLAN)  # type: ignore[arg-type]
     assert not scores.logprobs_N.requires_grad
     torch.testing.assert_close(scores.others_NK.double(), plain(made)[2], rtol=1e-6, atol=2e-6)
 
-
-def test_nothing_to_train_gives_a_zero_that_can_be_backpropagated() -> None:
     made = {
         key: tensor if tensor is None or key in ("weight_VH", "bias_V") else tensor[:0]
         for key, tensor in inputs(bias=False, others=False).items()
@@ -258,7 +256,7 @@ def test_token_scores_in_chunks_and_bf16_have_the_same_values_and_gradients(monk
         torch.testing.assert_close(few, many, rtol=0, atol=1e-6)
 
 
-def test_token_scores_of_nothing_give_a_zero_that_can_be_backpropagated() -> None:
+def test_token_scores_of_nothing_and_entropy() -> None:
     logits = torch.randn(1, 3, 5, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
     scores = token_scores(
@@ -268,8 +266,6 @@ def test_token_scores_of_nothing_give_a_zero_that_can_be_backpropagated() -> Non
     (scores.logprobs_N.sum() + scores.entropy_N.sum() + scores.others_NK.sum()).backward()
     assert logits.grad is not None and not logits.grad.any()
 
-
-def test_token_scores_have_the_entropys_gradient_on_request() -> None:
     logits = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
     at = torch.zeros(3, dtype=torch.int64), torch.arange(1, 4)
     scores = token_scores(

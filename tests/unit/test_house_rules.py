@@ -158,12 +158,11 @@ SHORT = {
         "test_rollout_client.py test_a_server_that_is_no_rollout_api_is_told_apart",
         "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
         "test_cluster.py test_one_that_is_never_ready_there_is_told",
-        "test_environment_peers.py test_peer_is_gone_after_the_patience_and_half_of_it_is_worth_a_warning",
-        "test_inference.py test_a_list_that_stays_empty_is_an_error",
+        "test_environment_peers.py test_peer_is_gone_after_the_patience",
         "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",
         "test_scoring.py test_threads_a_hung_function_is_named_and_gives_its_place_to_others",
         "test_server_client.py test_wait_for_servers_ends_in_time_and_is_a_phase",
-        "test_supervisor.py test_one_that_is_never_ready_is_told_with_what_it_said_last",
+        "test_supervisor.py test_supervisor_server_that_is_never_ready",
     ),
     "it expects that nothing happens meanwhile": (
         "test_rollout_api_bounds.py test_our_environment_waits_for_room",
@@ -172,7 +171,7 @@ SHORT = {
         "test_allocator.py test_a_thread_does_not_change_the_settings_under_which_another_allocates",
     ),
     "only what hangs takes time: the rest never waits": (
-        "test_dataset_env.py test_dataset_evaluation_counts_rows_that_hang_raise_or_are_too_long",
+        "test_dataset_env.py test_dataset_evaluation_counts_failed_rows",
     ),
     "it tries again": ("bridge_contract.py Contract",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from environments.config import ConfigError, ServerConfig
+from environments.api import wire
+from environments.api.groups import read
+from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.peers import roster
 from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
 from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.peers.roster import ListedServers, servers
+from environments.peers.teacher import Teacher
 from environments.trajectory import Trajectory
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served
 from tests.stand_ins import Asked, Reply, answering
@@ -241,25 +244,12 @@ class Scene:
         (self.folder / SERVED_FILE).write_bytes(msgspec.json.encode(served))
 
 
-Play = Callable[..., None]
-
-
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Runs a scene of servers that join and leave."""
-
-    def run(scene: Callable[[Scene], Awaitable[None]], patience: float = 10.0) -> None:
-        async def played() -> None:
-            made = Scene(tmp_path, patience)
-            monkeypatch.setattr(roster, "InferenceClient", made.connect)
-            try:
-                await asyncio.wait_for(scene(made), 20)
-            finally:
-                await made.servers.close()
-
-        asyncio.run(played())
-
-    return run
+def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """Servers that join and leave; the parameter is the client's patience."""
+    made = Scene(tmp_path, getattr(request, "param", 60.0))
+    monkeypatch.setattr(roster, "InferenceClient", made.connect)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -268,62 +258,52 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    while not done():
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.005)
 
 
-def test_a_request_under_way_is_asked_again_where_a_server_is_left(play: Play) -> None:
-    async def scene(run: Scene) -> None:
-        run.list(A=1, B=1)
-        asked = [asyncio.create_task(run.servers.generate([3], 2, ONE)) for _ in range(2)]
-        await until(lambda: sum(len(each[0].asked) for each in run.made.values()) == 2)
-        assert [each[0].asked for each in run.made.values()] == [[2], [2]], "the one with the fewest in flight is asked"
-        run.list(B=1)
-        await until(lambda: len(run.made[B][0].asked) == 2)
-        run.made[B][0].let.set()
-        answers = await asyncio.gather(*asked)
-        assert [[each.text for each in answer] for answer in answers] == [[B, B], [B, B]]
-        assert run.made[A][0].given_up == 1 and run.made[A][0].closed
-
-    play(scene)
+async def test_a_request_under_way_is_asked_again_where_a_server_is_left(run: Scene) -> None:
+    run.list(A=1, B=1)
+    asked = [asyncio.create_task(run.servers.generate([3], 2, ONE)) for _ in range(2)]
+    await until(lambda: sum(len(each[0].asked) for each in run.made.values()) == 2)
+    assert [each[0].asked for each in run.made.values()] == [[2], [2]], "the one with the fewest in flight is asked"
+    run.list(B=1)
+    await until(lambda: len(run.made[B][0].asked) == 2)
+    run.made[B][0].let.set()
+    answers = await asyncio.gather(*asked)
+    assert [[each.text for each in answer] for answer in answers] == [[B, B], [B, B]]
+    assert run.made[A][0].given_up == 1 and run.made[A][0].closed
 
 
-def test_a_server_that_starts_again_is_another_one(play: Play) -> None:
-    async def scene(run: Scene) -> None:
-        run.list(A=1)
-        asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
-        await until(lambda: A in run.made and len(run.made[A][0].asked) == 1)
-        run.list(A=2)
-        await until(lambda: len(run.made[A]) == 2 and len(run.made[A][1].asked) == 1)
-        assert run.made[A][0].given_up == 1
-        asked.cancel()  # a request that the environment gives up is given up at the server
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert run.made[A][1].given_up == 1
-
-    play(scene)
+async def test_a_server_that_starts_again_is_another_one(run: Scene) -> None:
+    run.list(A=1)
+    asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
+    await until(lambda: A in run.made and len(run.made[A][0].asked) == 1)
+    run.list(A=2)
+    await until(lambda: len(run.made[A]) == 2 and len(run.made[A][1].asked) == 1)
+    assert run.made[A][0].given_up == 1
+    asked.cancel()  # a request that the environment gives up is given up at the server
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert run.made[A][1].given_up == 1
 
 
-def test_requests_wait_while_no_server_is_left(play: Play) -> None:
-    async def scene(run: Scene) -> None:
-        asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
-        await asyncio.sleep(0.1)
-        assert not run.made and not asked.done()
-        run.list(B=1)
-        await until(lambda: B in run.made and len(run.made[B][0].asked) == 1)
-        run.made[B][0].let.set()
-        assert (await asked)[0].text == B
-
-    play(scene)
+async def test_requests_wait_while_no_server_is_left(run: Scene) -> None:
+    asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
+    await asyncio.sleep(0.1)
+    assert not run.made and not asked.done()
+    run.list(B=1)
+    await until(lambda: B in run.made and len(run.made[B][0].asked) == 1)
+    run.made[B][0].let.set()
+    assert (await asked)[0].text == B
 
 
-def test_a_list_that_stays_empty_is_an_error(play: Play) -> None:
-    async def scene(run: Scene) -> None:
-        with pytest.raises(PeerGone) as gone:
-            await run.servers.generate([3], 1, ONE)
-        assert str(run.folder) in gone.value.field
-
-    play(scene, patience=0.05)
+@pytest.mark.parametrize("run", [0.05], indirect=True)
+async def test_a_list_that_stays_empty_is_an_error(run: Scene) -> None:
+    with pytest.raises(PeerGone) as gone:
+        await run.servers.generate([3], 1, ONE)
+    assert str(run.folder) in gone.value.field
 
 
 def named(servers: Sequence[Server], monkeypatch: pytest.MonkeyPatch) -> ListedServers:
@@ -334,50 +314,44 @@ def named(servers: Sequence[Server], monkeypatch: pytest.MonkeyPatch) -> ListedS
     return ListedServers(config, patience=30.0)
 
 
-def test_requests_go_to_the_server_with_the_fewest_completions_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        first, second, third = every = [Server(url) for url in (A, B, "http://127.0.0.1:9003")]
-        several = named(every, monkeypatch)
-        waiting = []
+async def test_requests_go_to_the_server_with_the_fewest_completions_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = every = [Server(url) for url in (A, B, "http://127.0.0.1:9003")]
+    several = named(every, monkeypatch)
+    waiting = []
 
-        async def ask(n: int) -> None:
-            waiting.append(asyncio.create_task(several.generate([1], n, ONE)))
-            await asyncio.sleep(0.001)
+    async def ask(n: int) -> None:
+        waiting.append(asyncio.create_task(several.generate([1], n, ONE)))
+        await asyncio.sleep(0.001)
 
-        for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
-            await ask(n)
-        assert (first.asked, second.asked, third.asked) == ([8], [2, 1, 3], [4])
-        await ask(1)
-        assert third.asked == [4, 1]
-        first.let.set()
-        await waiting[0]
-        await ask(2)  # the first has nothing under way now
-        assert first.asked == [8, 2]
-        for server in every:
-            server.let.set()
-        await asyncio.gather(*waiting)
-        assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
-        await several.close()
-        assert all(server.closed for server in every)
-
-    asyncio.run(scenario())
+    for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
+        await ask(n)
+    assert (first.asked, second.asked, third.asked) == ([8], [2, 1, 3], [4])
+    await ask(1)
+    assert third.asked == [4, 1]
+    first.let.set()
+    await waiting[0]
+    await ask(2)  # the first has nothing under way now
+    assert first.asked == [8, 2]
+    for server in every:
+        server.let.set()
+    await asyncio.gather(*waiting)
+    assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
+    await several.close()
+    assert all(server.closed for server in every)
 
 
-def test_one_that_fails_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_fails_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(Server):
         async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
             raise PeerRefused("no", 400)
 
-    async def scenario() -> None:
-        refusing, good = Refusing(A), Server(B)
-        good.let.set()
-        several = named([refusing, good], monkeypatch)
-        for _ in range(2):
-            with pytest.raises(PeerRefused):
-                await several.generate([1], 8, ONE)
-        assert good.asked == []
-
-    asyncio.run(scenario())
+    refusing, good = Refusing(A), Server(B)
+    good.let.set()
+    several = named([refusing, good], monkeypatch)
+    for _ in range(2):
+        with pytest.raises(PeerRefused):
+            await several.generate([1], 8, ONE)
+    assert good.asked == []
 
 
 def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,3 +392,83 @@ def test_several_servers_are_named_with_commas() -> None:
     assert isinstance(servers(ServerConfig(base_url="http://a:9001/v1"), patience=30.0), InferenceClient)
     with pytest.raises(ValidationError, match="base_url"):
         ServerConfig(base_url="http://a:9001/v1,b:9002")
+
+
+# teachers ------------------------------------------------------------------------------------------------------------
+
+
+GROUP = wire.ScoredData(
+    tokens=[[5, 6, 7, 8], [5, 6, 9]],
+    masks=[[-100, -100, 7, 8], [-100, -100, 9]],
+    scores=[1.0, 0.0],
+)
+
+
+def position(token: int) -> dict[int, float]:
+    """What the teacher thinks in the place of a token: the one after it is likelier, two after it less so."""
+    return {token: -1.0, token + 1: -0.5, token + 2: -3.0}
+
+
+def routes(kind: str) -> dict[str, Any]:
+    if kind == "grpo":
+        return {"/bridge/info": {"boot_id": "b", "policy_version": 0}}
+    return {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "big", "owned_by": "vllm"}]}}
+
+
+async def annotated(url: str, group: wire.ScoredData, **changes: Any) -> wire.ScoredData:
+    settings = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 30.0}
+    teacher = Teacher.of(BaseEnvConfig(**(settings | changes)))
+    assert teacher is not None
+    try:
+        return await teacher.annotate(group)
+    finally:
+        await teacher.close()
+
+
+def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple[wire.ScoredData, list[dict[str, Any]]]:
+    asked: list[dict[str, Any]] = []
+
+    def handle(request: Asked) -> Reply:
+        if request.method == "GET":
+            known = routes(kind).get(request.path)
+            return Reply(json=known) if known else Reply(404)
+        body = request.json()
+        asked.append(body)
+        prompt = body["prompt"]
+        tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        likely = [None, *(position(token) for token in tokens[1:])]
+        if kind == "grpo":
+            answer = {"text": [""], "prompt": None, "finish_reasons": ["length"], "policy_version": 0, "model": "big"}
+            answer |= {"prompt_token_ids": tokens, "token_ids": [[1]], "prompt_logprobs": likely}
+            return Reply(json=answer)
+        spelt = [
+            p and {str(t): {"logprob": lp, "rank": 1, "decoded_token": "x"} for t, lp in p.items()} for p in likely
+        ]
+        choice = {"text": "", "finish_reason": "length", "prompt_logprobs": spelt}
+        return Reply(json={"choices": [choice]})
+
+    with answering(handle) as url:
+        return asyncio.run(annotated(url, group, **({"teacher_top_k": 2} | changes))), asked
+
+
+@pytest.mark.parametrize("kind", ["grpo", "vllm"])
+def test_the_likeliest_tokens_stand_where_the_policy_spoke(kind: str) -> None:
+    group, asked = annotate(kind)
+    assert group.distill_token_ids == [[[], [], [8, 7], [9, 8]], [[], [], [10, 9]]]
+    assert group.distill_logprobs == [[[], [], [-0.5, -1.0], [-0.5, -1.0]], [[], [], [-0.5, -1.0]]]
+    assert (group.tokens, group.scores) == (GROUP.tokens, GROUP.scores)
+    assert {body["prompt_logprobs"] for body in asked} == {2} and len(asked) == 2
+    assert wire.unpack(read(wire.encode(group), wire.JSON).group) == group  # as the rollout API takes it
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [({"teacher_top_k": 1}, 1), ({"skip_teacher_top_k": True}, None), ({"teacher_top_k": 0}, None)],
+)
+def test_a_group_may_say_otherwise(overrides: dict[str, Any], kept: int | None) -> None:
+    group, _ = annotate("grpo", msgspec.structs.replace(GROUP, group_overrides=overrides))
+    assert (group.distill_token_ids and len(group.distill_token_ids[0][2])) == kept
+
+
+def test_without_a_teacher_there_is_none() -> None:
+    assert Teacher.of(BaseEnvConfig(tokenizer_name="m")) is None

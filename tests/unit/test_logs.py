@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import math
 import os
 import pty
@@ -37,14 +36,13 @@ from grpo_trainer.logs.console import (
     RunConsole,
     live_line,
     print_time_split,
-    sparkline,
     step_line,
     time_split,
 )
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.logs.sinks import TensorBoardSink, TrackioSink, WandbSink, build_metric_log, run_id
 from grpo_trainer.loop import run_steps
-from grpo_trainer.metrics.rows import NewRows, a_sample, keep_steps, read_file, read_rows
+from grpo_trainer.metrics.rows import NewRows, a_sample, keep_steps, read_file
 from grpo_trainer.metrics.types import Mean
 from grpo_trainer.rollouts.groups import Group, Sample
 from grpo_trainer.run import supervise
@@ -58,46 +56,6 @@ from tests.unit.test_supervisor import SAYS
 from tests.unit.test_trainer import config, rollouts
 
 
-def console_lines(total_steps: int, *rows: tuple[int, dict[str, float]]) -> list[str]:
-    out = io.StringIO()
-    console = RunConsole(Console(file=out, width=200), total_steps)
-    for step, figures in rows:
-        console.write(step, figures)
-    return out.getvalue().splitlines()
-
-
-def test_console_an_evaluation_is_one_line() -> None:
-    figures = {
-        "accuracy": 0.5,
-        "accuracy_low": 0.4,
-        "accuracy_high": 0.6125,
-        "samples": 96.0,
-        "odd_low": 2.0,
-        "step": 7,
-    }
-    _, line = console_lines(10, (9, {f"eval/sums_0/{key}": value for key, value in figures.items()}))
-    assert line == "Evaluation of sums_0 at step 7: accuracy 0.5 (0.4 to 0.613), samples 96, odd_low 2"
-
-
-def test_console_says_why_the_loss_is_about_zero_once_something_was_learnt() -> None:
-    begin = (1, {"train/loss": 0.0, "reward/mean": 0.0})
-    learnt = {"train/loss": 1e-6, "grpo/mean_ratio": 1.0, "reward/mean": 0.25}
-    assert [line[:4] for line in console_lines(10, begin)] == ["Step"]
-    lines = console_lines(10, begin, (2, learnt), (3, learnt))
-    assert any(line.startswith("Step  2/10  reward 0.250") for line in lines)
-    (explained,) = [line for line in lines if not line.startswith("Step")]
-    assert "loss" in explained and "reward" in explained
-
-
-def test_console_says_how_long_the_run_still_takes() -> None:
-    took = ((1, 90.0), (2, 10.0), (3, 20.0), (100, 10.0))
-    lines = console_lines(100, *((step, {"reward/mean": 0.5, "train/seconds": seconds}) for step, seconds in took))
-    ends = [line.rpartition("  ")[2] for line in lines]
-    # after two: 98 x (10 + 10) / 2 = 980 s; after three: 97 x (10 + 20 + 20) / 3 = 1616.7 s; after the last nothing
-    assert ends[1:3] == ["16 min left", "27 min left"]
-    assert not ends[0].endswith("left") and not ends[3].endswith("left")
-
-
 def test_a_trainer_whose_reader_was_killed_goes_on() -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -107,31 +65,6 @@ def test_a_trainer_whose_reader_was_killed_goes_on() -> None:
         console.write(step, {"reward/mean": 0.5})
     with suppress(BrokenPipeError):
         file.close()
-
-
-@pytest.mark.parametrize(
-    ("values", "blocks"),
-    [
-        ([], ""),
-        ([0.3], "▁"),
-        ([0.0, 0.2, 0.4, 0.6, 1.0], "▁▂▄▅█"),  # 7 x 0.2 = 1.4 -> 1, 2.8 -> 3, 4.2 -> 4
-        ([1.0, 0.5, 0.0], "█▅▁"),
-        ([*[0.0] * 32, *[1.0] * 32], "▁▁▁▁▁▁▁▁████████"),  # 16 parts of four
-    ],
-)
-def test_a_sparkline_is_the_course_of_the_means(values: list[float], blocks: str) -> None:
-    assert sparkline(values) == blocks
-
-
-def test_rows_that_another_process_appends_are_read_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "time": 1}\n{"st')
-    rows = NewRows(path)
-    assert rows.read() == [{"step": 1, "time": 1}] and rows.read() == []
-    with path.open("a") as file:
-        file.write('ep": 2, "time": 2}\n')
-    assert rows.read() == [{"step": 2, "time": 2}]
-    rows.close()
 
 
 def test_rows_of_a_trainer_that_restarted_are_read_and_those_before_are_not_read_again(tmp_path: Path) -> None:
@@ -237,20 +170,6 @@ def test_a_run_on_a_terminal_has_one_live_line(tmp_path: Path, monkeypatch: pyte
     assert "Step " not in terminal.text
     above = [terminal.text.index(line) for line in ("resumed", "WARNING careful", "Evaluation of sums")]
     assert max(above) < last
-
-
-def test_log_records_are_printed_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal, logger = Terminal(), logging.getLogger()
-    with terminal as file:
-        monkeypatch.setattr(sys, "stderr", file)
-        handler = logging.StreamHandler(file)
-        monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
-        with RunConsole(Console(file=file, width=100), 3) as view:
-            view.write(1, {"reward/mean": 0.5})
-            logger.warning("careful")
-        assert handler.stream is file
-    assert terminal.text.index("\x1b[2Kcareful\r\n") < terminal.text.rindex("step 1/3")  # the live line is erased first
 
 
 # where the time went --------------------------------------------------------------------------------------------------
@@ -507,16 +426,6 @@ def test_the_last_sample_is_a_line_that_changes_no_terminal(tmp_path: Path) -> N
     assert "\\x1b[2J" in line and "…" + "x" * 200 in line and "x" * 201 not in line and line.endswith("0.25")
     (tmp_path / "s").write_text('{"step": 1}\n')
     assert last_sample(tmp_path / "s") == ""
-
-
-def test_a_resumed_run_takes_its_steps_again(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 1, 2, 3)) + '{"step": 4, "hal')
-    assert [row["step"] for row in read_rows(path)] == [1, 1, 2, 3], "a half line is no row"
-    SampleLog(path, 2, LossConfig(), letters, steps_done=2, longest=99)
-    assert [row["step"] for row in read_rows(path)] == [1, 1, 2]
-    keep_steps(tmp_path / "nothing", 3)
-    assert not (tmp_path / "nothing").exists()
 
 
 def test_the_steps_own_logprobs_are_of_the_samples_that_were_chosen() -> None:

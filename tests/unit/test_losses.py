@@ -13,9 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_trainer.config.loss import LOSSES, LossConfig
+from grpo_trainer.config.loss import LOSSES, KlEstimator, LossConfig
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, TrainedTokens, batch_loss, token_weight
+from grpo_trainer.losses.surrogates import (
+    Correction,
+    Segments,
+    cispo,
+    clipped,
+    divergence,
+    mismatch_correction,
+    sapo,
+    sequence_ratio,
+    teacher_cross_entropy,
+    token_ratio,
+)
 from grpo_trainer.metrics.types import reduce
 from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
 
@@ -203,7 +215,7 @@ def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None
     assert numbers["alignment/kl_reference"] == pytest.approx(0)
 
 
-def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
+def test_loss_metrics_by_hand() -> None:
     numbers = reduce(batch_loss(inputs([one([-1.0], roll=[-1.5]), one([-2.0])], LossConfig()), LossConfig()).metrics)
     assert numbers["alignment/logprob_diff_mean"] == pytest.approx(0.5)
     assert numbers["alignment/logprob_diff_max"] == pytest.approx(0.5)
@@ -211,23 +223,17 @@ def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
     assert numbers["alignment/kl_rollout"] == pytest.approx(0.14872, abs=1e-5)
     assert numbers["logprobs/rollout_mean"] == -1.5 and numbers["logprobs/trainer_mean"] == -1.5
 
-
-def test_the_effective_sample_size_is_that_of_the_ratios_before_the_first_update() -> None:
     # weights exp(old - roll) of the tokens whose logprob is known: 1, 1 and exp(log 4) = 4
     marked = one([-9.0, -9.0], roll=[-1.0, -2.0], old=[-1.0, -2.0])
     case = inputs([marked, one([-9.0], roll=[-3.0], old=[-3.0 + math.log(4)]), one([-2.0], old=[-7.0])], LossConfig())
     # (1 + 1 + 4)² / (3 (1 + 1 + 16)) = 36 / 54
     assert reduce(batch_loss(case, LossConfig()).metrics)["alignment/ess"] == pytest.approx(36 / 54, abs=1e-5)
 
-
-def test_the_divergence_from_the_reference_is_measured_by_k3_without_being_in_the_loss() -> None:
     case = inputs([one([-1.0], 0.0)], LossConfig(log_kl=True), ref_logprobs_N=torch.tensor([-1.5]))
     output = batch_loss(case, LossConfig(log_kl=True, kl_estimator="k1"))
     assert reduce(output.metrics)["alignment/kl_reference"] == pytest.approx(0.10653, abs=1e-5)
     assert output.loss.item() == 0
 
-
-def test_clip_fractions() -> None:
     logs = [math.log(ratio) for ratio in (1.5, 1.5, 0.5, 0.5)]
     sequence = PlainSequence(logs, advantages=[1.0, -1.0, -1.0, 1.0], old=[0.0] * 4)
     numbers = reduce(batch_loss(inputs([sequence], LossConfig()), LossConfig()).metrics)
@@ -296,9 +302,7 @@ def any_config(draw: st.DrawFn) -> LossConfig:
 
 @settings(max_examples=300)
 @given(any_sequences(), any_config())
-def test_loss_and_gradient_equal_the_plain_formulas_in_float64(
-    sequences: list[PlainSequence], config: LossConfig
-) -> None:
+def test_loss_equals_the_plain_formulas_in_float64(sequences: list[PlainSequence], config: LossConfig) -> None:
     if near_a_corner(sequences, config):
         return  # there the gradient is either side's
     by_token = config.kl_unbiased or (config.correction != "none" and config.is_level == "token")
@@ -313,3 +317,161 @@ def test_loss_and_gradient_equal_the_plain_formulas_in_float64(
     (got_N,) = torch.autograd.grad(output.loss, case.scores.logprobs_N)
     wanted = torch.autograd.grad(plain, [s.leaf for s in sequences])
     torch.testing.assert_close(got_N.double(), torch.cat(list(wanted)), rtol=1e-3, atol=1e-4)
+
+
+# terms ---------------------------------------------------------------------------------------------------------------
+
+
+PPO, HIGHER, DUAL = LossConfig(), LossConfig(clip_eps_high=0.28), LossConfig(dual_clip=3.0)
+SAPO = LossConfig(loss="sapo", sapo_tau_neg=2.0)
+"""Temperatures 1 where A > 0, 2 elsewhere; s(x) = 1 / (1 + exp(-x))."""
+# surrogate, ratio, advantage -> gain, its derivative by lp, the end that clips it. lp = -0.5, d ratio / d lp = ratio
+CASES = [
+    (clipped, PPO, 1.0, 2.0, 2.0, 2.0, ""),  # inside [0.8, 1.2]: 1 * 2; derivative ratio * A = 2
+    (clipped, PPO, 1.5, 1.0, 1.2, 0.0, "high"),  # too high, A > 0: min(1.5, 1.2), no gradient
+    (clipped, PPO, 0.5, 1.0, 0.5, 0.5, ""),  # too low, A > 0: min(0.5, 0.8) = 0.5, the gradient stays
+    (clipped, PPO, 0.5, -1.0, -0.8, 0.0, "low"),  # too low, A < 0: min(-0.5, -0.8) = -0.8, no gradient
+    (clipped, PPO, 1.5, -1.0, -1.5, -1.5, ""),  # too high, A < 0: min(-1.5, -1.2) = -1.5, the gradient stays
+    (clipped, HIGHER, 1.25, 1.0, 1.25, 1.25, ""),  # below 1.28: not clipped
+    (clipped, HIGHER, 1.30, 1.0, 1.28, 0.0, "high"),
+    (clipped, HIGHER, 0.7, -1.0, -0.8, 0.0, "low"),  # still clipped at 0.8
+    (clipped, DUAL, 2.9, -2.0, -5.8, -5.8, ""),  # min(-5.8, -2.4) = -5.8 is above 3 * -2 = -6
+    (clipped, DUAL, 4.0, -2.0, -6.0, 0.0, "high"),  # min(-8, -2.4) = -8, max(-8, -6) = -6: no gradient
+    (clipped, DUAL, 4.0, 2.0, 2.4, 0.0, "high"),  # A > 0: the plain clip, 1.2 * 2
+    (clipped, DUAL, 0.5, -2.0, -1.6, 0.0, "low"),  # the lower end as ever: 0.8 * -2
+    (cispo, PPO, 1.0, 2.0, -1.0, 2.0, ""),  # 1 * 2 * -0.5; the weight is a constant, so the derivative is 1 * 2
+    (cispo, PPO, 1.5, 1.0, -0.6, 1.2, "high"),  # 1.2 * 1 * -0.5: cut, but the gradient stays
+    (cispo, PPO, 1.5, -1.0, 0.6, -1.2, "high"),  # for both signs
+    (cispo, PPO, 0.1, 1.0, -0.05, 0.1, ""),  # not cut from below
+    (sapo, SAPO, 1.0, 3.0, 6.0, 3.0, ""),  # 4 / 1 * s(0) * 3 = 6; derivative 4 s (1 - s) ratio A = 4 * 0.25 * 1 * 3
+    (sapo, SAPO, 1.0, -3.0, -3.0, -3.0, ""),  # 4 / 2 * s(0) * -3 = -3; the slope at 1 is A whatever tau is
+    (sapo, SAPO, 2.0, 1.0, 2.924234, 1.572896, ""),  # 4 s(1) = 4 * 0.7310586; 4 * 0.7310586 * 0.2689414 * 2
+    (sapo, SAPO, 2.0, -1.0, -1.761594, -0.839949, ""),  # 2 s(2) = 2 * 0.8807971; 4 * 0.8807971 * 0.1192029 * 2
+    (sapo, SAPO, 0.5, -1.0, -0.537883, -0.393224, ""),  # 2 s(-1) = 2 * 0.2689414; 4 * 0.2689414 * 0.7310586 * 0.5
+]
+
+
+@pytest.mark.parametrize(("surrogate", "config", "ratio", "advantage", "value", "slope", "end"), CASES)
+def test_surrogates_by_hand(
+    surrogate: Any, config: LossConfig, ratio: float, advantage: float, value: float, slope: float, end: str
+) -> None:
+    lp_N = torch.tensor([-0.5], requires_grad=True)
+    ratio_N = token_ratio(lp_N, torch.tensor([-0.5 - math.log(ratio)]), Segments(torch.tensor([0]), 1))
+    result = surrogate(ratio_N, lp_N, torch.tensor([advantage]), config)
+    (slope_N,) = torch.autograd.grad(result.gain_N.sum(), lp_N)
+    assert (result.gain_N.item(), slope_N.item()) == pytest.approx((value, slope), abs=1e-5)
+    assert (bool(result.low_N), bool(result.high_N)) == (end == "low", end == "high")
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
+    lp_N = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    old_N = torch.tensor([-1.3, -2.4, -0.9])
+    ratio_N = sequence_ratio(lp_N, old_N, Segments(torch.tensor([0, 1, 0]), 2))
+    # sequence 0 has the log ratios 0.3 and -1.1, mean -0.4; sequence 1 has 1.4
+    assert ratio_N.tolist() == pytest.approx([math.exp(-0.4), math.exp(1.4), math.exp(-0.4)])
+    (slope_N,) = torch.autograd.grad(ratio_N.sum(), lp_N)
+    # d s / d lp_t is s / |o| in GSPO; here each of the |o| tokens bears s, and the mean over them is the same
+    assert slope_N.tolist() == pytest.approx(ratio_N.tolist())
+
+
+@pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_fp32_makes_no_nan(ratio, advantage: float) -> None:
+    lp_N = torch.tensor([-0.1, -200.0], requires_grad=True)
+    ratio_N = ratio(lp_N, torch.tensor([-120.0, -0.1]), Segments(torch.tensor([0, 1]), 2))
+    clipped(ratio_N, lp_N, torch.full((2,), advantage), LossConfig()).gain_N.sum().backward()
+    assert lp_N.grad is not None and lp_N.grad.isfinite().all()
+
+
+# ---------------------------------------------------------------- weights against the mismatch of trainer and server
+
+# Two sequences: w of the tokens is 1.5, 3, 0.25 and, in the other one, 0.8 and (not known) 1.
+W = [1.5, 3.0, 0.25, 0.8, 1.0]
+SEGMENTS = Segments(torch.tensor([0, 0, 0, 1, 1]), 2)
+
+
+def correct(kind, level, cap: float = 2.0) -> Correction:
+    old_N = torch.tensor([-1.0] * 5, requires_grad=True)
+    rollout_N = torch.tensor([-1.0 - math.log(w) for w in W[:4]] + [-50.0])
+    known_N = torch.tensor([True] * 4 + [False])
+    return mismatch_correction(old_N, rollout_N, known_N, SEGMENTS, kind=kind, level=level, cap=cap)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "weights", "cut"),
+    [
+        ("none", "token", [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        ("truncate", "token", [1.5, 2, 0.25, 0.8, 1], [0, 1, 0, 0, 0]),  # min(w, 2): 3 is cut
+        ("mask", "token", [1.5, 0, 0, 0.8, 1], [0, 1, 1, 0, 0]),  # 3 is above 2, 0.25 below 1 / 2
+        ("truncate", "sequence", [1.125] * 3 + [0.8] * 2, [0] * 5),  # 1.5 * 3 * 0.25 = 1.125; 0.8 * 1
+        ("mask", "sequence", [1.125] * 3 + [0.8] * 2, [0] * 5),
+    ],
+)
+def test_correction_by_hand(kind, level, weights: list[float], cut: list[int]) -> None:
+    got = correct(kind, level)
+    assert got.weights_N.tolist() == pytest.approx(weights)
+    assert got.cut_N.tolist() == [bool(each) for each in cut]
+    assert not got.weights_N.requires_grad  # the weight is a constant
+
+
+def test_correction_of_sequences_and_beyond_fp32() -> None:
+    assert correct("truncate", "sequence", 1.1).weights_N.tolist() == pytest.approx([1.1] * 3 + [0.8] * 2)
+    masked = correct("mask", "sequence", 1.1)  # 1.125 is above 1.1, 0.8 below 1 / 1.1 = 0.909
+    assert masked.weights_N.tolist() == [0.0] * 5 and masked.cut_N.all()
+
+    old_N, rollout_N = torch.tensor([-0.1, -0.1]), torch.tensor([-150.0, -0.1])
+    known_N = torch.tensor([True, True])
+    segments = Segments(torch.tensor([0, 1]), 2)
+    options = (old_N, rollout_N, known_N, segments)
+    assert mismatch_correction(*options, kind="truncate", level="token", cap=2.0).weights_N.tolist() == [2.0, 1.0]
+    assert mismatch_correction(*options, kind="mask", level="token", cap=2.0).weights_N.tolist() == [0.0, 1.0]
+
+
+# ---------------------------------------------------------------- divergence and distillation
+
+
+@pytest.mark.parametrize(
+    ("estimator", "above", "below", "slopes"),
+    [
+        ("k1", 0.5, -0.5, (1.0, 1.0)),  # x
+        ("k2", 0.125, 0.125, (0.5, -0.5)),  # x^2 / 2; derivative x
+        # exp(-0.5) + 0.5 - 1 = 0.106531, exp(0.5) - 0.5 - 1 = 0.148721; derivative 1 - exp(-x)
+        ("k3", 0.106531, 0.148721, (0.393469, -0.648721)),
+    ],
+)
+def test_divergence_by_hand(estimator: KlEstimator, above: float, below: float, slopes: tuple[float, float]) -> None:
+    lp_N = torch.tensor([-1.0, -2.0], requires_grad=True)
+    got = divergence(lp_N, torch.tensor([-1.5, -1.5]), estimator)
+    assert got.tolist() == pytest.approx([above, below], abs=1e-6)
+    got.sum().backward()
+    assert lp_N.grad is not None and lp_N.grad.tolist() == pytest.approx(slopes, abs=1e-6)
+
+
+def test_a_divergence_beyond_fp32_makes_no_nan() -> None:
+    lp_N = torch.tensor([-300.0], requires_grad=True)
+    divergence(lp_N, torch.tensor([-0.1]), "k3").sum().backward()
+    assert lp_N.grad is not None and lp_N.grad.isfinite().all()
+
+
+def test_distillation_by_hand() -> None:
+    # teacher 0.6, 0.2 of the whole, so 3/4, 1/4 of the two; at temperature 2: sqrt 3 to 1
+    teacher_NK = torch.log(torch.tensor([[0.6, 0.2]]))
+    lp_NK = torch.log(torch.tensor([[0.5, 0.1]])).requires_grad_()
+    at_1 = teacher_cross_entropy(lp_NK, teacher_NK, 1.0)
+    assert at_1.item() == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.1))
+    at_2 = teacher_cross_entropy(lp_NK, teacher_NK, 2.0)
+    first = math.sqrt(3) / (1 + math.sqrt(3))
+    assert at_2.item() == pytest.approx(-first * math.log(0.5) - (1 - first) * math.log(0.1))
+    (slope,) = torch.autograd.grad(at_1.sum(), lp_NK)
+    assert slope.tolist() == [pytest.approx([-0.75, -0.25])]
+
+
+def test_places_without_a_teacher_and_missing_tokens_count_nothing() -> None:
+    nothing = -math.inf
+    teacher_NK = torch.tensor([[-0.1, nothing], [nothing, nothing]])
+    lp_NK = torch.tensor([[-2.0, -7.0], [-3.0, -4.0]], requires_grad=True)
+    cross_N = teacher_cross_entropy(lp_NK, teacher_NK, 0.5)
+    assert cross_N.tolist() == [2.0, 0.0]  # all of the first one's weight is on its one token
+    cross_N.sum().backward()
+    assert lp_NK.grad is not None and lp_NK.grad.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
+    assert teacher_cross_entropy(torch.zeros(3, 0), torch.zeros(3, 0), 1.0).tolist() == [0.0] * 3

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +19,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
 from grpo_trainer.engine.recompute import measure
 from grpo_trainer.errors import ModelError
+from grpo_trainer.main_memory import MainMemory, main_memory
 from grpo_trainer.memory import (
     NOTHING_HELPS,
     SERVER_CONTEXT,
@@ -59,15 +61,13 @@ def parts(
     return {(row.owner, row.what): row.nbytes for row in plan.rows}
 
 
-def test_the_parameters_of_models_that_are_known() -> None:
+def test_shape_parameters() -> None:
     assert HALF_B.parameters == 494_032_768  # Qwen2.5-0.5B, and 7B, by their own count
     assert SEVEN_B.parameters == 7_615_616_512
     # Layer: q, o 8*8 each, k, v 8*4 each: 192; mlp 3*8*16 = 384; norms 16. Twice, and 2 * 32*8 = 512, and 8.
     assert SMALL.parameters == 2 * (192 + 384 + 16) + 512 + 8
     assert SMALL.adapter_parameters(4, ("q_proj", "down_proj")) == 2 * 4 * (16 + 24)
 
-
-def test_a_mixture_of_experts_holds_all_of_them_and_passes_some() -> None:
     config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
     shape = ModelShape.from_config(
         config | {"intermediate_size": 99, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -222,13 +222,11 @@ def test_a_trainer_that_uses_spare_memory_is_not_tight_whatever_the_other_one_re
     assert plan.used(1) > 0.93 * plan.devices.total and not plan.is_tight
 
 
-def test_main_memory_of_a_machine_without_a_gpu() -> None:
+def test_plan_of_main_memory() -> None:
     found = parts(trainer("lora_only"), devices=Devices("cpu", 24 << 30))
     assert found["server", "weights"] == found["trainer", "weights"] == 4 * SMALL.parameters
     assert found["server", "key-value cache"] == CPU_CACHE_BYTES and ("trainer", "weights, cast") not in found
 
-
-def test_main_memory_has_the_rows_of_all_trainers() -> None:
     one, two = (
         Setup(trainer("lora_only"), SMALL, Server(0.5, 10), Devices("cpu", 24 << 30), trainers=count).plan()
         for count in (1, 2)
@@ -292,7 +290,7 @@ def test_several_options_are_advised_together_where_they_cost_less_than_one_alon
         ("none", {"optimizer": "adamw_8bit"}, 0.25, 92.1, 142.7),
     ],
 )
-def test_a_plan_is_within_six_per_cent_of_what_was_measured(
+def test_plan_is_near_measurements(
     mode: str, flags: dict[str, Any], share: float, trainers: float, both: float
 ) -> None:
     """7B on an H200 in docs/benchmarks.md: the trainer's allocations at their peak, and all memory in use, in GB."""
@@ -301,3 +299,56 @@ def test_a_plan_is_within_six_per_cent_of_what_was_measured(
     allocated = sum(row.nbytes for row in plan.rows if row.owner == "trainer" and row.what != "process")
     assert allocated / 1e9 == pytest.approx(trainers, rel=0.06, abs=1.1)  # activations are measured by the trainer
     assert plan.used(0) / 1e9 == pytest.approx(both, rel=0.06)
+
+
+# main memory ---------------------------------------------------------------------------------------------------------
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = type("Memory", (), {"total": 64 * GIB, "available": 48 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+
+
+def write(root: Path, path: str, content: object) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(f"{content}\n")
+
+
+def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+    assert main_memory(tmp_path) == MainMemory(64 * GIB, 48 * GIB)
+
+
+def test_a_containers_share_is_less_what_it_holds_but_for_what_can_be_let_go(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/")
+    write(tmp_path, "sys/fs/cgroup/memory.max", 8 * GIB)
+    write(tmp_path, "sys/fs/cgroup/memory.current", 5 * GIB)
+    write(tmp_path, "sys/fs/cgroup/memory.stat", f"anon {3 * GIB}\ninactive_file {2 * GIB}")
+    assert main_memory(tmp_path) == MainMemory(8 * GIB, 5 * GIB)  # 8 - (5 - 2)
+
+
+def test_the_narrowest_of_the_groups_in_each_other_bounds(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/box/job")
+    write(tmp_path, "sys/fs/cgroup/box/job/memory.max", "max")
+    write(tmp_path, "sys/fs/cgroup/box/memory.max", 16 * GIB)
+    write(tmp_path, "sys/fs/cgroup/box/memory.current", 15 * GIB)
+    assert main_memory(tmp_path) == MainMemory(16 * GIB, GIB)
+
+
+def test_version_1_has_other_names_and_no_limit_is_a_large_number(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "9:cpu,cpuacct:/box\n4:memory:/box")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
+    write(tmp_path, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", 4 * GIB)
+    write(tmp_path, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", 3 * GIB)
+    write(tmp_path, "sys/fs/cgroup/memory/box/memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB}")
+    assert main_memory(tmp_path) == MainMemory(4 * GIB, 2 * GIB)
+
+
+def test_a_path_of_the_machine_that_the_container_does_not_see_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/system.slice/docker-1.scope")
+    write(tmp_path, "sys/fs/cgroup/memory.max", 2 * GIB)
+    write(tmp_path, "sys/fs/cgroup/memory.current", 3 * GIB)
+    assert main_memory(tmp_path) == MainMemory(2 * GIB, 0)

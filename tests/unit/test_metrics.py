@@ -14,18 +14,34 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import unusual_lr
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog, machine_metrics
-from grpo_trainer.metrics.health import duration, seconds_left
+from grpo_trainer.metrics.health import (
+    CHECKS,
+    ENTROPY,
+    REWARD,
+    Row,
+    baseline,
+    episodes,
+    flags,
+    last_line,
+    outcome,
+    seconds_left,
+    signs,
+)
+from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Sum, merge, reduce
 
 
-def test_means_keep_their_weights() -> None:
+def test_metrics_merge() -> None:
     merged = merge([{"a": Mean(2.0, 1), "b": Max(1.0), "c": Sum(1)}, {"a": Mean(0.0, 3), "b": Max(5.0), "c": Sum(2)}])
     assert reduce(merged) == {"a": 0.5, "b": 5.0, "c": 3.0}
 
-
-def test_tensors_are_read_only_at_the_end_and_nothing_is_zero() -> None:
     assert reduce(merge([{"a": Mean(torch.tensor(3.0), torch.tensor(2))}, {"a": Mean(torch.tensor(1.0), 2)}])) == {
         "a": 1
     }
@@ -108,9 +124,7 @@ class NotMeasuredError(Exception):
 
 
 @pytest.mark.parametrize("problem", [None, NotMeasuredError(), RuntimeError()])
-def test_a_gpu_whose_utilisation_is_not_known_is_no_problem(
-    monkeypatch: pytest.MonkeyPatch, problem: Exception | None
-) -> None:
+def test_metrics_of_a_gpu(monkeypatch: pytest.MonkeyPatch, problem: Exception | None) -> None:
     library = ModuleType("pynvml")
     library.__spec__ = ModuleSpec("pynvml", None)
     vars(library)["NVMLError"] = NotMeasuredError
@@ -140,15 +154,196 @@ def test_a_gpu_whose_utilisation_is_not_known_is_no_problem(
         (0, [4.0, 4.0], 0.0),
     ],
 )
-def test_time_left_is_steps_left_times_the_mean_of_recent_steps(
-    steps: int, recent: list[float], seconds: float | None
-) -> None:
+def test_metrics_time_left(steps: int, recent: list[float], seconds: float | None) -> None:
     assert seconds_left(steps, recent) == (None if seconds is None else pytest.approx(seconds))
 
 
+# health --------------------------------------------------------------------------------------------------------------
+
+
+HEALTHY: Row = {
+    "alignment/kl_rollout": 0.01,
+    "alignment/kl_reference": 0.1,
+    "grpo/entropy": 0.5,
+    "train/grad_norm": 1.0,
+    "batch/zero_variance_share": 0.3,
+    "grpo/mean_ratio": 1.0,
+}
+
+
+def names(rows: list[Row], entropy: float | None = 0.5) -> list[str]:
+    return [sign.check.name for sign in signs(rows, {ENTROPY: entropy})]
+
+
 @pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (119.4, "119 s"), (120.0, "2 min"), (7190.0, "120 min"), (12_240.0, "3.4 h")],
+    ("key", "value", "name"),
+    [
+        ("alignment/kl_rollout", 41.0, "kl"),
+        ("alignment/kl_reference", 5.1, "kl_reference"),
+        ("grpo/entropy", 0.01, "entropy_low"),
+        ("grpo/entropy", 1.1, "entropy_high"),
+        ("train/grad_norm", 16.6, "grad_norm"),
+        ("batch/zero_variance_share", 0.9, "zero_variance"),
+        ("grpo/mean_ratio", 0.7, "ratio"),
+        ("grpo/mean_ratio", 1.3, "ratio"),
+    ],
 )
-def test_a_duration_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_a_figure_out_of_its_range_is_a_sign_with_its_value_and_what_to_try(key: str, value: float, name: str) -> None:
+    assert names([HEALTHY] * 3) == []
+    (sign,) = signs([{**HEALTHY, key: value}] * 3, {ENTROPY: 0.5})
+    assert sign.check.name == name and sign.value == pytest.approx(value) and sign.check.fix
+    assert f"{value:.3g}" in str(sign)
+
+
+def test_the_median_of_three_steps_counts() -> None:
+    def row(norm: float) -> Row:
+        return {"train/grad_norm": norm}
+
+    assert baseline([row(2.0), row(14.0), row(13.0), row(99.0)]) == {"train/grad_norm": 13.0}
+    assert [each.check.name for each in signs([row(131.0)] * 3, {"train/grad_norm": 13.0})] == ["grad_norm"]
+    assert signs([row(129.0)] * 3, {"train/grad_norm": 13.0}) == []  # at most 10 * 13
+    assert names([row(20.0), row(20.0)]) == [], "too few steps"
+    assert names([row(99.0), row(99.0), row(1.0), row(2.0), row(99.0)]) == []  # 2 of 1, 2, 99: one spike
+    assert names([row(1.0), row(11.0), row(28.0)]) == ["grad_norm"]  # 11 of 1, 11, 28
+    assert names([row(math.nan), row(math.inf), row(9.0)]) == [], "what is not finite has other alarms"
+    assert names([{"train/grad_norm": None}] * 3) == []
+    rounded = {**HEALTHY, "alignment/kl_rollout": -3e-9, "alignment/kl_reference": -3e-9}
+    assert names([rounded] * 3) == [], "a KL of 0 may be rounded to below 0"
+
+
+def test_entropy_is_high_by_the_run_s_own_first_step() -> None:
+    assert baseline([{}, {ENTROPY: 1.5}, {ENTROPY: 4.0}]) == {ENTROPY: 1.5} and baseline([{}]) == {}
+    assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5
+    assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
+
+
+def answers(entropy: float, across: float, in_group: float) -> Row:
+    return {**HEALTHY, ENTROPY: entropy, "batch/same_answers": across, "batch/same_answers_in_group": in_group}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "collapsed"),
+    [
+        # two answers to all 400 prompts: half of all pairs are equal, whatever the prompt
+        (answers(1.03, 0.02, 0.05), answers(0.25, 0.5, 0.52), True),
+        # one of ten digits, nearly always the right one: a tenth of the pairs of different prompts, all of one prompt
+        (answers(1.03, 0.02, 0.05), answers(0.1, 0.1, 0.95), False),
+        # yes or no, nearly always right
+        (answers(1.03, 0.02, 0.05), answers(0.1, 0.5, 0.95), False),
+        # long answers, no two of which are equal
+        (answers(1.03, 0.0, 0.0), answers(0.25, 0.0, 0.0), False),
+        # as alike before training
+        (answers(0.3, 0.4, 0.45), answers(0.1, 0.5, 0.5), False),
+        # alike, but as random as before
+        (answers(0.3, 0.02, 0.05), answers(0.2, 0.5, 0.5), False),
+    ],
+)
+def test_health_collapse(first: Row, last: Row, collapsed: bool) -> None:
+    rows = [{**(first if step < 5 else last), REWARD: 0.011 if step < 5 else 0.124} for step in range(12)]
+    found = outcome(rows)
+    assert found is not None and found.verdict == ("not healthy" if collapsed else "it learnt")
+    assert (found.harm is not None and found.harm.check.name == "collapse") == collapsed
+
+
+def test_episodes_of_a_run() -> None:
+    norms = [1.0, 1.0, 20.0, 20.0, 30.0, 1.0, 1.0, 40.0, 40.0]
+    found = episodes([{**HEALTHY, "train/grad_norm": norm} for norm in norms])
+    assert [*found] == ["grad_norm"]
+    # medians of three, from row 2 on: 1, 20, 20, 20, 1, 1, 40
+    assert [(each.first, each.last, each.sign.value) for each in found["grad_norm"]] == [(3, 5, 20.0), (8, 8, 40.0)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.30, 0.33, 0.35, 0.37, 0.40, 0.85, 0.88, 0.90, 0.92, 0.95], "it learnt"),
+        ([0.85, 0.88, 0.90, 0.92, 0.95, 0.30, 0.33, 0.35, 0.37, 0.40], "it got worse"),
+        # 0.35 to 0.39; squared deviations sum to 0.0058, so the variance is 0.00145, and two standard errors are
+        # 2 * sqrt(2 * 0.00145 / 5) = 0.048.
+        ([0.30, 0.33, 0.35, 0.37, 0.40, 0.34, 0.37, 0.39, 0.41, 0.44], "no clear change"),
+    ],
+)
+def test_whether_a_run_learnt(rewards: list[float], verdict: str) -> None:
+    found = outcome([{"reward/mean": reward} for reward in rewards])
+    assert found is not None and found.verdict == verdict
+    assert (found.first, found.steps, found.of) == (pytest.approx(sum(rewards[:5]) / 5), 5, 10)
+    assert (found.first_spread, found.last_spread) == pytest.approx((math.sqrt(0.00145),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "steps", "verdict"),
+    [
+        ("alignment/kl_rollout", 2e3, range(6, 12), "not healthy"),
+        ("alignment/kl_rollout", 2e3, range(6), "it learnt"),  # it came back
+        ("alignment/kl_rollout", 2e3, range(4, 10), "it learnt"),  # the median of the last three is usual
+        ("alignment/kl_rollout", 2e3, range(4, 11), "not healthy"),
+        ("train/grad_norm", 12.0, range(7, 10), "it learnt"),
+        ("train/grad_norm", 12.0, range(7, 12), "not healthy"),
+        ("batch/zero_variance_share", 0.9, range(6, 12), "it learnt"),  # as where nearly all is solved
+    ],
+)
+def test_a_rise_in_a_run_that_is_not_healthy_is_no_learning(key: str, value: float, steps: range, verdict: str) -> None:
+    rows = [{**HEALTHY, REWARD: step / 12, **({key: value} if step in steps else {})} for step in range(12)]
+    found = outcome(rows)
+    assert found is not None and found.verdict == verdict
+    sign = next(check for check in CHECKS if check.key == key)
+    assert sign.title in last_line(rows) and sign.fix in last_line(rows)
+
+
+def test_the_tenths_grow_with_the_run_and_few_steps_say_nothing() -> None:
+    found = outcome([{"reward/mean": float(step >= 50)} for step in range(100)])
+    assert found is not None and (found.steps, found.first, found.last, found.first_spread) == (10, 0.0, 1.0, 0.0)
+    assert outcome([{"reward/mean": 0.5}] * 9) is None
+    # a gradient norm that was high from the start is usual
+    found = outcome([{**HEALTHY, REWARD: step / 12, "train/grad_norm": 14.0} for step in range(12)])
+    assert found is not None and found.verdict == "it learnt"
+
+
+def test_the_log_flags_them_and_says_each_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    with (tmp_path / "out").open("w") as file:
+        log = MetricLog([JsonlSink(path), RunConsole(Console(file=file, width=300), 5)], say=said.append)
+        for step in range(1, 6):
+            log.log(step, {"train/grad_norm": Mean(1.0 if step <= 2 else 16.6), "reward/mean": Mean(0.35)})
+        log.close()
+    assert [row["health/grad_norm"] for row in read_rows(path)] == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert set(flags([])) <= set(read_rows(path)[0]) and len(flags([])) == len(CHECKS)
+    assert len(said) == 1 and "16.6" in said[0]
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert ["gradient norm" in line for line in lines] == [False, False, False, True, True]
+    resumed = MetricLog([], read_rows(path), said.append)
+    resumed.log(6, {"train/grad_norm": Mean(16.6)})
+    assert len(said) == 1, "it was said before the run was resumed"
+
+
+def config(mode: str, **flags: object) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, **flags})
+
+
+@pytest.mark.parametrize(
+    ("mode", "rate", "parameters", "better"),
+    [
+        ("shared_vllm", 5e-4, 1_000_000, "1e-04"),
+        ("none", 5e-4, None, "1e-06"),
+        ("none", 1e-4, 500_000_000, "1e-06"),
+        ("none", 1e-4, 135_000_000, "3e-05"),
+        ("none", 1e-9, None, "1e-06"),
+        ("lora_only", 0.05, None, "1e-05"),
+        ("lora_only", 0.05, 1_000_000, "0.0005"),
+        ("lora_restart", 2e-3, 135_000_000, "0.0003"),  # it collapses
+        ("lora_only", 1e-8, None, "1e-05"),
+        ("none", 1e-4, 1_000_000, ""),  # the quickstart's model learns with it
+        ("none", 3e-5, 135_000_000, ""),
+        ("none", 1e-5, 500_000_000, ""),
+        ("lora_only", 5e-4, 500_000_000, ""),
+        ("lora_restart", 5e-4, None, ""),
+        ("lora_only", 1e-3, 1_000_000, ""),
+    ],
+)
+def test_health_unusual_learning_rate(mode: str, rate: float, parameters: int | None, better: str) -> None:
+    problem = unusual_lr(config(mode, lr=rate), parameters)
+    assert (problem is not None) == bool(better)
+    if problem is not None:
+        assert problem.field == "--lr" and f"--lr {float(better):g}" in problem.fix
+        assert ("lora_only" in problem.fix) == (mode in ("none", "shared_vllm") and rate > 1e-6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from transformers import (
 
 from environments.demo_model.model import build_tokenizer
 from grpo_common.model_files import TOKENIZER_FILES, make_readable, readable_config, readable_tokenizer_config
+from grpo_common.models import CONFIG_FILE, missing_path, nearest_folder
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
@@ -39,6 +42,9 @@ from grpo_trainer.trainer import Trainer
 from tests.golden.models import CONFIGS, SIZES
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
+from vllm_server import checks, seams
+from vllm_server.checks import check_model_path
+from vllm_server.errors import FatalError
 
 
 def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None:
@@ -435,3 +441,71 @@ def test_a_copy_that_does_not_fit_is_refused_with_what_to_do() -> None:
         check_room(3 * 2**30, free=1.5 * 2**30)
     assert refused.value.field == "--kl-beta, --log-kl" and "--ref-offload" in refused.value.fix
     assert refused.value.got.startswith("1.5 GiB") and refused.value.wanted == "3.0 GiB"
+
+
+# what a model's name means -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder has one model: runs/demo-model."""
+    (tmp_path / "runs" / "demo-model").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-model" / CONFIG_FILE).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("runs/demo-modle", "runs/demo-model"),
+        ("rnus/demo-model", "runs/demo-model"),  # could be the hub's, but for the model that is called nearly so
+        ("runs/nothing-alike", "the models runs/demo-model"),
+        ("./nothing/alike", "the models runs/demo-model"),  # two levels down
+        ("./runs/demo_model", "runs/demo-model"),
+    ],
+)
+def test_a_path_that_is_not_there_names_the_nearest_folder(name: str, fix: str) -> None:
+    problem = missing_path(name)
+    assert problem is not None and problem.got == name and fix in problem.fix
+    with pytest.raises(FatalError) as refused:
+        check_model_path(name)
+    assert fix in refused.value.fix
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "runs/demo-model"])
+def test_names_of_the_hub_and_folders_are_left_alone(name: str) -> None:
+    assert missing_path(name) is None
+
+
+def test_the_path_ends_where_nothing_is_alike(here: Path) -> None:
+    assert nearest_folder(Path("runs/demo-modle/checkpoints")) == Path("runs/demo-model")
+    assert nearest_folder(here / "nothing" / "demo-model") == here
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"hidden_size": 64, "num_attention_heads": 2}, False),
+        ({"hidden_size": 64, "num_attention_heads": 2, "head_dim": 16}, True),
+        ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, True),
+        ({"head_dim": 32, "text_config": {"head_dim": 16}}, True),
+        ({"text_config": {"head_dim": 32}}, False),
+        ({}, False),
+    ],
+)
+def test_head_size_of_each_part_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], refused: bool
+) -> None:
+    """vLLM's CPU kernels have some sizes only; a conditional model has its text part's in `text_config`."""
+    backend = SimpleNamespace(get_supported_head_sizes=lambda: [32, 64])
+    monkeypatch.setattr(seams, "device_type", lambda: "cpu")
+    monkeypatch.setattr(seams, "require", lambda module, name: backend)
+    with pytest.raises(FatalError, match="size 16,") if refused else nullcontext():
+        checks._check_head_size("m", config)
+    monkeypatch.setattr(seams, "device_type", lambda: "cuda")
+    checks._check_head_size("m", config)

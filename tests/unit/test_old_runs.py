@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import tomllib
@@ -159,7 +158,7 @@ def test_all_weights_are_resumed_from_the_checkpoint_before_the_kill(tmp_path: P
     assert sum(each.numel() for each in trainer.parameters) == 8256
 
 
-def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
+async def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
     """Steps 4 and 5 were trained and not saved, step 6 was running: three batches of four groups of four."""
     path = copy_of(UNFINISHED, tmp_path) / "queue.sqlite"
 
@@ -167,34 +166,28 @@ def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
         status = service.status()
         return status.current_step, status.queue_size, status.leased_groups
 
-    async def resume() -> list[int]:
-        service = Service(Settings(store=path))
-        assert counts(service) == (5, 0, 12)
-        assert [each.name for each in service.status().environments] == ["arithmetic_0"]
-        await service.register(registration(16, starting_step=3))
-        assert counts(service) == (3, 12, 0)
-        ids = []
-        for _ in range(3):
-            batch = await service.next_batch(lease=60.0)
-            assert batch is not None and batch.lease is not None
-            ids += service.queue.leases[batch.lease.batch_id].groups
-        assert counts(service) == (3, 0, 12) and await service.next_batch(lease=60.0) is None
-        service.close()
-        return ids
-
-    assert asyncio.run(resume()) == list(range(13, 25))
+    service = Service(Settings(store=path))
+    assert counts(service) == (5, 0, 12)
+    assert [each.name for each in service.status().environments] == ["arithmetic_0"]
+    await service.register(registration(16, starting_step=3))
+    assert counts(service) == (3, 12, 0)
+    ids = []
+    for _ in range(3):
+        batch = await service.next_batch(lease=60.0)
+        assert batch is not None and batch.lease is not None
+        ids += service.queue.leases[batch.lease.batch_id].groups
+    assert counts(service) == (3, 0, 12) and await service.next_batch(lease=60.0) is None
+    service.close()
+    assert ids == list(range(13, 25))
 
 
-def test_the_finished_queue_is_empty(tmp_path: Path) -> None:
+async def test_the_finished_queue_is_empty(tmp_path: Path) -> None:
     path = copy_of(FINISHED, tmp_path) / "queue.sqlite"
 
-    async def status() -> tuple[int, int, int]:
-        service = Service(Settings(store=path))
-        found = service.status()
-        service.close()
-        return found.current_step, found.queue_size, found.leased_groups
-
-    assert asyncio.run(status()) == (4, 0, 0)
+    service = Service(Settings(store=path))
+    found = service.status()
+    service.close()
+    assert (found.current_step, found.queue_size, found.leased_groups) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("run", [FINISHED, UNFINISHED], ids=("adapter", "all weights"))

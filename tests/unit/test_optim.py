@@ -21,6 +21,7 @@ from grpo_trainer.optim.eight_bits import BLOCK, Scaled, decoded, encoded, level
 from grpo_trainer.optim.landed import changed_fraction, sampled
 from grpo_trainer.optim.landing import Part, StochasticRoundingOptimizer, TwoPartOptimizer, pieces, round_stochastically
 from grpo_trainer.optim.rules import AdamW, AdamW8bit, FusedAdamW
+from grpo_trainer.optim.schedules import learning_rate
 
 SIZE = 4096
 OPTIMIZERS = ("adamw", "adamw_8bit")
@@ -53,7 +54,7 @@ def step(optimizer: TwoPartOptimizer, parameters: Sequence[Parameter], gradients
 # ---------------------------------------------------------------- rounding
 
 
-def test_rounding_is_unbiased() -> None:
+def test_optim_rounding() -> None:
     # bfloat16 has 7 bits after the point: between 1 and 2 its values are 1/128 apart. 1 + 1/512 lies a quarter of the
     # way from 1 to 1 + 1/128, so it must go up with probability 1/4.
     rounded = round_stochastically(torch.full((40_000,), 1 + 1 / 512))
@@ -64,23 +65,12 @@ def test_rounding_is_unbiased() -> None:
     assert set(negative.tolist()) == {-1.0, -1 - 1 / 128}
     assert abs(float(negative.double().mean()) + 1 + 1 / 512) < 5 * math.sqrt(0.25 * 0.75 / 40_000) / 128
 
-
-def test_what_bfloat16_can_say_stays_exactly() -> None:
     exact = torch.randn(10_000).bfloat16()
     special = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf"), 1e-40, 3e38]).bfloat16()
     for values in (exact, special):
         for _ in range(5):
             assert torch.equal(round_stochastically(values.float()), values)
     assert math.isnan(float(round_stochastically(torch.tensor([math.nan]))))
-
-
-def test_the_mean_of_any_value_is_right() -> None:
-    values = torch.randn(200) * torch.logspace(-6, 3, 200)
-    tries = torch.stack([round_stochastically(values).double() for _ in range(2000)])
-    spacing = 2.0 ** (values.abs().log2().floor() - 7)
-    # a step of the spacing with probability p has a standard deviation of at most half of it
-    allowed = 5 * 0.5 * spacing.double() / math.sqrt(2000)
-    assert ((tries.mean(0) - values.double()).abs() <= allowed).all()
 
 
 # ---------------------------------------------------------------- landing
@@ -127,18 +117,6 @@ def test_the_parameters_stand_still_until_the_second_part(name: str) -> None:
     assert parameter.data_ptr() == place and parameter.grad is None
 
 
-def test_a_step_needs_no_preparation_by_hand() -> None:
-    one, two = weight(1.0, torch.float32), weight(1.0, torch.float32)
-    gradient = torch.randn(SIZE)
-    for parameter, prepared in ((one, True), (two, False)):
-        optimizer = AdamW([parameter], OptimizerConfig(lr=1e-3), master_weights=False)
-        parameter.grad = gradient.clone()
-        if prepared:
-            optimizer.prepare()
-        optimizer.step()
-    assert torch.equal(one, two)
-
-
 def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
@@ -150,7 +128,7 @@ def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20)
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
 
 
-def test_adamw_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optim_adamw_is_torchs_and_8_bits_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "PIECE", 1000)  # in pieces that do not fit evenly
     start = torch.randn(70, 33)
     theirs = Parameter(start.clone())
@@ -158,8 +136,6 @@ def test_adamw_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8), theirs)
     torch.testing.assert_close(run(AdamW([ours], CONFIG, master_weights=False), ours), wanted, rtol=1e-5, atol=1e-7)
 
-
-def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "PIECE", 1000)
     start = torch.randn(70, 32)  # 24 rows are three blocks
     exact, rough = Parameter(start.clone()), Parameter(start.clone())
@@ -188,9 +164,7 @@ def test_compiled_arithmetic_is_the_same(
 
 
 @pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
-def test_compiled_arithmetic_serves_parameters_of_all_shapes(
-    rule: type[AdamW] | type[AdamW8bit], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optim_compiled_shapes(rule: type[AdamW] | type[AdamW8bit], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "PIECE", 2048)  # the first two are updated together
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
@@ -264,15 +238,13 @@ def test_bytes_of_state_for_each_weight_are_as_documented(name: str) -> None:
     assert size == {"adamw": 8.0, "adamw_8bit": 2 + 1 / 32}[name]
 
 
-def test_fp32_parameters_keep_torchs_adamw_and_need_no_master_weights() -> None:
+def test_optim_dtypes() -> None:
     assert isinstance(made("adamw", [weight(1.0, torch.float32)]), FusedAdamW)
     assert made("adamw", [weight(1.0, torch.float32)], master_weights=True).kind == "adamw"
     assert isinstance(made("adamw", [weight(1.0)]), AdamW)
     kinds = [made(name, [weight(1.0)], master_weights=m).kind for name in OPTIMIZERS for m in (False, True)]
     assert len({*kinds, "adamw"}) == 5
 
-
-def test_float16_is_refused_without_master_weights() -> None:
     with pytest.raises(TypeError, match=r"torch\.float16.*--master-weights"):
         made("adamw", [weight(1.0, torch.float16)])
     made("adamw", [weight(1.0, torch.float16)], master_weights=True)
@@ -292,11 +264,6 @@ def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
     # a block's largest value is kept, a negative one to 1 %: there is a code for 1, none for -1
     ends = torch.tensor([255, 511, 767, 999])
     torch.testing.assert_close(back[ends], values[ends], rtol=0.01, atol=0)
-
-
-def test_zeros_stay_zeros_in_8_bits() -> None:
-    levels, midpoints = levels_of(True, torch.device("cpu"))
-    assert not decoded(*encoded(torch.zeros(300), midpoints), levels).any()
 
 
 def test_pieces_make_up_the_whole_in_order() -> None:
@@ -343,16 +310,6 @@ def parts_of(optimizer: StochasticRoundingOptimizer, parameters: Sequence[Parame
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     return list(optimizer.parts())
-
-
-def test_parts_are_no_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "PIECE", 1000)
-    parameters = [Parameter(torch.zeros(size)) for size in (400, 400, 600, 400, 100)]
-    sizes = [
-        [each.numel() for each in part.parameters]
-        for part in parts_of(AdamW(parameters, CONFIG, master_weights=False), parameters)
-    ]
-    assert sorted(sizes) == [[400, 100], [400, 400], [600]]
 
 
 def test_what_has_changed_is_counted_over_all_dtypes() -> None:
@@ -402,9 +359,7 @@ shapes = st.one_of(
 
 
 @given(shape=shapes, writers=st.integers(1, 4), readers=st.integers(1, 4), signed=st.booleans(), seed=st.integers(0, 9))
-def test_every_reader_has_what_was_written_within_a_step_of_8_bits(
-    shape: Shape, writers: int, readers: int, signed: bool, seed: int
-) -> None:
+def test_recoded_within_a_step_of_8_bits(shape: Shape, writers: int, readers: int, signed: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape[0], generator=generator).view(
         -1, *(1,) * (len(shape) - 1)
@@ -427,22 +382,26 @@ def read_of(codes: Tensor, part: Scaled, *, signed: bool) -> Tensor:
     return read(codes[part.first : part.end], part.scales, part.shape, signed=signed)
 
 
-@pytest.mark.parametrize("shape", [(8, 256), (1024,), (6, 128, 6), (4, 3, 100)])
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (4, 2)])
-def test_where_blocks_begin_where_they_did_nothing_changes(shape: Shape, writers: int, readers: int) -> None:
-    torch.manual_seed(0)
-    codes, known = written(torch.randn(shape), writers, signed=True)
-    scales = torch.cat([each.scales for each in known])
-    found, first = [], 0
-    for rows in torch.zeros(shape).chunk(readers):
-        own = slice(first, first + rows.numel())
-        found.append(recoded(codes[own], known, tuple(rows.shape), first, signed=True))
-        first += rows.numel()
-    assert torch.equal(torch.cat([own for own, _ in found]), codes)
-    assert torch.equal(torch.cat([own for _, own in found]), scales)
-
-
 def test_a_process_without_rows_has_no_blocks() -> None:
     codes, known = written(torch.ones(1, 300), 1, signed=False)
     empty, scales = recoded(codes[:0], known, (0, 300), 300, signed=False)
     assert len(empty) == len(scales) == 0
+
+
+# schedules -----------------------------------------------------------------------------------------------------------
+
+
+def rates(schedule: str, warmup: int, total: int) -> list[float]:
+    config = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": warmup, "lr_schedule": schedule})
+    return [learning_rate(config, step, total) for step in range(total)]
+
+
+def test_schedules() -> None:
+    assert rates("constant", 0, 3) == [1, 1, 1]
+
+    assert rates("constant", 4, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+    assert rates("linear", 2, 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+    # 0.5 (1 + cos(0)) = 1, cos(pi/4), cos(pi/2), cos(3pi/4)
+    assert rates("cosine", 0, 4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)

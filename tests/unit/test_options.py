@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from environments.running.settings_check import BUILT_IN
-from grpo_trainer.bench.__main__ import app as bench
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import build, dump, format_ranges, make, merged, options_of, parse_ranges, read
 from grpo_trainer.config.processes import RunSection
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.server import Server
-from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
+from tests.unit.factories import refusing
 
 LORA = {"weight_bridge_mode": "lora_only"}
 PREDECESSOR_DEFAULTS = {
@@ -200,24 +200,30 @@ def test_names_and_defaults_are_the_predecessors() -> None:
     }
 
 
-def test_dropout_of_an_adapter_is_accepted_and_taken_as_0(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_adapters(caplog: pytest.LogCaptureFixture) -> None:
     assert of_train({**LORA, "lora_dropout": "0.05"}).lora_dropout == 0
     assert [each.levelname for each in caplog.records] == ["WARNING"] and "--lora-dropout: got 0.05" in caplog.text
 
-
-def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
     by_trainer = {"ratio_against": "trainer"}
     cases = {"none": {}, "truncate": by_trainer, "mask": by_trainer | {"is_correction": "mask"}}
     assert {name: of_train(given).correction for name, given in cases.items()} == {name: name for name in cases}
 
 
-def test_dashes_and_aliases_mean_the_same() -> None:
+def test_options_names_and_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     single = of_train({"single-copy": True, "train-layer-indices": "21,20"})
     assert single.weight_bridge_mode == "shared_vllm" and single.layer_indices == (20, 21)
     assert build(TrainConfig, dump(single)) == single
     one = build(TrainConfig, {"model": "m", "training-steps": 5, "rollout-url": "http://a:1/"})
     two = build(TrainConfig, {"model_name": "m", "training_steps": "5", "atropos_url": "http://a:1"})
     assert one == two
+
+    table = {"model_name": "m", **LORA, "lora_r": 8, "server": {"port": 9123}}
+    assert build_run(table, {}).trainer == build_run({"trainer": table}, {}).trainer
+
+    monkeypatch.setenv("HOME", "/home/me")
+    config = build_run({"run_dir": "~/runs/a", "trainer": {"model_name": "~/m"}}, {"api.store": "~/queue"})
+    found = [str(config.run_dir), config.trainer.model_name, str(config.store)]
+    assert found == ["/home/me/runs/a", "/home/me/m", "/home/me/queue"]
 
 
 @given(
@@ -242,9 +248,7 @@ def test_a_configuration_survives_being_written_and_read(values: dict[str, objec
 @pytest.mark.parametrize(
     ("variable", "table", "key"), [("VLLM_API_KEY", "server", "api_key"), ("ROLLOUT_API_KEY", "", "rollout_api_key")]
 )
-def test_keys_come_from_the_environment_where_no_flag_gives_them(
-    monkeypatch: pytest.MonkeyPatch, variable: str, table: str, key: str
-) -> None:
+def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str, table: str, key: str) -> None:
     monkeypatch.setenv(variable, "secret")
 
     def dumped(given: dict[str, Any], *, only_set: bool = False) -> dict[str, Any]:
@@ -312,18 +316,6 @@ def test_flags_win_over_the_file_under_any_name(tmp_path: Path) -> None:
     assert environment.env == {"group_size": "4"} and environment.openai == {"api_key": "k"}
 
 
-def test_a_runs_file_may_be_that_of_grpo_train() -> None:
-    table = {"model_name": "m", **LORA, "lora_r": 8, "server": {"port": 9123}}
-    assert build_run(table, {}).trainer == build_run({"trainer": table}, {}).trainer
-
-
-def test_a_tilde_is_the_home_folder_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    config = build_run({"run_dir": "~/runs/a", "trainer": {"model_name": "~/m"}}, {"api.store": "~/queue"})
-    found = [str(config.run_dir), config.trainer.model_name, str(config.store)]
-    assert found == ["/home/me/runs/a", "/home/me/m", "/home/me/queue"]
-
-
 OF_A_MODE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
 SHARED = {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}
 
@@ -368,9 +360,8 @@ def test_another_mode_takes_the_files_options_of_its_own_along(
     ],
 )
 def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, field):
         over(file, by)
-    assert error.value.field == field
 
 
 @pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
@@ -475,24 +466,6 @@ def test_all_of_them_have_a_row_with_their_whole_name() -> None:
         assert "--weight-bridge-mode" in bridge[0], "it comes first in its group"
 
 
-def test_help_says_the_default_and_what_turns_an_option_off() -> None:
-    text = " ".join(" ".join(said("train", "--help-all", columns=300)).split())
-    assert "--no-proof)" in text and "--no-gradient-checkpointing)" in text
-    assert "(default: 0.999)" in text and "(required)" in text
-    (rate,) = [line for line in said("train", "--help-all", columns=300) if line.startswith("  --lr,")]
-    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
-
-
-def test_help_of_one_topic() -> None:
-    rows = rows_of(said("train", "--help-all", "optim"))
-    assert {"--lr", "--adam-beta1"} <= rows and "--seq-len" not in rows
-
-
-def test_help_begins_with_what_most_people_want() -> None:
-    text = "\n".join(said("--help", columns=100))
-    assert text.index("│ run ") < text.index("│ train ")
-
-
 def test_a_shell_completes_the_flags() -> None:
     environment = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo run --lora-k", "COMP_CWORD": "2"}
     done = CliRunner().invoke(app, [], prog_name="grpo", env=environment)
@@ -504,18 +477,6 @@ def test_version_is_that_of_the_package_and_of_the_changelog() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     released = re.findall(r"^## v(\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert project["version"] == released[0] == "0.1.0"
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize(
-    ("program", "names"),
-    [(app, ("report", "runs", "export", "env")), (bench, ("loop", "step", "sync", "api"))],
-    ids=("grpo", "bench"),
-)
-def test_no_name_is_cut(program: typer.Typer, names: Sequence[str], columns: int) -> None:
-    for words in [[], *([name] for name in names)]:
-        lines = said(*words, "--help", program=program, columns=columns)
-        assert max(map(len, lines)) <= columns and not re.search(r"--[\w.-]*…", "\n".join(lines))
 
 
 @pytest.mark.parametrize(

@@ -163,12 +163,18 @@ def test_padded_packed_and_shared_are_one_at_a_time(kind: str, budget: int | Non
         assert_same(wanted, one_step(copy.deepcopy(base), config, rollouts=groups()))
 
 
-def test_packed_rows_have_no_padding_and_a_shared_prompt_once() -> None:
+def test_packed_rows() -> None:
     made = {name: Trainer(tiny("qwen2"), settings(**form)).ready(groups()) for name, form in FORMS.items()}
     tokens = {name: sum(one.tokens_BT.numel() for one in batch.microbatches) for name, batch in made.items()}
     each = [len(one.tokens_T) for one in made["packed"].sequences]
     repeated = 3 * sum(group.samples[0].prompt_len for group in groups().groups[:4])
     assert tokens == {"padded": 18 * max(each), "packed": sum(each), "shared": sum(each) - repeated}
+
+    model = tiny("qwen2")
+    tokens = torch.randint(0, VOCAB, (2, 9))
+    before = model(input_ids=tokens).logits
+    assert build_forward(model, settings(packing="on")).packed
+    torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
@@ -210,14 +216,6 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
         results.append(one_step(model, settings(packing=packing, loss=EVERYTHING), reference))
     assert_same(*results)
     assert results[0][0]["alignment/kl_reference"] > 0.01
-
-
-def test_the_rest_of_the_program_sees_the_model_as_it_was() -> None:
-    model = tiny("qwen2")
-    tokens = torch.randint(0, VOCAB, (2, 9))
-    before = model(input_ids=tokens).logits
-    assert build_forward(model, settings(packing="on")).packed
-    torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +301,7 @@ def test_a_model_whose_layers_mix_sequences_is_found_out() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_shared_prompts_without_packing_are_refused() -> None:
+def test_shared_prompts_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^--share-prompts") as error:
         build_forward(tiny("qwen2"), settings(packing="off", share_prompts="on"))
     assert "Qwen2ForCausalLM" not in str(error.value)  # any model would be refused
@@ -311,9 +309,7 @@ def test_shared_prompts_without_packing_are_refused() -> None:
     assert not build_forward(tiny("qwen2"), settings(packing="on", share_prompts="off")).shared
     assert build_forward(tiny("qwen2"), settings(packing="on")).shared
 
-
-def test_a_model_whose_attention_ignores_shared_prompts_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an attention would that ignores its arguments."""
+    # As an attention would that ignores its arguments.
     options = attention.arguments
     deaf = {"shared_prompts": attention.NONE_SHARED}
     monkeypatch.setattr(attention, "arguments", lambda packed: {**options(packed), **deaf})

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from environments.api.__main__ import parse as parse_api
 from environments.running.settings_check import BUILT_IN
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig, environment_command
@@ -26,11 +25,14 @@ from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, ProcessSpec, RunPlan,
 from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.run import empty_old_queue
 from tests.processes import free_port
+from tests.unit.factories import refusing
 from vllm_server.flags import early
 
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124, "server-3": 9125, "trainers": 7000}
 KEPT = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
 THREE = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
+DEGREES = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3", "data_parallel_size": "4"}
+SPREAD = {f"--{name.replace('_', '-')}": value for name, value in DEGREES.items()}
 
 
 def a_run(file: Any = None, **flags: Any) -> RunConfig:
@@ -91,21 +93,10 @@ def test_plan_stages(flags: dict[str, Any], on_gpu: bool, cache_bytes: int | Non
     assert made == again
 
 
-def test_the_servers_cache_is_as_large_as_was_planned() -> None:
-    server = server_of(plan_run(a_run(), PORTS, python="py", on_gpu=True, cache_bytes=1000))
-    assert option(server.argv, "--kv-cache-memory-bytes") == "1000"
-    assert not any("kv-cache" in word for word in server_of(plan(on_gpu=True)).argv)
-
-
-def test_every_process_has_the_environment_of_the_run() -> None:
-    made = plan_run(a_run(rollout_api_key="k"), PORTS, python="py", on_gpu=True, env={"SAID": "to all"})
-    assert all(process.env["SAID"] == "to all" for process in made.processes)
-    assert made.processes[0].env["ROLLOUT_API_KEY"] == "k"
-
-
 def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts() -> None:
     table = {"server.dtype": "float16", "server.max_model_len": "99", "server.gpu_memory_utilization": "0.3"}
     table |= {"server.enforce_eager": True, "server.extra_args": "--seed,7", "vllm_timeout": "50", "vllm_api_key": "k"}
+    table |= DEGREES
     made = plan(on_gpu=True, weight_bridge_mode="none", **table)
     model = "/runs/a/checkpoints/step_3"
     spec = server_process(trainers_file(made), python="py", on_gpu=True, model=model, flags=("--x", "1"))
@@ -113,7 +104,7 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
         "--model": model,
         "--served-model-name": "demo",  # what environments ask for stays the same
         **{"--port": "9123", "--dtype": "float16", "--max-model-len": "99", "--gpu-memory-utilization": "0.3"},
-        **{"--seed": "7", "--x": "1"},
+        **{"--seed": "7", "--x": "1", **SPREAD},
     }
     assert {flag: option(spec.argv, flag) for flag in wanted} == wanted
     assert "--enforce-eager" in spec.argv and not {"--logits-dtype", "--max-lora-rank", "k"} & {*spec.argv}
@@ -124,7 +115,44 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
     assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
 
 
-def test_server_seed_differs_by_server_by_start_and_by_the_runs_seed() -> None:
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "wanted"),
+    [
+        # the versions that samples may come from
+        ({}, False, {"--lora-keep-versions": "4"}),
+        ({"max_staleness": "0"}, False, {"--lora-keep-versions": "2"}),
+        ({"max_staleness": "5"}, False, {"--lora-keep-versions": "7"}),
+        ({"max_staleness": "5", "lora_keep_versions": "3"}, False, {"--lora-keep-versions": "3"}),
+        # the trainer's length and dtype, unless the server's is given
+        ({"seq_len": "64"}, False, {"--max-model-len": "64", "--dtype": "float32"}),
+        ({"seq_len": "64", "server.max_model_len": "99"}, False, {"--max-model-len": "99"}),
+        ({"dtype": "float16"}, True, {"--dtype": "float16"}),
+        # on a GPU CUDA graphs stay on and memory is shared
+        ({}, True, {"--enforce-eager": None, "--gpu-memory-utilization": "0.45", "--dtype": "bfloat16"}),
+        ({}, False, {"--gpu-memory-utilization": None}),
+        # over several GPUs
+        (DEGREES, True, SPREAD),
+        ({f"server.{name}": value for name, value in DEGREES.items()}, True, SPREAD),
+        ({}, True, dict.fromkeys(SPREAD)),
+    ],
+)
+def test_plan_server_options(flags: dict[str, Any], on_gpu: bool, wanted: dict[str, str | None]) -> None:
+    made = plan(on_gpu=on_gpu, **flags)
+    argv = server_of(made).argv
+    assert {flag: option(argv, flag) if flag in argv else None for flag in wanted} == wanted
+    assert trainers_file(made).dtype == option(argv, "--dtype")
+
+
+def test_plan_cache_and_idle_threads() -> None:
+    server = server_of(plan_run(a_run(), PORTS, python="py", on_gpu=True, cache_bytes=1000))
+    assert option(server.argv, "--kv-cache-memory-bytes") == "1000"
+    assert not any("kv-cache" in word for word in server_of(plan(on_gpu=True)).argv)
+    # processes that share the cores
+    assert all(process.env["OMP_WAIT_POLICY"] == "passive" for process in plan(on_gpu=False).processes)
+    assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)
+
+
+def test_plan_server_seeds() -> None:
     def seeds(step: int = 0, **flags: Any) -> list[str]:
         made = plan_run(a_run(**{"server.replicas": 2, **flags}), PORTS, python="py", on_gpu=False, step=step)
         return [option(server.argv, "--seed") for server in processes_of(made, "server")]
@@ -138,15 +166,11 @@ def test_server_seed_differs_by_server_by_start_and_by_the_runs_seed() -> None:
     assert again[0] == option(server.argv, "--seed") and len(set(again)) == 3
     assert all(0 <= int(seed) < 2**31 for seed in [*first, *others, *again])
 
-
-def test_server_seed_of_restart_modes_differs_by_version() -> None:
     config = a_run(weight_bridge_mode="none").trainer
     specs = [server_process(config, python="py", on_gpu=False, model="m", step=version) for version in (0, 3, 3)]
     first, second, same = (option(spec.argv, "--seed") for spec in specs)
     assert first != second == same
 
-
-def test_server_seed_of_the_user_stays() -> None:
     server = server_of(plan(**{"server.extra_args": "--seed=7"}))
     assert server.argv.count("--seed") == 0 and "--seed=7" in started_again(server, 1).argv
 
@@ -178,24 +202,11 @@ def test_environments_ask_for_no_more_than_is_served(mode: str, flag: str, serve
     assert environments_file(made)["env"]["max_token_length"] == asked
 
 
-@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
-@pytest.mark.parametrize("prefix", ["", "server."])
-def test_a_server_is_spread_as_the_options_say(mode: str, prefix: str) -> None:
-    degrees = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3", "data_parallel_size": "4"}
-    made = plan(on_gpu=True, weight_bridge_mode=mode, **{prefix + name: value for name, value in degrees.items()})
-    own = server_process(trainers_file(made), python="py", on_gpu=True, model="m")
-    argv = own.argv if mode != "lora_only" else made.processes[1].argv
-    assert {name: option(argv, f"--{name.replace('_', '-')}") for name in degrees} == degrees
-    assert not any("parallel" in word for word in plan(on_gpu=True).processes[1].argv)
-
-
 @pytest.mark.parametrize(
     ("flags", "stores"),
     [({}, ["/runs/a/queue.sqlite"]), ({"api.store": "/elsewhere/q"}, ["/elsewhere/q"]), ({"api.store": "none"}, [])],
 )
-def test_the_queue_lies_in_the_runs_folder_unless_an_option_says_otherwise(
-    flags: dict[str, str], stores: list[str]
-) -> None:
+def test_plan_queue_lies_in_the_runs_folder(flags: dict[str, str], stores: list[str]) -> None:
     argv = plan(**flags).processes[0].argv
     assert [after for word, after in pairwise(argv) if word == "--store"] == stores
 
@@ -222,9 +233,20 @@ def test_a_run_that_begins_again_finds_no_queue_of_one_before_it(tmp_path: Path)
         assert left(), "an API has it open"
 
 
-def test_environments_keep_the_patience_that_they_were_given() -> None:
+def test_plan_environments() -> None:
     file = {"environments": [{"name": "arithmetic", "env": {"retry_timeout": 5}}]}
     assert environments_file(plan(file=file, weight_bridge_mode="none"))["env"]["retry_timeout"] == 5
+
+    file = {"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]}
+    made = plan(file=file, weight_bridge_mode="none", rollout_api_key="k")
+    tables = [table["env"] for path, table in made.config_files.items() if path.name.startswith("env-")]
+    assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS | {"seed"}
+
+    names = ("arithmetic", "arithmetic", "my.envs.maze_server", "tests/unit/test_plan.py:Chess")
+    made = plan(file={"environments": [{"name": name} for name in names]})
+    own = ["env-arithmetic", "env-arithmetic-2", "env-maze", "env-test_plan"]
+    assert [process.name for process in made.processes[3:]] == own
+    assert len({name for name in made.config_files if name.name.startswith("env")}) == 4
 
 
 def test_a_trainer_of_all_weights_has_time_to_save_them() -> None:
@@ -267,67 +289,13 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
         assert option(server.argv, "--gpu-memory-utilization") == "0.45" and "--enforce-eager" not in server.argv
 
 
-@pytest.mark.parametrize(
-    ("flags", "flag", "value"),
-    [
-        # the versions that samples may come from
-        ({}, "--lora-keep-versions", "4"),
-        ({"max_staleness": "0"}, "--lora-keep-versions", "2"),
-        ({"max_staleness": "5"}, "--lora-keep-versions", "7"),
-        ({"max_staleness": "5", "lora_keep_versions": "3"}, "--lora-keep-versions", "3"),
-        # the trainer's length, unless the server's is given
-        ({"seq_len": "64"}, "--max-model-len", "64"),
-        ({"seq_len": "64", "server.max_model_len": "99"}, "--max-model-len", "99"),
-    ],
-)
-def test_server_option_that_follows_from_the_trainers(flags: dict[str, Any], flag: str, value: str) -> None:
-    assert option(server_of(plan(**flags)).argv, flag) == value
-
-
-def test_cuda_graphs_stay_on_and_memory_is_shared_on_a_gpu() -> None:
-    argv = server_of(plan(on_gpu=True)).argv
-    assert "--enforce-eager" not in argv and option(argv, "--gpu-memory-utilization") == "0.45"
-    assert "--gpu-memory-utilization" not in server_of(plan()).argv
-
-
-@pytest.mark.parametrize(
-    ("flags", "on_gpu", "dtype"),
-    [({}, True, "bfloat16"), ({}, False, "float32"), ({"dtype": "float16"}, True, "float16")],
-)
-def test_server_and_trainer_have_one_dtype(flags: dict[str, Any], on_gpu: bool, dtype: str) -> None:
-    made = plan(on_gpu=on_gpu, **flags)
-    assert option(server_of(made).argv, "--dtype") == trainers_file(made).dtype == dtype
-
-
-def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
-    assert all(process.env["OMP_WAIT_POLICY"] == "passive" for process in plan(on_gpu=False).processes)
-    assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)
-
-
 # environments ------------------------------------------------------------------------------------------------
-
-
-def test_the_options_that_a_run_derives_for_environments_are_known() -> None:
-    file = {"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]}
-    made = plan(file=file, weight_bridge_mode="none", rollout_api_key="k")
-    tables = [table["env"] for path, table in made.config_files.items() if path.name.startswith("env-")]
-    assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS | {"seed"}
-
-
-def test_environments_have_names_and_files_of_their_own() -> None:
-    names = ("arithmetic", "arithmetic", "my.envs.maze_server", "tests/unit/test_plan.py:Chess")
-    made = plan(file={"environments": [{"name": name} for name in names]})
-    own = ["env-arithmetic", "env-arithmetic-2", "env-maze", "env-test_plan"]
-    assert [process.name for process in made.processes[3:]] == own
-    assert len({name for name in made.config_files if name.name.startswith("env")}) == 4
 
 
 @pytest.mark.parametrize(
     ("own", "expected"), [([None, None, None], [0, 1, 2]), ([1, None, None], [1, 0, 2]), ([None, 7, 7], [0, 7, 7])]
 )
-def test_environments_of_a_kind_have_their_items_in_different_orders(
-    own: list[int | None], expected: list[int]
-) -> None:
+def test_plan_environments_of_a_kind_have_other_seeds(own: list[int | None], expected: list[int]) -> None:
     sums = [{"name": "arithmetic", "env": {} if seed is None else {"seed": seed}} for seed in own]
     made = plan(file={"environments": [*sums, {"name": "gsm8k"}]})
     tables = [table["env"] for path, table in made.config_files.items() if path.stem.startswith("env-")]
@@ -356,9 +324,7 @@ def test_environment_command_of_a_module_or_a_file(tmp_path: Path, monkeypatch: 
         ("reverse", "/a/b:/c"),  # where it was searched for
     ],
 )
-def test_environment_command_of_what_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, helps: str
-) -> None:
+def test_environment_command_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, helps: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/a/b:/c")
     (tmp_path / "mine").mkdir()
@@ -391,9 +357,7 @@ def test_plan_trainers_restart_together_and_resume(gpus: str) -> None:
     assert not any("--resume" in one.argv for one in trainers)  # the first start is as the user configured it
 
 
-def test_a_trainer_of_one_process_waits_for_no_other_where_a_job_scheduler_counts_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plan_lone_trainer_beside_a_job_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     (trainer,) = processes_of(plan(), "trainer")
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", **trainer.env}.items():
         monkeypatch.setenv(name, value)
@@ -401,9 +365,7 @@ def test_a_trainer_of_one_process_waits_for_no_other_where_a_job_scheduler_count
 
 
 @pytest.mark.parametrize("flags", [{"weight_bridge_mode": "shared_vllm"}, {"share_base": True}])
-def test_each_trainer_that_shares_weights_has_a_server_on_its_gpu(
-    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_pairs_of_trainer_and_server(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     made = plan(on_gpu=True, trainer_gpus="2", **flags)
     servers, trainer = processes_of(made, "server"), trainers_file(made)
@@ -425,9 +387,7 @@ def test_each_trainer_that_shares_weights_has_a_server_on_its_gpu(
         ({"share_base": True, "trainer_gpus": "2"}, [True, True, False]),
     ],
 )
-def test_several_servers_are_on_gpus_of_their_own_and_everybody_knows_all(
-    flags: dict[str, Any], shared: list[bool]
-) -> None:
+def test_plan_several_servers(flags: dict[str, Any], shared: list[bool]) -> None:
     made = plan(on_gpu=True, **THREE, **flags)
     servers = processes_of(made, "server")
     assert [server.name for server in servers] == ["server", "server-2", "server-3"]
@@ -439,19 +399,11 @@ def test_several_servers_are_on_gpus_of_their_own_and_everybody_knows_all(
     assert environments_file(made)["openai"]["base_url"] == ",".join(f"{url}/v1" for url in urls)
 
 
-def test_several_servers_of_a_trainer_that_starts_them_itself() -> None:
+def test_plan_trainers_servers() -> None:
     made = plan(on_gpu=True, **THREE | {"weight_bridge_mode": "none", "server.gpus": "0;1;2"})
     each = trainers_file(made).server.each
     assert [(vllm.port, vllm.gpus) for vllm in each] == [(9123, "0"), (9124, "1"), (9125, "2")]
 
-
-def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() -> None:
-    assert a_run(**THREE).server.wanted_ports == {"server": 9123, "server-2": 9124, "server-3": 9125}
-    any_free = a_run(**THREE | {"server.port": "0"})
-    assert any_free.server.wanted_ports == {"server": 0, "server-2": 0, "server-3": 0}
-
-
-def test_a_trainers_servers() -> None:
     given = {"model": "m", "weight_bridge_mode": "lora_only", "vllm_also": "h:9001, g:9002", "vllm_api_key": "k"}
     each = build(TrainConfig, given).server.each
     assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
@@ -475,7 +427,7 @@ def pairs(command: list[str]) -> dict[str, str]:
     return dict(pairwise(command))
 
 
-def test_the_server_has_the_trainers_model_port_length_and_adapters() -> None:
+def test_commands_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = words(by_hand(vllm_port=9007, lora_r=8, log_dir="/logs"), "inference server")
     given = pairs(command)
     assert command[:2] == ["grpo", "serve"]
@@ -483,22 +435,12 @@ def test_the_server_has_the_trainers_model_port_length_and_adapters() -> None:
     assert (given["--max-lora-rank"], given["--lora-root"]) == ("8", "/logs/adapters")
     assert early(command[2:]).port == 9007
 
-
-def test_a_server_of_shared_weights_is_started_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     shared = by_hand(weight_bridge_mode="shared_vllm", vllm_config_path="/b.json")
     (command,) = words(shared, "inference server")
     assert "--shared-weights" in command and pairs(command)["--bridge-config-path"] == "/b.json"
     assert command[0].startswith("VLLM_API_KEY=") and "secret" not in " ".join(command)
 
-
-def test_the_api_listens_where_the_trainer_asks() -> None:
-    api, environment = words(by_hand(rollout_url="http://localhost:8123"), "rollout API")
-    assert api[:2] == ["grpo", "api"] and parse_api(api[2:]).port == 8123
-    assert pairs(environment)["--env.rollout_server_url"] == "http://localhost:8123"
-
-
-def test_what_is_there_or_the_trainer_starts_itself_is_not_named() -> None:
     assert commands_to_start(by_hand(), on_gpu=False, there=lambda _: True) == {}
     owned = commands_to_start(by_hand(weight_bridge_mode="none"), on_gpu=False, there=lambda _: False)
     assert [name.split(" at ")[0] for name in owned] == ["rollout API"]
@@ -546,13 +488,5 @@ def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", ["x", "1", "9-8", "2009-2008", "0-5000", "65535-65536", "-1-5"])
 def test_a_range_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv(VARIABLE, given)
-    with pytest.raises(PortBusyError) as error:
+    with refusing(PortBusyError, VARIABLE, got=given):
         claim_ports({"a": 0})
-    assert (error.value.field, error.value.got) == (VARIABLE, given)
-
-
-def test_one_port_for_two_processes_is_refused() -> None:
-    port = free_port()
-    with pytest.raises(PortBusyError) as error:
-        claim_ports({"api": port, "server": port})
-    assert error.value.field == "ports" and error.value.got == f"api {port}, server {port}"

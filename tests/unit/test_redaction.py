@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from environments.config import BaseEnvConfig, ServerConfig
 from grpo_common.errors import Problem, UserError
 from grpo_common.redaction import is_secret, redact, redacted, redacted_arguments, redacted_text
+from grpo_common.text import Lines, PrintableFormatter, printable
 from grpo_trainer.config.options import options_of
 from grpo_trainer.config.processes import ApiProcess, RunOptions
 from grpo_trainer.config.run import build_run
@@ -120,12 +123,10 @@ def test_redact_leaves_out_what_a_file_for_the_next_start_may_not_have() -> None
     assert {"hunter2", "hunter3", "hunter6"} <= found.secrets
 
 
-def test_redact_known_secrets_wherever_they_stand() -> None:
+def test_redact_known_secrets_and_problems() -> None:
     assert redact({"prompt": "say hunter2!", "n": 1}, known=["hunter2"]).value == {"prompt": "say …!", "n": 1}
     assert redact({"lr": 1}, known=["1"]).value == {"lr": 1}  # too short to be looked for
 
-
-def test_a_problem_shows_no_secret() -> None:
     assert Problem("--vllm-api-key", "'hunter2'", "a string").got == "…"
     error = UserError("refused by http://u:hunter2@h", field="--url", got="{'token': 'hunter2'}", wanted="a list")
     assert "hunter2" not in str(error) and "{'token': '…'}" in str(error)
@@ -186,12 +187,10 @@ def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
         assert SECRET not in tomli_w.dumps(found.value) and SECRET not in " ".join(found.names)
 
 
-def test_a_json_string_that_is_left_out_takes_its_text_with_it() -> None:
+def test_redact_json() -> None:
     found = redact({"a": [json.dumps("--hf-token " + SECRET), 0]}, drop=True)
     assert SECRET not in json.dumps(found.value) and found.value["a"][-1] == 0
 
-
-def test_json_text_is_no_name_of_the_value_after_it() -> None:
     clean = redacted(['{"a": [{"token": "' + SECRET + '"}]}', 0])
     assert redacted(clean) == clean == ['{"a": [{"token": "…"}]}', 0]
 
@@ -237,3 +236,54 @@ def test_hostile_text_is_taken_in_time_that_grows_with_its_length() -> None:
     assert redact(names, drop=True).value == names
     for part in ('password="', "bearer ", "a ", 'a",', "\\", "?a=", "password=["):
         redacted_text(part * (64_000 // len(part)))
+
+
+# foreign text --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain — ünïcode 漢字 🙂\t|", "plain — ünïcode 漢字 🙂\t|"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("a\nb\r\x00", "a\\nb\\r\\x00"),
+        ("\u202eevil", "\\u202eevil"),
+        ("\x9b31m", "\\x9b31m"),
+        ("\udcff", "\\udcff"),
+    ],
+    ids=["kept", "escape", "lines", "direction", "C1", "surrogate"],
+)
+def test_printable_shows_control_characters(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_printable_counts_what_it_cuts() -> None:
+    assert printable("x" * 501) == "x" * 500 + "… (1 more characters)"
+    assert printable("x" * 500) == "x" * 500
+    assert printable("x" * 9000, None) == "x" * 9000
+
+
+def test_a_record_of_a_log_is_one_line_and_its_traceback_has_several() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record = logging.LogRecord("a", logging.INFO, "f", 1, "named %s", ("\x1b[0m\nb",), sys.exc_info())
+    first, *rest = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    assert first == "INFO named \\x1b[0m\\nb" and rest[-1] == "ValueError: x"
+
+
+def test_lines_of_a_log_record_and_of_a_traceback_are_printable() -> None:
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        args = ("\x1b", Lines("one\ntwo\x1b"))
+        record = logging.LogRecord("a", logging.INFO, "f", 1, "stack of %s\n%s", args, sys.exc_info())
+    lines = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    assert lines[:3] == ["INFO stack of \\x1b", "one", "two\\x1b"] and lines[-1] == "ValueError: \\x1b[2J"
+
+
+@given(st.text(), st.integers(1, 50))
+def test_printable_is_one_bounded_line(text: str, limit: int) -> None:
+    line = printable(text, limit)
+    assert all(each.isprintable() or each == "\t" for each in line)
+    assert len(line) <= 10 * limit + 40  # the longest escape is \UXXXXXXXX

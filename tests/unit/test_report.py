@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from datetime import datetime
-from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,14 @@ from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
 from grpo_trainer.logs.console import PHASES
-from grpo_trainer.metrics.health import CHECKS
 from grpo_trainer.metrics.rows import LAST_BYTES
 from grpo_trainer.report import page as page_module
 from grpo_trainer.report import runs
 from grpo_trainer.report.figures import (
     EVALUATION,
     FIGURES,
-    HISTOGRAM,
     NOT_TRAINED,
     OTHER,
-    QUANTILES,
     SAME,
     TIME_SPLIT,
     UNKNOWN,
@@ -46,14 +42,14 @@ from grpo_trainer.report.figures import (
     character,
     evenly,
     page_data,
-    rounded,
     sample_data,
     thinned,
 )
 from grpo_trainer.report.page import SCRIPTS, page, report_path, watch, write_report
-from grpo_trainer.report.read import Run, labels_of, read_run
+from grpo_trainer.report.read import Run, read_run
 from grpo_trainer.report.runs import as_json, list_runs, print_runs
 from grpo_trainer.saving.manifest import Progress, seal
+from tests.unit.factories import refusing
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -100,17 +96,19 @@ def test_text_of_others_does_not_turn_the_direction_of_the_page(tmp_path: Path) 
 # reading -----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
+def test_report_of_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_run(tmp_path)
     assert error.value.field == str(tmp_path) and METRICS_FILE in error.value.got
     assert read_run(tmp_path, may_be_empty=True).steps == 0  # a run that is only starting
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, str(tmp_path / "typo")):
         read_run(tmp_path / "typo", may_be_empty=True)
-    assert error.value.field == str(tmp_path / "typo")
+
+    with refusing(ConfigError, "FOLDER", got=str(tmp_path / "typo")):
+        list_runs(tmp_path / "typo")
 
 
-def test_checkpoints_are_folders_that_say_so(tmp_path: Path) -> None:
+def test_report_checkpoints(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [row(1)])
     for name in ("adapter_step_3", "environments", ".adapter_step_6.x.tmp"):
         (folder / "checkpoints" / name).mkdir(parents=True)
@@ -118,9 +116,7 @@ def test_checkpoints_are_folders_that_say_so(tmp_path: Path) -> None:
             (folder / "checkpoints" / name / "state.json").write_text("{}")
     assert read_run(folder).checkpoints == ["adapter_step_3"]
 
-
-def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [row(1), row(2)])
+    folder = write_run(tmp_path / "b", [row(1), row(2)])
     (folder / "config" / "trainer.toml").unlink()
     final = folder / "checkpoints" / "adapter_final"
     final.mkdir(parents=True)
@@ -197,30 +193,19 @@ def plots_of(*runs: Run) -> dict[str, Plot]:
     return {plot.title: plot for plot in all_plots(runs)}
 
 
-def test_gaps_and_what_is_no_number() -> None:
-    assert [rounded(value) for value in (0.123456, None, float("inf"), 3.0)] == [0.1235, None, None, 3]
-
-
-def test_long_runs_are_thinned(tmp_path: Path) -> None:
+def test_report_figures(tmp_path: Path) -> None:
     line = thinned(Line("l", list(range(1000)), [float(x) for x in range(1000)]))
     assert len(line.xs) == 334 and line.ys[0] == line.xs[0] == 1.0  # of 0, 1 and 2
     folder = write_run(tmp_path / "a", [row(n) for n in range(1000)])
     data = page_data([read_run(folder)] * 10)
     assert {len(data["places"][line["xs"]]) for plot in data["plots"] for line in plot["lines"]} == {100}
 
-
-def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a", [row(1), row(2)]))
+    run = read_run(write_run(tmp_path / "b", [row(1), row(2)]))
     plots = all_plots([run])
     assert [plot.title for plot in plots] == ["Reward", "Loss", "Throughput", TIME_SPLIT, "gpu/weird"]
     assert [plot.title for plot in plots if plot.section == OTHER] == ["gpu/weird"]
     split = {PHASES.get(line.name): list(line.ys) for line in plots_of(run)[TIME_SPLIT].lines}
     assert split == {"train/data_fetch_time": [0.5, 0.5], "train/forward_backward_time": [1.0, 1.0], None: [0.5, 0.5]}
-
-
-def test_seconds_of_training_at_each_step(tmp_path: Path) -> None:
-    (data,) = page_data([read_run(write_run(tmp_path / "a", [row(1), row(2)]))])["runs"]
-    assert (data["steps"], data["seconds"]) == ([1, 2], [2, 4])
 
 
 def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
@@ -235,57 +220,6 @@ def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
     assert [plot.title for plot in all_plots([run]) if plot.section == EVALUATION] == ["gsm8k/strict"]
     assert list(plots_of(run)["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
     assert not [title for title in plots_of(run) if title.endswith("/step")]
-
-
-def test_the_card_says_the_last_and_the_best(tmp_path: Path) -> None:
-    measured = zip((2, 4, 6), (0.25, 0.75, 0.5), strict=True)
-    rows = [row(step, **{"eval/g_0/right": value, "eval/g_0/step": step - 1}) for step, value in measured]
-    html = html_of(write_run(tmp_path / "a", rows))
-    assert "<b>0.5</b><small>step 5; best: 0.75 (step 3)</small>" in html
-    # reward/mean is step / 10: mean of 0.2, 0.4 and 0.6; the best is the last
-    assert "<b>0.400</b><small>first 5: 0.400; best: 0.600 (step 6)</small>" in html
-
-
-def test_bands_lie_between_their_lines(tmp_path: Path) -> None:
-    names = ("max", "p75", "median", "p25", "min")
-    run = read_run(write_run(tmp_path / "a", [row(1, **{f"reward/{name}": 0.5 for name in names})]))
-    lines = plots_of(run)[QUANTILES].lines
-    assert [(line.name, line.band) for line in lines if line.band is not None] == [("highest", 4), ("3 of 4 below", 2)]
-    assert [line.dash for line in lines] == [1, 1, 0, 1, 1], "edges are dashed"
-
-
-def test_rewards_of_few_values_are_a_histogram(tmp_path: Path) -> None:
-    shares = ({"reward/share/-0.5": 0.75, "reward/share/1": 0.25}, {"reward/share/1": 1.0})
-    rows = [row(step, **{"reward/median": 0.5, **own}) for step, own in enumerate(shares, start=1)]
-    plots = plots_of(read_run(write_run(tmp_path / "a", rows)))
-    assert [(line.name, list(line.ys)) for line in plots[HISTOGRAM].lines] == [
-        ("-0.5", [0.75, 0.0]),
-        ("1", [0.25, 1.0]),
-    ]
-    assert plots[HISTOGRAM].stacked and not [title for title in plots if title == QUANTILES or "share" in title]
-
-
-def test_what_left_its_range_is_marked_in_the_plots_and_is_no_plot(tmp_path: Path) -> None:
-    norms = [1.0, 1.0, *[20.0] * 8, 1.0, 1.0]
-    rows = [row(step, **{"train/grad_norm": norm, "health/grad_norm": 0.0}) for step, norm in enumerate(norms, start=1)]
-    run = read_run(write_run(tmp_path / "a", rows))
-    # Medians of three: 20 from step 4 on (1, 20, 20), the last time at step 11 (20, 20, 1).
-    assert page_data([run])["runs"][0]["episodes"] == [{"key": "train/grad_norm", "ends": [4, 11]}]
-    assert "train/grad_norm" in [line.key for line in plots_of(run)["Gradient norm"].lines]
-    assert not [title for title in plots_of(run) if "health" in title]
-
-
-def test_the_banner_says_whether_it_learnt_and_what_to_try(tmp_path: Path) -> None:
-    check = next(check for check in CHECKS if check.name == "grad_norm")
-    norms = [(step, 1.0 if step <= 2 else 20.0) for step in range(1, 13)]
-    sick = read_run(write_run(tmp_path / "a", [row(step, **{"train/grad_norm": norm}) for step, norm in norms]))
-    html = html_of(sick.folder)
-    assert "<b>Step 4</b>, 9 of 12 steps" in html and escape(check.fix) in html and "20" in html
-    well = read_run(write_run(tmp_path / "b", [row(step) for step in range(1, 13)]))
-    alone = html_of(well.folder)
-    assert "<li>" not in alone and "banner good" in alone, "its rewards rise: it learnt"
-    both = html_of(sick.folder, well.folder)
-    assert both.count("<b>Step 4</b>") == 1 and "banner good" in both and "banner bad" in both
 
 
 def test_json_has_figures_and_verdict(tmp_path: Path) -> None:
@@ -316,11 +250,6 @@ def test_json_has_figures_and_verdict(tmp_path: Path) -> None:
 # environments ------------------------------------------------------------------------------------------------
 
 
-def test_what_environments_are_called() -> None:
-    numbered = {"s_0": "s", "s_2": "s (2)", "s_10": "s (3)", "a_b_1": "a_b", "plain": "plain"}
-    assert labels_of(numbered) == numbered
-
-
 def test_environments_of_a_resumed_run_have_one_curve_each_under_their_names(tmp_path: Path) -> None:
     rows = [row(n, **{"reward/env_0": 0.1 * n, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2, 3, 4)]
     rows[2]["train/resumed"] = 1.0
@@ -341,23 +270,16 @@ def test_environments_of_a_resumed_run_have_one_curve_each_under_their_names(tmp
     assert not [title for title in plots_of(run) if "resumed" in title]
 
 
-def test_one_environment_has_no_line_of_its_own(tmp_path: Path) -> None:
-    alone = read_run(write_run(tmp_path / "b", [row(1, **{"reward/env_0": 0.1})]))
-    assert [line.name for line in plots_of(alone)["Reward"].lines] == ["mean"]
-
-
 # samples -----------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_one_character() -> None:
+def test_report_samples() -> None:
     # ln 2 = 0.693 / 0.04 = 17; ln 1.05 = 0.049 / 0.04 = 1
     found = [ord(character(ratio, trained=True)) - SAME for ratio in (1.0, 2.0, 0.5, 1.05, 0.0, 1e9)]
     assert found == [0, 17, -17, 1, -28, 28]
     assert (character(None, trained=True), character(2.0, trained=False)) == (UNKNOWN, NOT_TRAINED)
     assert not {UNKNOWN, NOT_TRAINED} & {chr(SAME + units) for units in range(-28, 29)}
 
-
-def test_samples_of_whole_steps_spread_over_the_run() -> None:
     assert evenly([1, 2, 3, 4, 5], 3) == [1, 3, 5] and evenly([1, 2, 3], 1) == [3]
     rows = [a_sample(step=step, group=group) for step in range(1, 101) for group in (0, 1)]
     assert len(sample_data(rows, 0)["samples"]) == 200
@@ -397,10 +319,6 @@ def test_no_external_request_and_no_foreign_script(tmp_path: Path) -> None:
     own = len(plotting()[1]) + len(SCRIPTS)
     assert html.count("<script") == 1 + own and "<img" not in html, "the data and the page's own"
     assert "default-src 'none'" in html and "unsafe" not in html and html.count("'sha256-") == 1 + own
-
-
-def test_a_page_without_samples_says_how_to_get_some(tmp_path: Path) -> None:
-    assert "--log-samples" in html_of(write_run(tmp_path / "b", [row(1)]))
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
@@ -471,17 +389,6 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 'http-equiv="refresh"' not in path.read_text() and "Reward" in path.read_text()
 
 
-def test_watching_may_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run", [row(1)])
-
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page_module.time, "sleep", interrupt)
-    watch([folder], folder / "report.html")
-    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()
-
-
 # grpo runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -505,18 +412,6 @@ def test_runs_what_a_run_is(tmp_path: Path) -> None:
     assert json.loads(as_json([run]))[0]["state"] == "stopped"
     (folder / "config" / "trainer.toml").unlink()
     assert list_runs(tmp_path)[0].mode is None
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [("metrics.jsonl", b'{"step": 1\n'), ("metrics.jsonl", b"\xff\n"), ("config/trainer.toml", b"a =")],
-)
-def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, file: str, text: bytes) -> None:
-    write_run(tmp_path / "sound", [row(1)])
-    folder = write_run(tmp_path / "damaged", [row(1)])
-    (folder / file).write_bytes(text)
-    states = {Path(run.folder).name: run.state for run in list_runs(tmp_path)}
-    assert states == {"sound": "stopped", "damaged": "damaged"}
 
 
 def test_only_the_end_of_a_long_run_is_read(tmp_path: Path) -> None:
@@ -565,15 +460,6 @@ def test_the_table_names_runs_by_their_place(tmp_path: Path) -> None:
     assert out.getvalue().splitlines()[1].split() == ["monday/words", "none", "–", "1/10", "0.100", "stopped"]
 
 
-def test_a_long_path_of_a_model_is_shortened_to_its_end(tmp_path: Path) -> None:
-    write_run(
-        tmp_path / "sums", [row(1)], weight_bridge_mode="lora_only", model_name="/home/someone/grpo/runs/demo-model"
-    )
-    out = io.StringIO()
-    print_runs(list_runs(tmp_path), tmp_path, Console(file=out, width=80))
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["model", "…/demo-model"]
-
-
 def test_the_command_writes_utf8_whatever_the_locale(tmp_path: Path) -> None:
     write_run(tmp_path / "größe→", [])
     # The locale C is on every machine; in it Python would choose UTF-8 by itself.
@@ -582,9 +468,3 @@ def test_the_command_writes_utf8_whatever_the_locale(tmp_path: Path) -> None:
     done = subprocess.run(command, env=os.environ | other, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().splitlines()[1].split()[0] == "größe→"
-
-
-def test_runs_of_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        list_runs(tmp_path / "typo")
-    assert (error.value.field, error.value.got) == ("FOLDER", str(tmp_path / "typo"))

@@ -5,29 +5,35 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from grpo_common.roster import FOLDER, MEMBERS_FILE, SERVED_FILE, Member, Served, in_use, read_members
 from grpo_trainer.cli import app
-from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError, StoppedError
 from grpo_trainer.launch import fleet, supervisor
 from grpo_trainer.launch.fleet import FOLDER as REQUESTS
 from grpo_trainer.launch.fleet import Answer, Request, answer_all, request
+from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.servers import change, rows
-from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, free_port, spec
+from tests.processes import ROOT, alive, free_port, wait_for
+from tests.unit.factories import refusing
+from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, Recorded, spec
 
 TWICE = """
 import pathlib, sys, time
@@ -56,20 +62,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.05)
 
 
-class Running(Supervisor):
-    """A run after its first step, with a checkpoint; it remembers the pids of all that it started."""
+class Running(Recorded):
+    """A run after its first step, with a checkpoint."""
 
     def __init__(self, folder: Path, most: int = 3, *, begun: bool = True, **options: Any) -> None:
-        self.said: list[str] = []
-        self.pids: dict[str, list[int]] = {}
-        options = {"max_restarts": most, "has_checkpoint": lambda: True, **options}
-        super().__init__(folder / "logs", self.said.append, self.said.append, **options)
+        super().__init__(folder, **{"max_restarts": most, "has_checkpoint": lambda: True, **options})
         self.begun = begun
-
-    def start(self, spec: ProcessSpec) -> Process:
-        process = super().start(spec)
-        self.pids.setdefault(spec.name, []).append(process.pid)
-        return process
 
 
 class Planner(Replanner):
@@ -147,9 +145,8 @@ def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(
     with Running(tmp_path) as running:
         running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
     (tmp_path / "a").write_text("")
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path) as running:
+    with refusing(ProcessFailedError, "api"), Running(tmp_path) as running:
         running.run([[trainer, spec("api", TWICE.format(end="sys.exit(1)"), str(tmp_path / "a"), restarts="api")]])
-    assert error.value.field == "api"
 
 
 def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -> None:
@@ -177,9 +174,7 @@ def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch:
         running.run([[awaiting(tmp_path / "env", 4), env]])
 
 
-def test_a_server_that_is_never_ready_does_not_restart_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_of_a_server_that_is_never_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting until it is given up takes longer than the time after which the count of restarts is reset."""
     monkeypatch.setattr(supervisor, "IN_A_ROW_SECONDS", 0.0)
     url = f"http://127.0.0.1:{free_port()}/health"
@@ -194,13 +189,12 @@ def test_a_process_that_has_lost_another_one_is_not_blamed(tmp_path: Path) -> No
     """Both have ended when the supervisor looks."""
     names = ("trainer-1", os.EX_TEMPFAIL), ("trainer", 1)
     ended = [spec(name, f"raise SystemExit({code})", ends_run=name == "trainer") for name, code in names]
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, 0) as running:
+    with refusing(ProcessFailedError, "trainer"), Running(tmp_path, 0) as running:
         for one in ended:
             running.start(one)
         while any(child.exit_code is None for child in running.processes):
             time.sleep(0.01)
         running.run([])
-    assert error.value.field == "trainer"
 
 
 def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path: Path) -> None:
@@ -413,7 +407,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_server_serves_once_its_present_process_has_a_version(run: Path) -> None:
+def test_servers_command(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = [(row.name, row.state, row.version, row.note) for row in rows(run)]
     assert found == [
         ("server", "serves", 7, ""),
@@ -422,25 +416,189 @@ def test_a_server_serves_once_its_present_process_has_a_version(run: Path) -> No
         ("server-4", "restarting", None, ""),
     ]
 
-
-def test_the_list_is_printed_as_a_table_and_as_json(run: Path) -> None:
     table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)])
     assert table.exit_code == 0 and all(name in table.output for name in ("server-4", "n2", "serves"))
     done = CliRunner().invoke(app, ["servers", "--run-dir", str(run), "--json"])
     assert [row["url"] for row in json.loads(done.output)] == [A, B, C, D]
 
+    with refusing(ConfigError, "RUN_DIR"):
+        change(run, Request("add"))
+    with refusing(ConfigError, "RUN_DIR"):
+        change(tmp_path_factory.mktemp("other"), Request("add"))
+
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9001", "http://host", "http://host:9001/v1", "https://host:1"])
 def test_an_address_of_another_form_is_refused(run: Path, url: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "URL", got=url):
         change(run, Request("add", url))
-    assert (error.value.field, error.value.got) == ("URL", url)
 
 
-def test_a_run_that_is_over_or_has_no_list_is_not_changed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(ConfigError) as over:
-        change(run, Request("add"))
-    assert over.value.field == "RUN_DIR"
-    with pytest.raises(ConfigError) as none:
-        change(tmp_path_factory.mktemp("other"), Request("add"))
-    assert none.value.field == "RUN_DIR"
+# the trainer's own server --------------------------------------------------------------------------------------------
+
+
+OWNED_SERVER = """
+import http.server, signal, subprocess, sys
+model, port = sys.argv[1], int(sys.argv[2])
+print("serving", model, flush=True)
+if "engine" in model:
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print("engine", engine.pid, flush=True)
+if "deaf" in model:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(401 if "locked" in model and self.headers["Authorization"] != "Bearer secret" else 200)
+        self.end_headers()
+        self.wfile.write(model.encode())
+    def log_message(self, *arguments): pass
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+CAUSE = "ValueError: no such model"
+DIES = f"import sys; print({CAUSE!r}, file=sys.stderr); print('giving up'); sys.exit(3)"
+SLEEPS = "import time; print('loading', flush=True); time.sleep(600)"
+
+
+def server(
+    tmp_path: Path, script: str = OWNED_SERVER, *, timeout: float = 60.0, key: str | None = None, **options: object
+) -> OwnedServer:
+    port = free_port()
+
+    def launch(model: str, version: int) -> ProcessSpec:
+        return ProcessSpec(
+            name="server",
+            argv=(sys.executable, "-c", script, f"{model}-v{version}", str(port)),
+            ready_url=f"http://127.0.0.1:{port}/health",
+            ready_key=key,
+            ready_timeout=timeout,
+            stop_seconds=0.5,
+        )
+
+    return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engines() -> Iterator[list[int]]:
+    """Pids to be ended if a test fails to."""
+    pids: list[int] = []
+    yield pids
+    for pid in alive(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+def engine_of(owned: OwnedServer) -> int:
+    wait_for("the engine", lambda: "engine " in owned.log_path.read_text(), owned.log_path, 30)
+    return int(owned.log_path.read_text().rpartition("engine ")[2].split()[0])
+
+
+def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        pids = []
+        for version in (0, 2):
+            owned.stop()
+            owned.start("model", version)
+            owned.wait_ready()
+            assert owned.pid is not None
+            pids.append(owned.pid)
+            line = f"serving model-v{version}"
+            wait_for(
+                line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30
+            )  # a thread writes the log
+        assert not alive(pids[:1]) and alive(pids[1:])
+        assert "serving model-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
+    assert not alive(pids)
+
+
+def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        for version, name in enumerate(("a", "b")):
+            (tmp_path / name).mkdir()
+            assert owned.start(str(tmp_path / name), version) == str(tmp_path / "served")
+            assert (tmp_path / "served").resolve() == tmp_path / name
+            owned.stop()
+        assert owned.start("a-hub/name", 2) == "a-hub/name"
+    assert not (tmp_path / "served").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout", "model", "got", "helps"),
+    [
+        (DIES, 60, "model", "exit code 3", ("logs/server.log", CAUSE, "giving up")),
+        (SLEEPS, 0.5, "model", "/health", ("0 s", "--server.startup-timeout")),
+        (OWNED_SERVER, 3600, "locked", "401", ()),  # it refuses the key
+    ],
+)
+def test_owned_server_that_is_not_ready_is_named_and_ended(
+    tmp_path: Path, script: str, timeout: float, model: str, got: str, helps: tuple[str, ...]
+) -> None:
+    with server(tmp_path, script, timeout=timeout) as owned:
+        owned.start(model, 0)
+        pid = owned.pid
+        with pytest.raises(ProcessFailedError) as error:
+            owned.wait_ready()
+    assert error.value.field == "server" and got in error.value.got
+    assert all(each in str(error.value) for each in helps)
+    assert pid is not None and not alive([pid])
+
+
+def test_owned_server_readiness_has_the_key(tmp_path: Path) -> None:
+    with server(tmp_path, key="secret") as owned:
+        owned.start("locked", 0)
+        owned.wait_ready()
+
+
+def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        owned.start("model", 0)
+        owned.wait_ready()
+        owned.check()
+        pid = owned.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
+        with pytest.raises(ProcessFailedError) as error:
+            owned.check()
+    assert error.value.field == "server" and "SIGKILL" in error.value.got
+
+
+@pytest.mark.parametrize("kind", ["engine", "deaf-engine"])
+def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[int], kind: str) -> None:
+    with server(tmp_path) as owned:
+        owned.start(kind, 0)
+        owned.wait_ready()
+        engines.append(engine_of(owned))
+        pid = owned.pid
+        owned.stop()
+        assert pid is not None and not alive([pid, *engines])
+        assert owned.pid is None
+        owned.check()  # nothing runs: nothing is wrong
+
+
+def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:
+    def stopped() -> None:
+        raise StoppedError(signal.SIGINT)
+
+    with server(tmp_path, SLEEPS, check_stop=stopped) as owned, pytest.raises(StoppedError):
+        owned.start("model", 0)
+        owned.wait_ready()
+
+
+def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    trainer = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from grpo_trainer.launch.owned_server import OwnedServer
+        from grpo_trainer.launch.plan import ProcessSpec
+        spec = ProcessSpec("server", (sys.executable, "-c", {OWNED_SERVER!r}, "m", "{port}"), ready_url="http://127.0.0.1:{port}/")
+        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log", Path("none"))
+        owned.start("m", 0)
+        owned.wait_ready()
+        print(owned.pid, flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline())]
+        assert httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).text == "m"
+        process.kill()
+    wait_for("its end", lambda: not alive(pids), tmp_path / "log", 10)

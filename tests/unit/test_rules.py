@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_common.errors import Problem
+from grpo_common.sampling import bends, cuts
 from grpo_trainer.config import rules
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import Case, Hardware, Rule, check
@@ -308,14 +309,12 @@ def test_a_runs_mistakes_are_told_together() -> None:
     assert [each.field for each in together.value.problems] == ["--warmup-steps", "--sharding", "--sharding"]
 
 
-def test_an_unknown_flag_hides_no_mistake_of_an_environment() -> None:
+def test_rules_beside_unknown_flags() -> None:
     with pytest.raises(ConfigError) as error:
         build_run({}, {"model_name": "m"}, ["--seqlen", "64", "--env.group_sise", "4"])
     assert [each.field for each in error.value.problems] == ["--seqlen", "--env arithmetic: env.group_sise"]
 
-
-def test_a_lost_option_makes_no_second_problem() -> None:
-    """The rules are asked of what was meant, not of what is left of it."""
+    # The rules are asked of what was meant, not of what is left of it.
     with pytest.raises(ConfigError) as error:
         build_run({}, {"model_name": "m", "warmup_steps": 200}, ["--training-stepss", "1000"])
     assert [each.field for each in error.value.problems] == ["--training-stepss"]
@@ -333,3 +332,64 @@ def test_the_command_line_tells_them_together() -> None:
         assert sorted(fields(command, "--model", "m", *unknown)) == ["--lerning-rate", "--lr", "--sed", "word"]
     together = ("--sharding", "full", "--kl-beta", "0.1", "--warmup-steps", "10")
     assert fields("train", "--model", "m", *together) == ["--warmup-steps", "--sharding", "--sharding"]
+
+
+# sampling ------------------------------------------------------------------------------------------------------------
+
+
+PLAIN: dict[str, Any] = {
+    "temperature": 0.7,
+    "max_tokens": 5,
+    "stop": ["x"],
+    "seed": 3,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "bad_words": [],
+    "structured_outputs": None,
+    "response_format": {"type": "text"},
+    "ignore_eos": True,
+}
+
+
+def test_plain_sampling_and_temperature_are_reproduced() -> None:
+    assert bends(PLAIN) is None and bends({}) is None and cuts(PLAIN) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("temperature", 0, "0"),
+        ("temperature", 1e-6, "1e-06"),
+        ("top_p", 0.9, "0.9"),
+        ("top_k", 5, "5"),
+        ("top_k", 1, "1"),
+        ("min_p", 0.05, "0.05"),
+        ("min_p", 1, "1"),
+        ("presence_penalty", 0.5, "0.5"),
+        ("frequency_penalty", -0.5, "-0.5"),
+        ("repetition_penalty", 1.1, "1.1"),
+        ("min_tokens", 4, "4"),
+        ("logit_bias", {"3": 1.0}, "{'3': 1.0}"),
+        ("bad_words", ["no"], "['no']"),
+        ("allowed_token_ids", [1], "[1]"),
+        ("structured_outputs", {"json": {}}, "{'json': {}}"),
+        ("guided_regex", "a+", "'a+'"),
+        ("response_format", {"type": "json_object"}, "{'type': 'json_object'}"),
+    ],
+)
+def test_what_bends_the_distribution_is_refused_by_name(name: str, value: object, got: str) -> None:
+    problem = bends(PLAIN | {name: value})
+    assert problem is not None and (problem.field, problem.got) == (name, got)
+    assert problem.wanted and problem.fix
+
+
+@pytest.mark.parametrize("value", [None, "0.9", True, [0.5]])
+def test_what_is_no_number_leaves_nothing_out(value: object) -> None:
+    """Foreign environments may send anything; the server that sampled has read it otherwise."""
+    params = {"top_p": value, "top_k": value, "min_p": value}
+    assert cuts(params) == {} and bends(params) is None

@@ -9,24 +9,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from grpo_trainer import cli, follower, run, signals, watchdog
+from grpo_trainer import cli, follower, phases, run, signals, watchdog
+from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, HungError, StoppedError
 from grpo_trainer.parallel.world import World
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, StartReport, Wait, read_report, report_start
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.watchdog import StepWatch
 from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_call_that_blocks_even_where_the_shell_had_it_ignored(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_signal_ends_a_call_that_blocks(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     def asks_vllm(*_: object) -> None:
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
         subprocess.run([sys.executable, "-c", "import time; time.sleep(120)"], check=False)
@@ -75,9 +76,7 @@ def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch:
     assert found == [signal.SIG_IGN] * 3
 
 
-def test_a_trainer_process_that_follows_does_not_wait_for_its_server_after_a_signal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_signal_ends_the_wait_of_a_follower(monkeypatch: pytest.MonkeyPatch) -> None:
     def build_policy(_: object, check_stop: Callable[[], None], __: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         check_stop()
@@ -141,15 +140,13 @@ def test_a_step_that_never_looks_is_ended_from_outside(seen: Seen) -> None:
     assert seen.events == ["dump", "words 0.02", "end 124"]
 
 
-def test_steps_that_end_are_left_alone(seen: Seen) -> None:
+def test_watch_leaves_steps_alone(seen: Seen) -> None:
     watch = seen.watch(600.0, grace=600.0)
     for step in range(3):
         with watch.over(f"step {step}"):
             watch.check()
     assert not seen.events
 
-
-def test_without_a_limit_nothing_is_watched() -> None:
     watch = StepWatch(0.0)
     with watch.over("step 1"):
         assert "step watch" not in [thread.name for thread in threading.enumerate()]
@@ -171,3 +168,87 @@ def test_a_process_that_hangs_ends_with_its_stacks_in_the_log() -> None:
     assert done.returncode == 124
     assert done.stderr.count("ERROR:grpo_trainer.watchdog:step 3 ") == 2 and "hangs_here" in done.stderr
     assert "--resume auto" in done.stderr
+
+
+# phases of a start ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Says the times that it is given, one after the other."""
+
+    def __init__(self, *times: float) -> None:
+        self.times = list(times)
+
+    def __call__(self) -> float:
+        return self.times.pop(0)
+
+
+def test_each_second_is_in_one_phase() -> None:
+    counted = Phases(Clock(14, 20, 21, 25, 31))
+    counted.begin("command", 10)
+    counted.enter("imports", at=11.5)
+    counted.enter("model")  # at 14
+    counted.enter("compile")  # at 20
+    with counted.of("server"):  # from 21 to 25
+        pass
+    # command 10 to 11.5, imports to 14, model to 20, compile to 21 and from 25 to 31, server between
+    assert counted.end() == {"command": 1.5, "imports": 2.5, "model": 6, "compile": 1 + 6, "server": 4}
+    assert counted.end() is None
+
+
+def test_the_present_phase_is_what_the_trainer_waits_for() -> None:
+    counted = Phases(Clock(14, 20))
+    assert counted.waits() == []
+    counted.begin("imports", 10)
+    assert counted.waits() == [Wait("trainer", IN_WORDS["imports"], 4.0)]  # from 10 to 14
+    counted.end()
+    assert counted.waits() == []
+
+
+def test_what_a_start_took_is_written_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Phases(Clock(4, 9))
+    monkeypatch.setattr(phases, "START", counted)
+    said: list[str] = []
+    report_start(tmp_path, said.append)
+    assert not said and not list(tmp_path.iterdir()), "nothing has begun"
+    counted.begin("imports", 1)
+    counted.enter(FIRST_STEP)
+    report_start(tmp_path, said.append)
+    report_start(tmp_path, said.append)
+    assert len(said) == 1
+    assert read_report(tmp_path / phases.REPORT_FILE) == StartReport(8, {"imports": 3, FIRST_STEP: 5})
+
+
+def test_report_that_cannot_be_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "START", counted := Phases())
+    counted.begin("imports", 1)
+    report_start(tmp_path / "not there", lambda _: None)
+
+    report = tmp_path / "start.json"
+    for content in ("", "{", "[]", '{"seconds": "x", "phases": {}}'):
+        report.write_text(content)
+        assert read_report(report) is None
+
+
+def test_a_process_knows_when_it_was_started() -> None:
+    code = "from grpo_trainer.phases import process_start; print(process_start())"
+    before = time.time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before - 0.1 <= float(done.stdout) <= time.time()  # the kernel counts hundredths of seconds
+
+
+# the supervisor's side ---------------------------------------------------------------------------------------
+
+
+# compilers' caches -------------------------------------------------------------------------------------------
+
+
+def test_compile_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    made = compile_caches({"TRITON_CACHE_DIR": "/mine", "VLLM_CACHE_ROOT": ""})
+    assert made == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "not" / "there"))
+    assert compile_caches({})
+    monkeypatch.setattr(os, "access", lambda path, how: how == os.F_OK and Path(path).exists())  # root may write all
+    assert compile_caches({}) == {}

@@ -27,6 +27,7 @@ from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
 from grpo_trainer.run_defaults import chosen
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
+from tests.unit.factories import refusing
 
 TINY = ModelShape(64, 128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True, positions=4096)
 ADAPTER = str(FINISHED / "checkpoints" / "adapter_final")
@@ -198,15 +199,12 @@ def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, 4, 2),
     ],
 )
-def test_resume_with_one_size_of_the_batch_keeps_the_other(
-    tmp_path: Path, flags: dict[str, Any], batch: int, steps: int
-) -> None:
+def test_resume_with_one_size_of_the_batch(tmp_path: Path, flags: dict[str, Any], batch: int, steps: int) -> None:
     started(tmp_path / "r")
     again = continued(tmp_path / "r", **flags)
     assert (again.trainer.batch_size, again.trainer.gradient_accumulation_steps) == (batch, steps)
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--gradient-accumulation-steps"):
         continued(tmp_path / "r", gradient_accumulation_steps=3)
-    assert error.value.field == "--gradient-accumulation-steps"
     started(tmp_path / "old", batch_size=4, gradient_accumulation_steps=8)
     assert continued(tmp_path / "old", batch_size=2).trainer.sequences_per_step == 16
 
@@ -273,23 +271,19 @@ def test_other_parameters_than_the_checkpoints_are_refused(tmp_path: Path, flags
     stored(tmp_path / "r")
     assert continued(tmp_path / "r", **flags), "nothing is saved yet"
     save_checkpoint(tmp_path / "r")
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, field):
         continued(tmp_path / "r", **flags)
-    assert error.value.field == field
 
 
 def test_a_folder_that_is_not_there_and_two_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--resume", got=str(tmp_path / "typo")):
         continued(tmp_path / "typo", model_name="m")
-    assert (error.value.field, error.value.got) == ("--resume", str(tmp_path / "typo"))
     stored(tmp_path / "r")
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--run-dir"):
         continued(tmp_path / "r", run_dir=str(tmp_path / "s"))
-    assert error.value.field == "--run-dir"
     (tmp_path / "r" / RUN_FILE).write_text("a = [")
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, f"--resume {tmp_path / 'r' / RUN_FILE}"):
         continued(tmp_path / "r")
-    assert error.value.field == f"--resume {tmp_path / 'r' / RUN_FILE}"
 
 
 OLD_TRAINER = """
@@ -376,7 +370,7 @@ def test_the_options_of_released_versions_are_read(folder: Path, mode: str, step
 # keys -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stored_run_has_no_key_and_names_what_it_left_out(
+def test_stored_run_has_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cret-6")
@@ -412,9 +406,7 @@ def test_a_stored_run_has_no_key_and_names_what_it_left_out(
     assert "trainer.rollout_api_key" in str(warning.args)
 
 
-def test_a_stored_run_keeps_values_in_which_a_secret_is_only_spoken_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_run_keeps_words_like_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", str(tmp_path))
     prompt = "End your answer with token=<number>. password: none. Bearer examples --ask nothing"
     words = ("--env.system_prompt", prompt)
@@ -445,9 +437,7 @@ def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, mo
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
 
 
-def test_files_of_rewards_are_copied_and_a_changed_one_stays_beside_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         Path(folder).mkdir()
