@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
+from itertools import cycle, islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, SupportsFloat, cast
 
@@ -371,11 +372,7 @@ class BaseEnv(Generic[Item, Config]):
         if not self.compares_answers:
             return seen + self.said_of_stops(room)
         doing("score_group()" if scores_groups else "score()")
-        completions = []
-        for text in MADE_UP:
-            ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
-            logprobs = [0.0] * len(ids)
-            completions.append(Completion(token_ids, ids, logprobs, text, "stop", None, self.config.temperature))
+        completions = self.made_up(token_ids, len(MADE_UP))
         scores = await self.scored_within(item, self.score_group(item, completions))
         for score in scores if isinstance(scores, Sequence) and len(scores) == len(MADE_UP) else [scores]:
             if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):
@@ -387,6 +384,14 @@ class BaseEnv(Generic[Item, Config]):
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
         return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops(room)}"
+
+    def made_up(self, token_ids: list[int], n: int) -> list[Completion]:
+        """Return `n` answers to a prompt that nobody sampled, for a trial."""
+        found = []
+        for text in islice(cycle(MADE_UP), n):
+            ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
+            found.append(Completion(token_ids, ids, [0.0] * len(ids), text, "stop", None, self.config.temperature))
+        return found
 
     async def evaluate(self) -> dict[str, float]:
         """Return metrics of the current policy; `accuracy` should be among them. By default there are none."""

@@ -122,7 +122,10 @@ def run(
     data: Data = None,
     reward: Reward = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the processes that the run would start, and start none.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Try the environment, print the processes that the run would start, and start none."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     slurm: Annotated[
@@ -151,8 +154,11 @@ def run(
 
     if dry_run:
         from grpo_trainer import dry_run as ahead
+        from grpo_trainer.launch.trial import trying
 
-        rows, missing = ahead.look_ahead(run_config)
+        with trying(run_config) as trials:
+            rows, missing = ahead.look_ahead(run_config)
+            trials.check(partial(typer.echo, err=True))
         if as_json:
             typer.echo(ahead.as_json(rows, missing))
         else:

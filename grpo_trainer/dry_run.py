@@ -1,7 +1,8 @@
-"""`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It starts and writes nothing.
+"""`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It writes nothing.
 
-The same checks as before a start apply. But a machine without the GPUs or the cluster that a run needs shows its plan
-all the same, and says what is missing: a plan may be read before there is such a machine.
+The same checks as before a start apply, and environments are tried (`grpo_trainer.launch.trial`). But a machine without
+the GPUs or the cluster that a run needs shows its plan all the same, and says what is missing: a plan may be read
+before there is such a machine.
 """
 
 from __future__ import annotations

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import logging
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_common.folders import sync as sync
+from grpo_common.folders import temporary_name
+from grpo_common.folders import whole_folder as whole_folder
 from grpo_common.locks import HeldError, hold
 from grpo_trainer.errors import ConfigError, FolderGoneError
 
@@ -96,18 +97,13 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` if the block succeeds, and is deleted if it fails."""
-    temporary = _temporary(path)
+    temporary = temporary_name(path)
     try:
         yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _temporary(path: Path) -> Path:
-    """Return a name beside `path`, which `remove_remains` knows."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
@@ -187,28 +183,6 @@ def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
             os.close(handle)
 
 
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` if the block succeeds, and is deleted if it fails.
-
-    An existing folder at `path` is replaced in one operation, so readers find either the old or the new one.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    temporary.mkdir()
-    try:
-        yield temporary
-        if path.exists():
-            _exchange(temporary, path)
-            shutil.rmtree(temporary)
-        else:
-            temporary.rename(path)
-        sync(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def remove_remains(folder: Path, pattern: str) -> None:
     """Remove temporary files and folders of a killed process whose names match a regular expression."""
     remains = re.compile(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.tmp(?:\.aside\.tmp)?")
@@ -225,27 +199,3 @@ def folders_named(folder: Path, pattern: str, *, containing: str) -> list[Path]:
         if re.fullmatch(pattern, path.name) and not path.is_symlink() and (path / containing).is_file()
     ]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-
-
-def sync(path: Path) -> None:
-    """Sync the content of a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one operation, or in three on a file system that does not support it."""
-    paths = os.fsencode(one), os.fsencode(other)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "renameat2") and not libc.renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE):
-        return
-    aside = one.with_name(f"{one.name}.aside.tmp")
-    other.rename(aside)
-    one.rename(other)
-    aside.rename(one)

@@ -28,8 +28,8 @@ def tables() -> str:
         f"| `--env` | `arithmetic` | The environment: {', '.join(f'`{name}`' for name in BUILT_IN)}, "
         "or a module or file of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
-        "| `--dry-run`, `--json` | | Print the processes that the run would start, as a table or as JSON, and start "
-        "none. |\n"
+        "| `--dry-run`, `--json` | | Try the environment, and print the processes that the run would start, as a table "
+        "or as JSON; start none. |\n"
         "| `--slurm FILE`, `--gpus-per-node` | `8` | Write a Slurm job script for this run to FILE, and start nothing; "
         "--gpus-per-node: GPUs of each machine (0: run on CPUs). |\n"
     )

@@ -179,14 +179,12 @@ def read_source(
 
 
 def _file(field: str, path: Path) -> Data:
-    kind, whole, options = _kind(path), path.stat().st_size <= CHECKED_WHOLE, dict[str, Any]()
+    kind, whole = _kind(path), path.stat().st_size <= CHECKED_WHOLE
     if kind in JSON_ENDS:
         rows = _json_rows(field, {"": path}, whole=whole)
     elif kind in TABLE_ENDS:
-        if TABLE_ENDS[kind] == "csv":  # an empty cell is None; NA and null are text, as in any other file
-            options = {"keep_default_na": False, "na_values": [""], "sep": "\t" if kind == ".tsv" else ","}
-        options |= {"path": TABLE_ENDS[kind], "data_files": str(path.absolute()), "split": "train"}
-        rows = _table_rows(field, _load(field, lambda library: library.load_dataset(**options), path))
+        options = {"data_files": str(path.absolute()), "split": "train", **_options_of([path])}
+        rows = _table_rows(field, _load(field, lambda library: library.load_dataset(TABLE_ENDS[kind], **options), path))
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
         raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
@@ -210,7 +208,8 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     else:
 
         def load(library: Any) -> Any:
-            return library.load_from_disk(source) if saved else library.load_dataset(source, subset)
+            options = {} if cards else _options_of(files)
+            return library.load_from_disk(source) if saved else library.load_dataset(source, subset, **options)
 
         table, part = _split_of(field, _load(field, load, path), split, split_flag)
         rows = _table_rows(field, table)
@@ -237,6 +236,16 @@ def _kind(path: Path) -> str:
     """Return the ending of a file that says what it has, such as .jsonl of rows.jsonl.gz."""
     ends = path.suffixes[-2:]
     return ends[0] if len(ends) == 2 and ends[1] in COMPRESSED else path.suffix
+
+
+def _options_of(files: Sequence[Path]) -> dict[str, Any]:
+    """Return how `datasets` reads CSV files: an empty cell is None; NA and null are text, as in any other file; and the
+    type of a column is that of all its rows, which by default would be that of the first 10,000."""
+    kinds = {_kind(each) for each in files}
+    if kinds not in ({".csv"}, {".tsv"}):
+        return {}
+    separator = "\t" if kinds == {".tsv"} else ","
+    return {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
 
 
 def _is_hidden(file: Path, folder: Path, *, saved: bool) -> bool:

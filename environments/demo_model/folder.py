@@ -1,14 +1,13 @@
 """The folder of a demo model: the settings it was built with, and when it may be replaced. Imports nothing heavy."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from environments.demo_model.released import NAME, DemoModelError
+from grpo_common.folders import whole_folder
 
 MARKER = "demo_model.json"
 """File in the output folder that marks it as a demo model's, for later runs."""
@@ -66,17 +65,7 @@ def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> str:
 
     `out` is never visible half-written.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    old = partial.with_name(partial.name + ".old")
-    try:
-        partial.mkdir()
+    with whole_folder(out) as partial:
         marker = write(partial)
         (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-        return marker["summary"]
-    finally:
-        for each in (partial, old):
-            shutil.rmtree(each, ignore_errors=True)
+    return marker["summary"]

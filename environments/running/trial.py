@@ -1,6 +1,7 @@
 """`try`: an environment without a server, so that its mistakes show in seconds and before anything is started.
 
-It runs `setup`, takes an item, turns its prompt into tokens and scores two made-up answers. `grpo run` and
+It runs `setup`, takes an item, turns its prompt into tokens, scores two made-up answers, and evaluates such answers if
+the class has `evaluate`. `grpo run` and
 `grpo doctor` start it as a separate process. They read how far it is, and what failed, from a file, which
 `REPORT_VARIABLE` names.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from environments.config import ConfigError, PromptTooLong, Settings, UnusableRow
+from environments.running.groups import EnvironmentFailed
 from environments.scoring import settled
 from environments.user_modules import place, user_code_failed, users_frames
 from grpo_common.errors import UserError
@@ -34,6 +36,8 @@ the user's code that runs; `problems`, what failed; `found`, the result; `lone`,
 can't be compared with others."""
 MOST_ITEMS: Final = 16
 """Items that are tried until a prompt leaves room for an answer; as many lost groups in a row end an environment."""
+MOST_REQUESTS: Final = 16
+"""Requests of `evaluate` that are answered."""
 LOOK_EVERY_S: Final = 0.5
 
 
@@ -55,6 +59,19 @@ class NoServer:
 
     async def close(self) -> None:
         return
+
+
+class MadeUpAnswers(NoServer):
+    """Stands in for the inference server in an evaluation: the first requests get made-up answers."""
+
+    def __init__(self, env: BaseEnv[Any, Any]) -> None:
+        self._env, self._left = env, MOST_REQUESTS
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        if not self._left:
+            raise NeedsServer("a trial answers the first requests only")
+        self._left -= 1
+        return self._env.made_up(prompt_token_ids, n)
 
 
 class Report:
@@ -129,6 +146,9 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         doing("setup()")
         await settled(env.setup())
         found = await _try_items(env)
+        if not type(env).evaluate.__module__.startswith("environments."):
+            doing("evaluate()")
+            found += await _try_evaluation(env)
         doing("close()")
         closing, env = env, None
         await closing.close()
@@ -143,6 +163,19 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         if env is not None:
             with suppress(Exception):
                 await env.close()
+
+
+async def _try_evaluation(env: BaseEnv[Any, Any]) -> str:
+    """Evaluate made-up answers; return what was seen, which is nothing where a server is needed."""
+    env.server = MadeUpAnswers(env)
+    try:
+        metrics = await env.evaluate()
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, EnvironmentFailed) else error
+        if isinstance(cause, NeedsServer):
+            return ""
+        raise cause or error from None
+    return f"; evaluate() returns {', '.join(map(str, metrics))}"
 
 
 async def _try_items(env: BaseEnv[Any, Any]) -> str:

@@ -472,9 +472,19 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
     assert rows_of(data) == [{**rows[0], "n": None}, {**rows[1], "answer": None}]
     assert data.rows.place(1) == "data/train-1.jsonl, line 2" and data.split == "train"
     assert rows_of(opened(tmp_path, split="test")) == [rows[0]]
-    (tmp_path / "cells.csv").write_text("prompt,answer\nNA,null\n,x\n")
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/cells.csv").write_text("prompt,answer\nNA,null\n,x\n")
     cells = [{"prompt": "NA", "answer": "null"}, {"prompt": None, "answer": "x"}]
-    assert rows_of(opened(tmp_path / "cells.csv")) == cells
+    assert rows_of(opened(tmp_path / "tables")) == rows_of(opened(tmp_path / "tables/cells.csv")) == cells
+
+
+def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> None:
+    """The library `datasets` decides by the first 10,000 rows, and names no row in its error."""
+    (folder := tmp_path / "rows").mkdir()
+    (folder / "long.csv").write_text("prompt,answer\n" + "a,1\n" * 20_000 + "b,many\n")
+    for path in (folder / "long.csv", folder):
+        data = opened(path)
+        assert (data.rows[0]["answer"], data.rows[20_000]["answer"]) == ("1", "many")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from environments.demo_model.model import build_tokenizer
 from grpo_trainer import dry_run
 from grpo_trainer.cli import app
 from grpo_trainer.config.processes import RunConfig
@@ -131,6 +132,19 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     found = json.loads(done.stdout)["processes"]
     assert [each["name"] for each in found] == ["api", "server", "trainer", "env-arithmetic"]
     assert done.exit_code == 0 and not folder.exists()
+
+
+def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+    monkeypatch.setattr("grpo_trainer.launch.trial.LIMIT_S", 120.0)  # 20 s are too few on a busy machine
+    build_tokenizer().save_pretrained(model)
+    (model / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    (model / "mine.py").write_text("def right(completions, solution):\n    return [1.0 for _ in completions]\n")
+    words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(model / "run"), "--server.port", "0"]
+    words += ["--api.port", "0", "--data", str(model / "data.jsonl"), "--reward", f"{model}/mine.py:right"]
+    with pytest.raises(ConfigError) as wrong:
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "--reward" in wrong.value.field and "solution" in wrong.value.got
 
 
 def test_what_would_stop_the_run_stops_the_dry_one(

@@ -132,6 +132,22 @@ CUT = (
 )
 
 
+EVALUATES = (
+    CAPITALS
+    + """
+
+    async def evaluate(self):
+        from statistics import fmean
+        found, failed = await self.examine_each([1], self._examine)
+        return {"accuracy": fmean(found), **failed}
+
+    async def _examine(self, row):
+        await self.complete("x", 1)
+        return (await self.score_group(("France", "Paris"), await self.complete("x", 1)))[0]
+"""
+)
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -147,11 +163,13 @@ CUT = (
         ("import no_such_module\n" + CAPITALS, ["import", "mine.py:1", "no_such_module"]),
         (CAPITALS.replace("The capital", "x" * 999), ["max_token_length"]),
         (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
+        (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:17", "NameError"]),
+        (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:21", "no_score"]),
         (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
         *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
-        *("import", "no_room", "top_p", "unknown_token"),
+        *("import", "no_room", "top_p", "evaluate", "each_row", "unknown_token"),
     ],
 )
 def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]) -> None:
@@ -163,6 +181,14 @@ def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch
     (problem,) = tried_here(code, model, monkeypatch)["problems"]
     said = str(Problem(**problem))
     assert all(word in said for word in words), said
+
+
+def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 rows of two requests each: 8 rows are answered."""
+    found = tried_here(EVALUATES.replace("[1]", "[1] * 100"), model, monkeypatch)["found"]
+    assert found.endswith("; evaluate() returns accuracy, rows_failed")
+    asks = CAPITALS + "\n    async def evaluate(self):\n        return await self.server.ask('/v1/models', {})\n"
+    assert tried_here(asks, model, monkeypatch)["found"].endswith(" 0 and 0")
 
 
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_trainer import files
+from grpo_common import folders
 from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
@@ -206,7 +206,7 @@ def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, monkeypatch:
 
 def test_whole_folder_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(files, "sync", lambda path: synced.append((path, (tmp_path / "c").is_dir())))
+    monkeypatch.setattr(folders, "sync", lambda path: synced.append((path, (tmp_path / "c").is_dir())))
     with whole_folder(tmp_path / "c"):
         assert synced == []
     assert synced == [(tmp_path, True)]
