@@ -121,59 +121,39 @@ class Delivery:
         return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
 
 
-async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int) -> Delivery:
-    """Return the delivery of an adapter in a folder.
+async def delivered(
+    request: LoraLoadRequest, body: str | None, channels: Channels, roots: tuple[Path, ...]
+) -> Delivery:
+    """Return how an adapter is delivered, after a check of what can be seen of it.
+
+    Args:
+        body: the memory file that has the request's body of safetensors; its metadata holds the configuration.
+        roots: folders in which adapters may be.
 
     Raises:
-        ServeError: 403, 404 or 422; see `adapters`.
+        ServeError: 422, the request names no way or several, or the adapter is damaged or not servable; 404, the
+            channel is not open; 403, 404 or 422 for a folder, see `adapters`.
     """
+    ways = {"body": body, "channel": request.channel, "folder": request.adapter_path}
+    said = [way for way, value in ways.items() if value is not None]
+    if len(said) != 1:
+        wanted = "one of adapter_path, channel, or a body of safetensors"
+        got = " and ".join(said) or "no adapter"
+        raise ServeError(422, "adapter_path", got, wanted, "say where the adapter is")
+    max_rank, unique = require_lora(channels.max_rank), uuid4().hex[:8]
+    if body is not None:
+        return Delivery("memory", f"memory://{unique}", check_file(Path(body), max_rank=max_rank), file=body)
+    if (name := request.channel) is not None:
+        opened = channels.request(name, adapters=True)
+        kind, config = opened.transport, opened.adapter_config or {}
+        return Delivery(kind, f"{kind}://{name}/{unique}", config, channel=name)
 
-    def check() -> Delivery:
-        path = allowed_path(adapter_path, roots)
+    def in_folder() -> Delivery:
+        path = allowed_path(request.adapter_path or "", roots)
         config, weights = check_folder(path, roots, max_rank=max_rank)
         return Delivery("disk", str(path), config, file=str(weights))
 
-    return await asyncio.to_thread(check)  # a disk may be slow
-
-
-def from_body(file: str, max_rank: int) -> Delivery:
-    """Return the delivery of a safetensors body in the memory file `file`; its metadata holds the configuration.
-
-    Raises:
-        ServeError: 422, the body is damaged or not servable.
-    """
-    config = check_file(Path(file), max_rank=max_rank)
-    return Delivery("memory", f"memory://{uuid4().hex[:8]}", config, file=file)
-
-
-def from_channel(channels: Channels, name: str) -> Delivery:
-    """Return the delivery of the adapter that is in the open channel, or on its way by it.
-
-    Raises:
-        ServeError: 404, the channel is not open.
-    """
-    request = channels.request(name, adapters=True)
-    kind, config = request.transport, request.adapter_config
-    return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", config or {}, channel=name)
-
-
-def delivered_by(request: LoraLoadRequest, body: str | None) -> str:
-    """Return which way a request uses: "body", "channel" or "folder".
-
-    Raises:
-        ServeError: 422, the request names none or several.
-    """
-    said = [
-        way
-        for way, value in (("body", body), ("channel", request.channel), ("folder", request.adapter_path))
-        if value is not None
-    ]
-    if len(said) != 1:
-        raise ServeError(
-            422, "adapter_path", got=" and ".join(said) or "no adapter",
-            wanted="one of adapter_path, channel, or a body of safetensors", fix="say where the adapter is",
-        )  # fmt: skip
-    return said[0]
+    return await asyncio.to_thread(in_folder)  # a disk may be slow
 
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
@@ -251,19 +231,11 @@ class Publisher:
             ServeError: 403, 404, 409 or 422 for an error in the request or the adapter; 503 if in-flight requests kept
                 every slot of the engine for too long.
         """
-        way = delivered_by(request, body)
-        max_rank = require_lora(self.channels.max_rank)
         async with self.channels.changing:  # a repeated request waits for the first one, then gets its answer
             named, answer = self._answered
             if answer is not None and named == request.request_id:
                 return answer
-            match way:
-                case "body":
-                    delivery = from_body(body or "", max_rank)
-                case "channel":
-                    delivery = from_channel(self.channels, request.channel or "")
-                case _:
-                    delivery = await from_folder(request.adapter_path or "", self.roots, max_rank)
+            delivery = await delivered(request, body, self.channels, self.roots)
             answer = await self._publish(request, delivery)
             if request.request_id is not None:
                 self._answered = request.request_id, answer

@@ -21,7 +21,7 @@ from vllm_server.fence import Fence
 from vllm_server.protocol import LoraLoadRequest
 from vllm_server.protocol.adapter_config import SERVABLE, refusals
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, CudaIpcSpec, GroupSpec
-from vllm_server.publisher import Bodies, delivered_by, from_body, from_channel
+from vllm_server.publisher import Bodies, Delivery, delivered
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -65,6 +65,10 @@ class Workers:
         return Channels(self.call, self.fence, accepts=False, max_rank=8)
 
 
+async def by_channel(channels: Channels, name: str) -> Delivery:
+    return await delivered(LoraLoadRequest(channel=name), None, channels, ())
+
+
 @story
 async def test_channels_hold_the_newest_alone() -> None:
     channels = (workers := Workers()).channels()
@@ -73,14 +77,14 @@ async def test_channels_hold_the_newest_alone() -> None:
     second = (await channels.open(channel("nccl"))).channel
     assert workers.open == [second]
     with refusing(ServeError, "channel", 404, got=first):
-        from_channel(channels, first)
+        await by_channel(channels, first)
     await channels.close(ChannelCloseRequest(first))  # a trainer that has been replaced says goodbye: not for the other
     assert workers.open == [second]
     for _ in range(2):
         await channels.close(ChannelCloseRequest(second))
     assert workers.open == [] and not channels.is_open
     with refusing(ServeError, "channel", 404):
-        from_channel(channels, second)
+        await by_channel(channels, second)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl", "gloo"])
@@ -89,7 +93,7 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
     channels = Workers().channels()
     name = (await channels.open(channel(kind))).channel
-    one, two = from_channel(channels, name), from_channel(channels, name)
+    one, two = await by_channel(channels, name), await by_channel(channels, name)
     assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
     assert (one.transport, one.channel, one.file, one.config) == (kind, name, "", CONFIG)
     assert one.said_by == "channel"
@@ -120,7 +124,7 @@ async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     with refusing(ServeError, field, 409 if field == "weights" else 422) as refused:
         await channels.open(channel(**changed))
     assert all(part in getattr(refused.value, name) for name, part in parts.items())
-    assert workers.open == [name] and from_channel(channels, name).channel == name
+    assert workers.open == [name] and (await by_channel(channels, name)).channel == name
 
 
 @story
@@ -149,7 +153,7 @@ def receive(*pieces: bytes) -> Any:
     async def once() -> Any:
         async with BODIES.holding(chunks(*pieces), None) as file:
             assert Path(file).read_bytes() == b"".join(pieces)
-            return from_body(file, 8)
+            return await delivered(LoraLoadRequest(), file, Workers().channels(), ())
 
     return asyncio.run(once())
 
@@ -174,7 +178,7 @@ async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
 
 
-def test_from_body_of_pieces() -> None:
+def test_delivered_by_a_body_of_pieces() -> None:
     whole = adapter()
     delivery = receive(whole[:5], whole[5:300], whole[300:])
     assert (delivery.transport, delivery.config, delivery.said_by) == ("memory", CONFIG, "body")
@@ -201,23 +205,11 @@ def test_from_body_of_pieces() -> None:
         (adapter(tensors=dict(list(TENSORS.items())[:1])), "adapter_model.safetensors", MODULE),
     ],
 )
-def test_from_body_of_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
+def test_delivered_by_a_body_of_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
     with refusing(ServeError, field, 422) as refused:
         receive(body)
     assert got in refused.value.got
     assert refused.value.fix
-
-
-@pytest.mark.parametrize(
-    ("request_", "body", "way"),
-    [
-        (LoraLoadRequest(adapter_path="/a"), None, "folder"),
-        (LoraLoadRequest(channel="c"), None, "channel"),
-        (LoraLoadRequest(adapter_name="n"), "/proc/1/fd/1", "body"),
-    ],
-)
-def test_delivered_by_says_one_way(request_: LoraLoadRequest, body: str | None, way: str) -> None:
-    assert delivered_by(request_, body) == way
 
 
 @pytest.mark.parametrize(
@@ -230,7 +222,7 @@ def test_delivered_by_says_one_way(request_: LoraLoadRequest, body: str | None, 
 )
 def test_delivered_by_refuses_no_way_or_two(request_: LoraLoadRequest, body: str | None, got: str) -> None:
     with pytest.raises(ServeError) as refused:
-        delivered_by(request_, body)
+        asyncio.run(delivered(request_, body, Workers().channels(), ()))
     assert (refused.value.status, refused.value.got) == (422, got)
 
 
