@@ -19,12 +19,10 @@ from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
 from tests.integration.odd_environment import FAST
 from tests.processes import ROOT, tail, wait_for
-from tests.runs import finished, rows
+from tests.runs import rows
 
 MODULES = {"api": "environments.api", "env": "odd_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
-KILLS = int(os.environ.get("GRPO_KILLS", "3"))
-"""In a test of random kills."""
 
 
 class ElasticRun:
@@ -83,13 +81,6 @@ class ElasticRun:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-
-    def ends_after_kills(self, kills: int, draw: random.Random) -> None:
-        """Kill random processes, and let the run end by itself."""
-        for _ in range(kills):
-            self.kill_one(draw.choice(["server", "env", "api"]), draw)
-        self.hurry()
-        assert finished(self.process, self.log, 1200) == 0, tail(self.log)
 
     def kill_one(self, victim: str, draw: random.Random) -> None:
         """Kill a server, an environment or the API, and wait until the run has recovered.

@@ -22,7 +22,7 @@ from environments.config import BaseEnvConfig
 from environments.peers.http import PeerGone
 from environments.peers.rollout_api import RolloutApi
 from tests.contract.test_rollout_api import ENV, TRAINER, start_run
-from tests.mangling import mangled
+from tests.foreign import mangled
 from tests.processes import answers, free_port, running, wait_for
 from tests.rollout_api import running_server
 

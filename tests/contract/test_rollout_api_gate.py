@@ -22,8 +22,7 @@ from environments.api.app import build_app
 from environments.api.errors import SettingsError
 from environments.api.service import Service
 from environments.api.settings import Settings
-from tests.processes import ROOT, free_port, running, wait_for
-from tests.routes import (
+from tests.foreign import (
     FOREIGN,
     assert_every_route_asks_for_the_key,
     assert_no_route_answers,
@@ -32,6 +31,7 @@ from tests.routes import (
     foreign,
     innermost,
 )
+from tests.processes import ROOT, free_port, running, wait_for
 from tests.stand_ins import registration
 
 PORT = 8000

@@ -1,12 +1,8 @@
-"""A real `grpo run --cluster` over three Ray nodes of this machine, which lose a server's node and the trainer's.
-
-Twenty random kills: GRPO_KILLS=20 python -m pytest tests/integration/test_cluster_elastic.py -k random
-"""
+"""A real `grpo run --cluster` over three Ray nodes of this machine, which lose a server's node and the trainer's."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -18,7 +14,6 @@ import psutil
 import pytest
 
 from tests.elastic import (
-    KILLS,
     ElasticRun,
     assert_environments_kept_their_names,
     assert_every_group_counted_once,
@@ -123,20 +118,3 @@ def test_a_run_learns_and_survives_the_loss_of_a_servers_node_and_of_the_trainer
     for loss in losses:
         before, after = reward[loss - WINDOW : loss], reward[loss : loss + WINDOW]
         assert fmean(after) > fmean(before) - 0.25
-
-
-@pytest.mark.skipif("GRPO_KILLS" not in os.environ, reason="random kills on a cluster take minutes: GRPO_KILLS=20")
-def test_a_run_with_random_kills_on_a_cluster_ends_by_itself(demo_model: Path, tmp_path: Path, cluster: Any) -> None:
-    """Of servers on two nodes, two environments and the API, each as soon as the one before it has recovered."""
-    run_dir, log, config, draw = tmp_path / "run", tmp_path / "log", tmp_path / "run.toml", random.Random(42)
-    config.write_text(2 * ENVIRONMENTS)
-    steps, groups = 20 + 15 * KILLS, 4
-    options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})
-    options |= {"training-steps": steps, "server.replicas": 2, "checkpoint-interval": 5, "max-restarts": 20}
-    with started(demo_model, run_dir, log, **options) as process:
-        wait_for_step(run_dir, 2, process, log)
-        run = ElasticRun(process, run_dir, log)
-        assert len(hosts(cluster, "vllm_server")) == 2
-        run.ends_after_kills(KILLS, draw)
-    assert_every_group_counted_once(run_dir, steps, groups)
-    assert_environments_kept_their_names(run_dir, 2)

@@ -17,11 +17,7 @@ import pytest
 from environments.api.app import ROUTES
 from grpo_trainer.errors import ServerError
 from tests.bridge_contract import Trainer, contract
-from tests.integration.browsing import FOREIGN_NAME, NEEDS_BROWSER, Browser, browser
-from tests.integration.serving import Serving, serving, shared_server
-from tests.integration.test_lora_http import adapter_bytes
-from tests.rollout_api import running_server
-from tests.routes import (
+from tests.foreign import (
     FOREIGN,
     assert_every_route_asks_for_the_key,
     assert_no_route_answers,
@@ -29,6 +25,10 @@ from tests.routes import (
     filled,
     foreign,
 )
+from tests.integration.browsing import FOREIGN_NAME, NEEDS_BROWSER, Browser, browser
+from tests.integration.serving import Serving, serving, shared_server
+from tests.integration.test_lora_http import adapter_bytes
+from tests.rollout_api import running_server
 from tests.stand_ins import registration
 from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE
 

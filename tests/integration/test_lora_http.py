@@ -1,17 +1,22 @@
-"""`/lora/load` over HTTP: who may, and what is said of a body that is none."""
+"""Doors of the LoRA bridge: `/lora/load` over HTTP, what is said of a body that is none, and servers it can't use.
+
+What the bridge promises once it is open is in `tests/bridge_contract.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.weights.layout import AdapterLayout
 from tests.bridge_contract import Trainer, contract
-from tests.integration.serving import Serving, shared_server
+from tests.integration.serving import RANK, Serving, shared_server
 from tests.processes import wait_for
 from tests.unit.tiny_lora import fill_b
 from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE
@@ -106,3 +111,33 @@ def test_content_types_are_read_as_http_writes_them(body: bytes) -> None:
     again = json.dumps({"adapter_path": served.adapter_path}).encode()
     answer = server.post("/lora/load", again, **{"content-type": "application/octet-stream"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (409, "adapter_path")
+
+
+# where the bridge starts: on a server that was used before, or one that can't take it -------------------------------
+
+
+def test_a_trainer_that_comes_to_a_used_server_goes_on_counting() -> None:
+    trainer, other = Trainer(shared_server()), Trainer(shared_server())
+    with trainer.swap:
+        first = trainer.swap.connect(1)
+        trainer.swap.publish(first)
+    with other.swap:
+        assert other.swap.connect(0) == first + 1
+        assert other.swap.connect(first + 50) == first + 50  # a resumed trainer that is further keeps its count
+        assert other.swap.publish(first + 1).version == first + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "got", "wanted"),
+    [
+        ({"lora_r": 16}, "--max-lora-rank", f"{RANK}", "16"),
+        ({"lora_name": "other"}, "--lora-name", "other", "policy"),
+    ],
+)
+def test_a_server_that_cannot_take_the_bridge_is_refused_before_training(
+    options: dict[str, Any], field: str, got: str, wanted: str
+) -> None:
+    trainer = Trainer(shared_server(), **options)
+    with trainer.swap, pytest.raises(BridgeError) as error:
+        trainer.swap.connect(0)
+    assert (error.value.field, error.value.got) == (field, got) and wanted in error.value.wanted

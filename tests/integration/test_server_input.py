@@ -22,8 +22,8 @@ import msgspec
 import psutil
 import pytest
 
+from tests.foreign import mangled
 from tests.integration.serving import Serving, shared_server
-from tests.mangling import mangled
 from tests.processes import free_port, tail
 from tests.runs import finished, member, rows, started, wait_for_step
 from vllm_server import protocol
@@ -290,6 +290,6 @@ def test_no_body_that_fits_or_misses_the_schema_makes_the_server_fail(
 
 def test_every_route_of_ours_that_takes_a_body_is_tried(server: Serving) -> None:
     lines = server.get(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE).json()["endpoints"]
-    ours = ("/bridge/", "/lora/", protocol.GENERATE_ROUTE)
+    ours = ("/bridge/", "/lora/", protocol.CHANNELS_ROUTE, protocol.GENERATE_ROUTE)
     posts = {path for method, _, path in (line.partition(" ") for line in lines) if method == "POST"}
     assert {path for path in posts if path.startswith(ours)} == set(GOOD) | BODILESS

@@ -313,13 +313,6 @@ def test_loop_counts_a_fence_within_the_step_once() -> None:
     assert start_figures(70.0, None, sent[0])["first_batch"] == 31.5  # 104 less 2.5
 
 
-def test_loop_reads_nothing_before_the_run_says_where_its_server_is(tmp_path: Path) -> None:
-    reader = Watch(tmp_path)
-    with reader.watching():
-        time.sleep(1.2)
-    assert reader.running == [] and reader.info is None
-
-
 def test_loop_asks_the_server_that_the_trainers_file_names(tmp_path: Path) -> None:
     asked, routes = threading.Event(), list[str]()
 

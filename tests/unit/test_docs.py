@@ -39,7 +39,7 @@ from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.memory import Devices, Server, Setup
 from grpo_trainer.model.shape import ModelShape
-from tests.scripts import load_script
+from tests.processes import load_script
 from tests.unit.factories import values_of
 
 ROOT = Path(__file__).parents[2]

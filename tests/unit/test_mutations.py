@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import ROOT
-from tests.scripts import load_script
+from tests.processes import ROOT, load_script
 
 mutation_check = load_script("mutation_check")
 FAULTS = mutation_check.read_faults()

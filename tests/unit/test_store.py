@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,12 @@ async def leased(service: Service, seconds: float = 1000.0) -> tuple[str, list[i
     return batch.lease.batch_id, numbers(batch.payloads)
 
 
-def in_a_loop(scene: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-    def test(tmp_path: Path) -> None:
-        asyncio.run(scene(tmp_path / "s"))
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the store is."""
+    return tmp_path / "s"
 
-    return test
 
-
-@in_a_loop
 async def test_everything_is_there_again(path: Path) -> None:
     with serving(path) as service:
         await service.register(trainer(8))
@@ -83,7 +81,6 @@ async def test_everything_is_there_again(path: Path) -> None:
         assert (await leased(service))[1] == [0, 1]
 
 
-@in_a_loop
 async def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(path: Path) -> None:
     with serving(path, clock=lambda: 1e9, timer=lambda: 5000.0) as service:
         await service.register(trainer(4))
@@ -134,7 +131,6 @@ def write_format_1(path: Path) -> None:
         db.commit()
 
 
-@in_a_loop
 async def test_a_queue_of_format_1_is_taken_over_whole(path: Path) -> None:
     write_format_1(path)
     with serving(path, clock=lambda: 110.0) as service:
@@ -182,16 +178,13 @@ def write_foreign_records_of_format_1(path: Path) -> None:
         write_foreign_records_of_format_1,
     ],
 )
-def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = tmp_path / "s"
-
-    async def before() -> None:
-        with serving(path) as service:
-            await service.register(trainer(4))
-            service.take(posted(0))
-            await leased(service)
-
-    asyncio.run(before())
+async def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(
+    path: Path, damage: Callable[[Path], None]
+) -> None:
+    with serving(path) as service:
+        await service.register(trainer(4))
+        service.take(posted(0))
+        await leased(service)
     damage(path)
     damaged = path.read_bytes()
     command = [sys.executable, "-m", "environments.api", "--port", "0", "--store", str(path)]
@@ -200,7 +193,6 @@ def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(tmp_path: Path, d
     assert "Traceback" not in done.stderr and path.read_bytes() == damaged
 
 
-@in_a_loop
 async def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(path: Path) -> None:
     """A lease is so small that the disk may have room for it; the store would then have a lease of no group."""
     with serving(path) as service:
@@ -223,28 +215,22 @@ async def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(pat
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path: Path, how: str) -> None:
-    path = tmp_path / "s"
-
-    async def life() -> StoreError | None:
-        with serving(path) as service:
-            await service.register(trainer(4))
-            path.unlink()
-            if how == "replaced":
-                path.write_bytes(b"another run's")
-            keeper = asyncio.create_task(service.keep_time(every=0.01))
-            async with asyncio.timeout(20):
-                await service.failed.wait()  # though nobody posts anything
-            with pytest.raises(StoreError):
-                await keeper
-        return service.failure
-
-    error = asyncio.run(life())
+async def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(path: Path, how: str) -> None:
+    with serving(path) as service:
+        await service.register(trainer(4))
+        path.unlink()
+        if how == "replaced":
+            path.write_bytes(b"another run's")
+        keeper = asyncio.create_task(service.keep_time(every=0.01))
+        async with asyncio.timeout(20):
+            await service.failed.wait()  # though nobody posts anything
+        with pytest.raises(StoreError):
+            await keeper
+    error = service.failure
     assert error is not None and error.field == f"--store {path}"
     assert (error.got == "another file") == path.exists() == (how == "replaced")
 
 
-@in_a_loop
 async def test_an_environment_that_was_killed_with_the_api_keeps_its_name(path: Path) -> None:
     for heard, names in (([], ["env_0", "env_1"]), ([1], ["env_0", "env_2"])):
         with serving(path) as service:
@@ -265,20 +251,18 @@ async def test_an_environment_that_was_killed_with_the_api_keeps_its_name(path: 
         ([(0.0, [1]), (20.0, [2]), (400.0, [1])], [1, 2, 3]),  # two minutes are over
     ],
 )
-def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path, lives: Any, sizes: list[int]) -> None:
+async def test_a_post_that_was_never_answered_may_be_repeated(path: Path, lives: Any, sizes: list[int]) -> None:
     """Each life of the API begins at a time and gets posts without a key."""
-
-    async def life(date: float, posts: list[int]) -> int:
-        with serving(tmp_path / "s", clock=lambda: date) as service:
+    found = []
+    for date, posts in lives:
+        with serving(path, clock=lambda date=date: date) as service:
             for number in posts:
                 service.take(posted(number))
             await service.written()
-            return service.status().queue_size
+            found.append(service.status().queue_size)
+    assert found == sizes
 
-    assert [asyncio.run(life(*each)) for each in lives] == sizes
 
-
-@in_a_loop
 async def test_ids_are_never_given_twice(path: Path) -> None:
     with serving(path) as service:
         await service.register(trainer(4))
@@ -291,22 +275,19 @@ async def test_ids_are_never_given_twice(path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: bool) -> None:
-    async def life() -> None:
-        payloads = Payloads(Store(tmp_path / "s") if durable else None, memory_limit=250)
-        for each in range(5):
-            payloads.put(each, bytes([each]) * 100)
-        assert (payloads.in_memory, payloads.on_disk) == (200, 3)
-        assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
-        payloads.leave([0])  # a trainer has it: it need not be in memory if a store has it
-        assert (payloads.in_memory, payloads.on_disk) == ((100, 4) if durable else (200, 3))
-        assert await payloads.get([0]) == [bytes(100)]
-        payloads.drop([0, 1, 4])
-        payloads.put(5, b"x" * 100)
-        assert (payloads.in_memory, payloads.on_disk) == (100, 2)
-        payloads.close()
-
-    asyncio.run(life())
+async def test_beyond_the_memory_limit_groups_lie_on_disk(path: Path, durable: bool) -> None:
+    payloads = Payloads(Store(path) if durable else None, memory_limit=250)
+    for each in range(5):
+        payloads.put(each, bytes([each]) * 100)
+    assert (payloads.in_memory, payloads.on_disk) == (200, 3)
+    assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
+    payloads.leave([0])  # a trainer has it: it need not be in memory if a store has it
+    assert (payloads.in_memory, payloads.on_disk) == ((100, 4) if durable else (200, 3))
+    assert await payloads.get([0]) == [bytes(100)]
+    payloads.drop([0, 1, 4])
+    payloads.put(5, b"x" * 100)
+    assert (payloads.in_memory, payloads.on_disk) == (100, 2)
+    payloads.close()
 
 
 def test_without_a_place_for_what_memory_does_not_hold_the_service_ends(
