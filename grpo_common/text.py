@@ -71,6 +71,7 @@ class PrintableRecords(logging.Filter):
             text = record.getMessage()
             one_line = record.name.startswith(self._ours)
             record.msg, record.args = printable(text.rstrip(), None) if one_line else printable_lines(text), None
+        vars(record).pop("color_message", None)  # uvicorn's second form of the message, with the same arguments
         if record.exc_info and not record.exc_text:
             record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -22,8 +23,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
+from uvicorn.logging import DefaultFormatter
 
 from grpo_common.http import connection_limit
+from grpo_common.text import PrintableRecords
 from tests.processes import ROOT
 from vllm_server import generate, protocol, routes
 from vllm_server.errors import EngineEndedError
@@ -272,6 +275,13 @@ def test_logs_show_what_requests_hold_without_effect(real: str) -> None:
     assert "\x1b" not in real and "\u202e" not in real
     forged = [line for line in real.splitlines() if line.strip().startswith("forged")]
     assert len(forged) == 6, "only tracebacks and vLLM's messages keep their lines"
+
+
+def test_logs_on_a_terminal_have_their_arguments() -> None:
+    """There uvicorn formats a second message with the arguments of the first."""
+    record = logging.makeLogRecord({"name": "uvicorn.error", "msg": "[%d]", "args": (7,), "color_message": "<%d>"})
+    assert PrintableRecords("uvicorn").filter(record)
+    assert DefaultFormatter("%(message)s", use_colors=True).format(record) == "[7]"
 
 
 def test_every_route_of_the_protocol_has_one_handler() -> None:
