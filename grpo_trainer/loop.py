@@ -30,8 +30,7 @@ from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_star
 from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
-from grpo_trainer.saving.checkpoint import Checkpoints, Progress
-from grpo_trainer.saving.generators import seed_generators
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress, seed_generators
 from grpo_trainer.server_client import present
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StopSignal

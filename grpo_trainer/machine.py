@@ -14,9 +14,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import pynvml
-
-from grpo_trainer.main_memory import main_memory
 
 SHM = Path("/dev/shm")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
@@ -218,3 +217,61 @@ def _link(first: Any, second: Any) -> str:
         if pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
             return "NVLink"
     return LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
+
+
+# main memory -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MainMemory:
+    """Main memory in bytes: the total, and the part that can be allocated now without swapping or being killed."""
+
+    total: int
+    available: int
+
+
+def main_memory(root: Path = Path("/")) -> MainMemory:
+    """Return the smallest of the machine's memory and the limits of this process's control groups.
+
+    A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Control groups are
+    nested, and each limits everything in it.
+
+    Args:
+        root: folder that contains `proc` and `sys`.
+    """
+    machine = psutil.virtual_memory()
+    found = [MainMemory(machine.total, machine.available)]
+    listed = root / "proc/self/cgroup"
+    for line in listed.read_text().splitlines() if listed.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        names = ("memory.max", "memory.current", "inactive_file")
+        if "memory" in controllers.split(","):
+            top /= "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        elif controllers:
+            continue
+        own = top / path.lstrip("/")  # in a container, this may be the machine's path, which does not exist there
+        groups = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+        found += [group for folder in groups if (group := _of_group(folder, *names)) is not None]
+    return MainMemory(min(each.total for each in found), min(each.available for each in found))
+
+
+def _of_group(folder: Path, limit: str, used: str, reclaimable: str) -> MainMemory | None:
+    """Return a control group's memory; None: it has no limit.
+
+    Args:
+        limit, used: names of files.
+        reclaimable: entry of memory.stat for pages that are reclaimed first.
+    """
+
+    def number(name: str) -> int | None:
+        text = (folder / name).read_text().strip() if (folder / name).is_file() else ""
+        return int(text) if text.isdecimal() else None  # without a limit it says `max`
+
+    if (most := number(limit)) is None:
+        return None
+    stat = folder / "memory.stat"
+    entries = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
+    held = max(0, (number(used) or 0) - int(entries.get(reclaimable, 0)))
+    return MainMemory(most, max(0, most - held))

@@ -27,31 +27,33 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.allocator import shareable
 from grpo_trainer.engine.tensor_shards import ModelShard, shard_of
-from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.errors import BridgeError, ConfigError
 from grpo_trainer.model import lora
-from grpo_trainer.model.check import check_model
 from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
 from grpo_trainer.model.load import (
+    build_without_weights,
     check_attention,
+    check_model,
     compute_in,
     freeze,
     load_all_weights,
     load_model,
     pick_device,
     pick_dtype,
+    read_tokenizer,
+    take_generation_config,
 )
 from grpo_trainer.model.text_part import load_causal_lm
-from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
-from grpo_trainer.optim.landed import first_not_finite, sampled
+from grpo_trainer.optim.steps import first_not_finite, sampled
 from grpo_trainer.parallel.shards import give_memory, is_sharded, read_weights, shard_model
 from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import COMMAND_VARIABLE
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.shared.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
+from grpo_trainer.shared.attach import attach_model, build_skeleton
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
@@ -61,34 +63,25 @@ MODEL_CONFIG_FILE = "config.json"
 
 
 class Policy(Protocol):
-    """What a run trains.
-
-    Attributes:
-        model: those of its parameters that require a gradient are trained.
-        kind: name of this kind of policy, for messages.
-        step_prefix: a checkpoint's folder is this prefix and the step.
-        final_name: name of the folder with the final weights.
-        marker: the file by which a checkpoint of this kind is recognised.
-    """
+    """What a run trains: those parameters of `model` that require a gradient."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel: ...
 
     kind: str
+    """For messages."""
     step_prefix: str
+    """A checkpoint's folder is this prefix and the step; `final_name` has the final weights."""
     final_name: str
     marker: str
+    """The file by which a checkpoint of this kind is recognised."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of a checkpoint. They are the model's own memory: copy them if training continues."""
         ...
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the trained weights into an existing folder.
-
-        Args:
-            tensors: `tensors()` or a copy of them; the model itself is not read.
-        """
+        """Write `tensors()`, or a copy of them, into an existing folder; the model itself is not read."""
         ...
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,11 +147,7 @@ class Adapter:
 
 
 class AllWeights:
-    """Every parameter of a model, in fp32.
-
-    Args:
-        dtype: dtype of the weights that `write` writes, which is the server's.
-    """
+    """Every parameter of a model, in fp32; `write` writes them in `dtype`, which is the server's."""
 
     kind = "all weights"
     step_prefix = "step_"
@@ -198,21 +187,16 @@ class AllWeights:
 
 
 class SharedWeights(AllWeights):
-    """Every parameter of a model in a server's memory. Checkpoints have the server's dtype, so saving rounds nothing.
-
-    Args:
-        source: the server's handles.
-
-    Attributes:
-        loaded: weights of a checkpoint that still have to be written to the server's memory, within a fence.
-    """
+    """Every parameter of a model in a server's memory. Checkpoints have its dtype, so saving rounds nothing."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: BridgeConfigFile
     ) -> None:
         super().__init__(model, tokenizer, model.dtype)
         self.source = source
+        """The server's handles."""
         self.loaded: dict[str, Tensor] | None = None
+        """Weights of a checkpoint that still have to be written to the server's memory, within a fence."""
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors whose dtype differs from the model's: in most models none."""
@@ -223,20 +207,16 @@ class SharedWeights(AllWeights):
         model = load_causal_lm(path, dtype="auto")
         loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
         self._check_shapes(path, loaded)
-        self._check_finite(path, loaded)
-        if (shard := shard_of(self.model)) is not None:
-            loaded = {name: shard.own(name, each).clone() for name, each in loaded.items()}
-        self.loaded = loaded
-
-    def _check_finite(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        values = list(weights.values())
-        if (first := first_not_finite(values, values)) is not None:
+        if (first := first_not_finite([*loaded.values()], [*loaded.values()])) is not None:
             raise ConfigError(
                 "weights of the checkpoint are not finite",
                 field="--resume",
-                got=f"{[*weights][first]} in {path}",
+                got=f"{[*loaded][first]} in {path}",
                 fix="resume from an earlier checkpoint",
             )
+        if (shard := shard_of(self.model)) is not None:
+            loaded = {name: shard.own(name, each).clone() for name, each in loaded.items()}
+        self.loaded = loaded
 
     @torch.no_grad()
     def write_loaded(self) -> None:
@@ -270,7 +250,7 @@ def build_policy(
     if config.shares_weights:
         model, source = attach_to_server(config, check_stop, world)
         choose_trained(model, config)
-        return SharedWeights(model, load_tokenizer(config), source)
+        return SharedWeights(model, read_tokenizer(config.model_name), source)
     if world is not None and is_sharded(world, config):
         model = _load_part(config, world)
     else:
@@ -279,7 +259,7 @@ def build_policy(
             model = load_all_weights(config)
         choose_trained(model, config)
     dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
-    return AllWeights(model, load_tokenizer(config), dtype)
+    return AllWeights(model, read_tokenizer(config.model_name), dtype)
 
 
 def _load_part(config: TrainConfig, world: World) -> PreTrainedModel:
@@ -299,10 +279,8 @@ def _load_part(config: TrainConfig, world: World) -> PreTrainedModel:
     shard_model(model, world, device, dtype)
     give_memory(model, device)
     read_weights(model, config.model_name, world)
-    log.info(
-        "loaded part %d of %d of %s: %.2fM parameters in all, %s on %s",
-        *(world.rank + 1, world.size, config.model_name, model.num_parameters() / 1e6, dtype, device),
-    )
+    text = "loaded part %d of %d of %s: %.2fM parameters in all, %s on %s"
+    log.info(text, world.rank + 1, world.size, config.model_name, model.num_parameters() / 1e6, dtype, device)
     return model
 
 
@@ -362,29 +340,9 @@ def choose_trained(model: PreTrainedModel, options: BridgeConfig) -> None:
     if wanted is None:
         return
     found = lora.decoder_layers(model)
-    if beyond := [number for number in wanted if number >= found.count]:
-        raise ModelError(
-            f"the model has {found.count} layers",
-            field="--train-layer-indices",
-            got=",".join(map(str, beyond)),
-            wanted=f"0 to {found.count - 1}",
-        )
+    found.check("--train-layer-indices", wanted)
     layers = model.get_submodule(found.name)
     for number in wanted:
         layers.get_submodule(str(number)).requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     log.info("training %d of %d layers: %.2fM parameters", len(wanted), found.count, trained / 1e6)
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, which is written next to its weights.
-
-    Raises:
-        ModelError: the model has no readable tokenizer.
-    """
-    try:
-        return read_tokenizer(config.model_name)
-    except NoTokenizerError as error:
-        raise ModelError(
-            "vLLM needs a tokenizer", field="--model-name", got=f"none in {error.field} ({error.got})"
-        ) from None

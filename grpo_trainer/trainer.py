@@ -36,10 +36,8 @@ from grpo_trainer.errors import CommonTrainingError, CommonWeightsError
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.optim import build_optimizer
-from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
-from grpo_trainer.optim.schedules import learning_rate
-from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.optim.adamw import AdamW
+from grpo_trainer.optim.steps import NormHistory, changed_fraction, first_not_finite, learning_rate, not_finite, sampled
 from grpo_trainer.parallel.strategies import ShardedStates, hold
 from grpo_trainer.parallel.world import Step, World
 from grpo_trainer.rollouts.groups import RolloutBatch
@@ -142,7 +140,7 @@ class Trainer:
         self._reference = build_reference(model, config) if reference is None else reference
         self.holding = hold(self._world, model, config, self.parameters, before_measuring)
         self.parameters, self.forward = self.holding.parameters, self.holding.forward
-        self.optimizer = build_optimizer(
+        self.optimizer = AdamW(
             self.parameters,
             config,
             master_weights=config.master_weights,

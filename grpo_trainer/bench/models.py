@@ -119,8 +119,8 @@ def random_model(
     Args:
         world: the processes over which it is sharded, which changes no weight; None: it is whole.
     """
+    from grpo_trainer.model.load import build_without_weights
     from grpo_trainer.parallel.shards import draw_weights, give_memory, shard_model
-    from grpo_trainer.shared.attach import build_without_weights
 
     model = build_without_weights(model_config(shape, dtype), dtype, attention, device)
     if world is not None:

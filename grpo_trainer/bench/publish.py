@@ -271,7 +271,7 @@ def opened(options: SyncOptions, server_args: tuple[str, ...]) -> Iterator[Publi
     """
     import torch
 
-    from grpo_trainer.optim import build_optimizer
+    from grpo_trainer.optim.adamw import AdamW
     from grpo_trainer.policy import build_policy
     from grpo_trainer.saving.checkpoint import Checkpoints, Progress
     from grpo_trainer.weights.build import build_bridge
@@ -309,7 +309,7 @@ def opened(options: SyncOptions, server_args: tuple[str, ...]) -> Iterator[Publi
             server_mb = _since(before, options)
         policy, loaded = early or load()
         trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-        checkpoints = Checkpoints(config, policy, build_optimizer(trained, config))
+        checkpoints = Checkpoints(config, policy, AdamW(trained, config))
         bridge = held.enter_context(build_bridge(config, policy, checkpoints, Progress(), stop))
         first = int(options.bridge == "lora_only")  # version 0 is the base model
         version = bridge.connect(first) - first

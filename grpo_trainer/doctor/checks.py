@@ -443,7 +443,7 @@ def decoder_only(case: Case) -> Finding | None:
     """Is it a model that can be trained and served?"""
     if case.files[0] is None:
         return None
-    from grpo_trainer.model.check import check_model  # imports transformers and torch
+    from grpo_trainer.model.load import check_model  # imports transformers and torch
     from grpo_trainer.model.text_part import text_config_of
 
     try:

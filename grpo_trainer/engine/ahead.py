@@ -17,8 +17,7 @@ from grpo_trainer.engine.fitting import Fitting, is_compiled
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.recompute import known_layers
 from grpo_trainer.model.load import freeze
-from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.lora import add_adapter, use_few_kernels
 from grpo_trainer.model.text_part import causal_lm_of
 from grpo_trainer.phases import START
 

@@ -35,7 +35,7 @@ from grpo_trainer.engine.recompute import (
 )
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.memory import gathered_bytes, head_bytes, update_bytes
-from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.lora import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
 
 log = logging.getLogger(__name__)

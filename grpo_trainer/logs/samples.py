@@ -169,7 +169,7 @@ def build_sample_log(config: TrainConfig, steps_done: int) -> SampleLog | None:
 
     Without a tokenizer no samples are logged, and a warning says so.
     """
-    from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
+    from grpo_trainer.model.load import NoTokenizerError, read_tokenizer
 
     if not (count := config.log_samples):
         return None

@@ -1,4 +1,4 @@
-"""Export a model as a plain Hugging Face folder, a LoRA adapter merged into a copy of its weights.
+"""Export a model as a plain Hugging Face folder with its tokenizer, a LoRA adapter merged into a copy of its weights.
 
 The export works tensor by tensor and file by file: besides the model it needs main memory for one weights file, and
 device memory for one merged matrix. It only reads the model in memory.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from grpo_common.model_files import make_readable
+from grpo_common.model_files import copy_tokenizer, make_readable
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
 from grpo_trainer.model.text_part import OtherParts, published, whole_config
-from grpo_trainer.model.tokenizer import write_tokenizer
-from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.optim.steps import first_not_finite
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,16 +35,6 @@ SHARD_BYTES = 2 << 30
 """Largest size of a weights file, except for a file with a single larger tensor."""
 
 PEFT_PREFIX = "base_model.model."
-
-
-def checkpoint_name(parameter: str) -> str | None:
-    """Return a parameter's name in a plain checkpoint, without a PEFT wrapper; None: it belongs to the adapter.
-
-    `base_model.model.model.layers.0.mlp.up_proj.base_layer.weight` is `model.layers.0.mlp.up_proj.weight`.
-    """
-    if ".lora_" in parameter:
-        return None
-    return parameter.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
 
 
 def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -58,15 +47,17 @@ def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, Tensor]]:
     """Return a checkpoint's contents: name -> (name in `model`, tensor), tied weights once, under their first name.
 
+    `base_model.model.model.layers.0.mlp.up_proj.base_layer.weight` of PEFT is `model.layers.0.mlp.up_proj.weight`.
+
     Raises:
         ModelError: weights are packed in fewer bits, or an adapted module shares its weights with another.
     """
     found: dict[str, tuple[str, Tensor]] = {}
     names: dict[int, str] = {}
     for own, tensor in model.state_dict(keep_vars=True).items():
-        name = checkpoint_name(own)
-        if name is None:
+        if ".lora_" in own:
             continue
+        name = own.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
         if not tensor.is_floating_point():
             raise ModelError(
                 "can't be written for the server", field=name, got=tensor.dtype, wanted="floats", fix="use lora_only"
@@ -132,7 +123,8 @@ def export_model(
         OSError: a file could not be written; with `filename`.
     """
     stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
-    whole = whole_config(plain_model(model))
+    plain = plain_model(model)
+    whole = whole_config(plain)
     others = None if whole is None else OtherParts(whole)
     sizes = {name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}
     shards = plan_shards(sizes | (others.sizes if others else {}), shard_bytes)
@@ -140,7 +132,11 @@ def export_model(
     total = 0
     for number, names in enumerate(shards, 1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = dict(_converted(model, [(name, *stored[name]) for name in names if name in stored], dtype))
+        tensors = {}
+        for name in names:
+            if name in stored:
+                value = _merged(model, name, *stored[name], dtype)
+                tensors |= {final: part.contiguous() for final, part in published(plain, {name: value}).items()}
         if others is not None:
             tensors = {others.named_as_there(name): tensor for name, tensor in tensors.items()}
             tensors |= others.read([name for name in names if name not in stored])
@@ -150,46 +146,30 @@ def export_model(
     if len(shards) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         write_bytes(folder / INDEX_FILE, json.dumps(content, indent=2).encode())
-    _write_configs(plain_model(model), dtype, folder)
+    _write_configs(plain, dtype, folder)
     if others is not None:
         others.copy_processors(folder)
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder)
 
 
-def _converted(
-    model: PreTrainedModel | PeftModel, chosen: Sequence[tuple[str, str, Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors on the CPU under the names of published checkpoints.
-
-    Of a text part, these are the names in the whole model.
-    """
-    plain = plain_model(model)
-    for name, own, tensor in chosen:
-        with torch.no_grad():
-            value = _merged(model, own, tensor).to(dtype)
-        _check_finite(name, value)
-        for final, part in published(plain, {name: value.cpu()}).items():
-            yield final, part.contiguous()
-
-
-def _check_finite(name: str, value: Tensor) -> None:
+@torch.no_grad()
+def _merged(model: PreTrainedModel | PeftModel, name: str, own: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in `dtype` on the CPU; of a module with an adapter, W + scaling * B A, computed in fp32."""
+    value = tensor.detach()
+    module_name, base_layer, parameter = own.partition(".base_layer.")
+    if base_layer and parameter == "weight":
+        layer = model.get_submodule(module_name)
+        assert isinstance(layer, LoraLayer), own
+        delta: Tensor = layer.get_delta_weight("default")  # pyright: ignore[reportCallIssue]  # of its subclasses
+        value = tensor.detach().float() + delta.float()
+    value = value.to(dtype)
     if first_not_finite([value], [value]) is not None:
         raise ModelError(
             "can't be written for the server", field=name, got="values that are not finite",
-            wanted=f"finite ones in {str(value.dtype).removeprefix('torch.')}", fix="take an earlier checkpoint",
+            wanted=f"finite ones in {str(dtype).removeprefix('torch.')}", fix="take an earlier checkpoint",
         )  # fmt: skip
-
-
-def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Tensor:
-    """Return the tensor; for the weight of a module with an adapter, W + scaling * B A, computed in fp32."""
-    module_name, base_layer, parameter = own.partition(".base_layer.")
-    if not base_layer or parameter != "weight":
-        return tensor.detach()
-    layer = model.get_submodule(module_name)
-    assert isinstance(layer, LoraLayer), own
-    delta: Tensor = layer.get_delta_weight("default")  # pyright: ignore[reportCallIssue]  # defined by its subclasses
-    return tensor.detach().float() + delta.float()
+    return value.cpu()
 
 
 def architecture(model: nn.Module) -> str:
@@ -210,3 +190,16 @@ def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     if generation is not None and not getattr(generation, "_from_model_config", True):
         # `save_pretrained` refuses what released models have, such as a temperature without `do_sample`.
         generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer: the files that it was read from, byte for byte, where they are on this machine.
+
+    `save_pretrained` of transformers 5 writes files that versions before it do not read; what it writes is corrected.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    if not copy_tokenizer(tokenizer.name_or_path, folder):
+        tokenizer.save_pretrained(folder)
+    make_readable(folder)

@@ -1,4 +1,4 @@
-"""Load the model to train."""
+"""Load the model to train, after checking from its configuration that it can be trained; and its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,109 @@ import logging
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.model.check import check_model
-from grpo_trainer.model.quantised import quantised_by
-from grpo_trainer.model.text_part import load_causal_lm
+from grpo_trainer.model.quantised import is_read, not_read, quantised_by
+from grpo_trainer.model.text_part import NAMED_OTHERWISE, PREFIX, causal_lm_of, load_causal_lm, text_config_of
 
 log = logging.getLogger(__name__)
+
+BUFFER_TOLERANCE = 1e-5
+"""Relative tolerance: a GPU's powers and cosines differ from a CPU's in the last bits."""
+
+KERNEL_ERROR = 0.15
+"""Relative error of nf4 on normally distributed weights: about 0.09 when it works, 0.2 and more when it does not."""
+
+
+# before anything is loaded -------------------------------------------------------------------------------------------
+
+
+def check_model(name: str) -> Any:
+    """Return the transformers configuration of a decoder-only causal language model, or of a model with such a part.
+
+    Raises:
+        ModelError: the model is not found, or is of another kind.
+    """
+    config = read_config(name)
+    if problem := not_trainable(config):
+        wanted = "a decoder-only model (Qwen, Llama, Mistral, …)"
+        raise ModelError(problem, field="--model-name", got=name, wanted=wanted)
+    return config
+
+
+def read_config(name: str) -> Any:
+    """Return the transformers configuration of a model.
+
+    Raises:
+        ModelError: it is not there, or can't be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = f"no model there: {next(iter(str(error).strip().splitlines()), '')}"
+    except (KeyError, AttributeError, TypeError) as error:  # as of a quantization_config that is no table
+        reason = f"its config.json can't be read: {type(error).__name__}: {error}"
+    wanted = "a folder with config.json, or a hub name that this machine can reach"
+    raise ModelError(reason, field="--model-name", got=name, wanted=wanted)
+
+
+def not_trainable(config: Any) -> str | None:
+    """Return why a model of this configuration can't be trained, or None."""
+    kind = config.model_type
+    architectures = list(getattr(config, "architectures", None) or [])
+    name = architectures[0] if architectures else kind
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder"
+    if problem := not_read(config):
+        return problem
+    if (text := text_config_of(config)) is not None:
+        if is_read(config):
+            return f"{name} is quantised and has a text part among others"
+        if kind in NAMED_OTHERWISE:
+            return f"the text part of {name} is not at {PREFIX.removesuffix('.')}"
+        if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return f"the text part of {name} ({text.model_type}) has no AutoModelForCausalLM"
+        return None
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"{name} has no AutoModelForCausalLM"
+    if architectures and not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(architectures):
+        return f"{name} is no causal language model"
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return f"{name} is an encoder"
+    return None
+
+
+def check_attention(found: Any, wanted: str) -> None:
+    """Refuse an attention implementation that would silently leave out part of the model.
+
+    Raises:
+        ConfigError: it would; the message names the part.
+    """
+    capping = getattr(found.get_text_config(), "attn_logit_softcapping", None)
+    if capping and wanted == "sdpa":
+        raise ConfigError(
+            f"does not cap this model's attention scores (attn_logit_softcapping {capping}), as the server does",
+            field="--attention",
+            got="sdpa",
+            fix="use --attention eager",
+        )
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -34,12 +126,8 @@ def pick_device(wanted: str) -> torch.device:
             "no such kind of device", field="--device", got=wanted, wanted="auto, cpu, cuda or cuda:N"
         ) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"this machine has {torch.cuda.device_count()} visible GPUs",
-            field="--device",
-            got=wanted,
-            fix="use --device auto",
-        )
+        problem = f"this machine has {torch.cuda.device_count()} visible GPUs"
+        raise ConfigError(problem, field="--device", got=wanted, fix="use --device auto")
     return device
 
 
@@ -52,53 +140,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def computing_dtype(model: nn.Module, config: ModelConfig) -> torch.dtype:
-    """Return the dtype of a model's forward pass: fp32 weights compute in `--dtype` (`compute_in`)."""
-    first = next(model.parameters())
-    return pick_dtype(config.dtype, first.device) if first.dtype == torch.float32 else first.dtype
-
-
-def remove_dropout(model: PreTrainedModel) -> None:
-    """Disable dropout and jitter in the base model: the server samples without them, so the ratio would be noise."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        # Others are calls with plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
-        for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
-            if "drop" in name or "jitter" in name:
-                setattr(module, name, 0.0)
-
-
-def fix_long_rope(model: PreTrainedModel, seq_len: int) -> None:
-    """Let rotary embeddings of the kind longrope use the factors for long texts in each pass if texts may be long.
-
-    transformers chooses the factors in each pass by the longest text in it, so the logprobs of a text would depend on
-    those beside it. vLLM chooses them once, by the longest text that it serves.
-    """
-    for module in model.modules():
-        rope: Any = module
-        if getattr(rope, "rope_type", None) != "longrope":
-            continue
-        if seq_len > rope.config.rope_parameters["original_max_position_embeddings"]:
-            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=seq_len)
-            rope.inv_freq.copy_(frequencies)
-            rope.rope_type = "default"  # nothing is chosen in a pass
-
-
-def check_attention(found: Any, wanted: str) -> None:
-    """Refuse an attention implementation that would silently leave out part of the model.
-
-    Raises:
-        ConfigError: it would; the message names the part.
-    """
-    capping = getattr(found.get_text_config(), "attn_logit_softcapping", None)
-    if capping and wanted == "sdpa":
-        raise ConfigError(
-            f"does not cap this model's attention scores (attn_logit_softcapping {capping}), as the server does",
-            field="--attention",
-            got="sdpa",
-            fix="use --attention eager",
-        )
+# the model -----------------------------------------------------------------------------------------------------------
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -122,28 +164,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         _check_kernel(model, device)
         _keep_one_layout(model)
     freeze(model, config)
-    log.info(
-        "loaded %s: %.2fM parameters%s, %s on %s",
-        *(
-            config.model_name,
-            model.num_parameters() / 1e6,
-            ", 4 bits each" if config.load_in_4bit else "",
-            dtype,
-            device,
-        ),
-    )
+    size, bits = model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else ""
+    log.info("loaded %s: %.2fM parameters%s, %s on %s", config.model_name, size, bits, dtype, device)
     return model
-
-
-def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Put a model into training mode, without dropout, with every parameter frozen."""
-    model.requires_grad_(False)
-    remove_dropout(model)
-    fix_long_rope(model, config.seq_len)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()  # only reentrant checkpoints need it
-    return model.train()
 
 
 def load_all_weights(config: ModelConfig) -> PreTrainedModel:
@@ -170,6 +193,106 @@ def compute_in(model: PreTrainedModel, config: ModelConfig) -> None:
             part.forward = torch.autocast(device.type, dtype)(part.forward)
 
 
+def computing_dtype(model: nn.Module, config: ModelConfig) -> torch.dtype:
+    """Return the dtype of a model's forward pass: fp32 weights compute in `--dtype` (`compute_in`)."""
+    first = next(model.parameters())
+    return pick_dtype(config.dtype, first.device) if first.dtype == torch.float32 else first.dtype
+
+
+def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Put a model into training mode, without dropout, with every parameter frozen."""
+    model.requires_grad_(False)
+    _remove_dropout(model)
+    _fix_long_rope(model, config.seq_len)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # only reentrant checkpoints need it
+    return model.train()
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    """Disable dropout and jitter in the base model: the server samples without them, so the ratio would be noise."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Others are calls with plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
+        for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
+            if "drop" in name or "jitter" in name:
+                setattr(module, name, 0.0)
+
+
+def _fix_long_rope(model: PreTrainedModel, seq_len: int) -> None:
+    """Let rotary embeddings of the kind longrope use the factors for long texts in each pass if texts may be long.
+
+    transformers chooses the factors in each pass by the longest text in it, so the logprobs of a text would depend on
+    those beside it. vLLM chooses them once, by the longest text that it serves.
+    """
+    for module in model.modules():
+        rope: Any = module
+        if getattr(rope, "rope_type", None) != "longrope":
+            continue
+        if seq_len > rope.config.rope_parameters["original_max_position_embeddings"]:
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=seq_len)
+            rope.inv_freq.copy_(frequencies)
+            rope.rope_type = "default"  # nothing is chosen in a pass
+
+
+# without weights -----------------------------------------------------------------------------------------------------
+
+
+def build_without_weights(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+    """Return the model with its parameters on `meta`, and its buffers computed on the device by the model's own code.
+
+    Raises:
+        ModelError: a buffer differs from the one that the model's constructor makes on a CPU.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        reference = dict(causal_lm_of(config, **options).named_buffers())
+    with torch.device("meta"):
+        model = causal_lm_of(config, **options)
+    held = set(model.state_dict())
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if name not in held:
+            empty = torch.empty_like(buffer, device=device)
+            path, _, leaf = name.rpartition(".")
+            filled = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+            model.get_submodule(path)._buffers[leaf] = filled
+    model.initialize_weights()  # fills buffers, as when a checkpoint is loaded; does nothing for parameters on meta
+    for name, buffer in model.named_buffers():
+        if name not in held:
+            _check_buffer(name, buffer, reference.get(name))
+    return model
+
+
+def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
+    here = buffer.cpu()
+    if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
+        raise ModelError(
+            "this buffer is not in a model built on a CPU", field=name, fix="use another release of transformers"
+        )
+    if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
+        error = (here.double() - wanted.double()).abs().max().item()
+        raise ModelError(
+            "this buffer is not that of a model built on a CPU",
+            field=name,
+            got=f"a difference of {error:.3g}",
+            wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
+            fix="use lora_only",
+        )
+
+
+def take_generation_config(model: PreTrainedModel, name: str) -> None:
+    """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        return  # the model comes without one; transformers has derived one from its configuration
+
+
+# in 4 bits -----------------------------------------------------------------------------------------------------------
+
+
 def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat with quantised scales.
 
@@ -177,9 +300,8 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
         ModelError: the weights are quantised already.
     """
     if (method := quantised_by(found)) is not None:
-        raise ModelError(
-            "is quantised already", field=f"--model-name {name}", got=method, wanted="16 or 32 bits to quantise"
-        )
+        wanted = "16 or 32 bits to quantise"
+        raise ModelError("is quantised already", field=f"--model-name {name}", got=method, wanted=wanted)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -209,10 +331,6 @@ def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:
             )
 
 
-KERNEL_ERROR = 0.15
-"""Relative error of nf4 on normally distributed weights: about 0.09 when it works, 0.2 and more when it does not."""
-
-
 def _keep_one_layout(model: PreTrainedModel) -> None:
     """Stop bitsandbytes from repacking weights on CPUs with AVX512-BF16.
 
@@ -233,3 +351,23 @@ def weights_of(module: nn.Linear) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, state).float()
+
+
+# the tokenizer -------------------------------------------------------------------------------------------------------
+
+
+class NoTokenizerError(ModelError):
+    """The model has no readable tokenizer."""
+
+
+def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model's folder or hub name; `model.export` writes it beside weights, for vLLM.
+
+    Raises:
+        NoTokenizerError: the model has no readable tokenizer; `got` has the reason.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # as of a tokenizer.json of {}
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise NoTokenizerError("no tokenizer", field=f"--model-name {name}", got=reason) from None

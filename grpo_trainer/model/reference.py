@@ -42,10 +42,8 @@ class AdapterOff:
     def __init__(self, model: PeftModel) -> None:
         self._model = model
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with self._model.disable_adapter():
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        return self._model.disable_adapter()
 
 
 class FrozenWeights:

@@ -19,16 +19,11 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only model.
-
-    Attributes:
-        intermediate: width of the MLP, or of one expert.
-        experts: experts in each layer; 0: a plain MLP.
-        biases: whether q, k and v have one each, as Qwen2's.
-    """
+    """A decoder-only model."""
 
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert."""
     layers: int
     heads: int
     kv_heads: int
@@ -36,8 +31,10 @@ class ModelShape:
     vocab: int
     tied: bool
     experts: int = 0
+    """Experts in each layer; 0: a plain MLP."""
     active_experts: int = 0
     biases: bool = False
+    """Whether q, k and v have one each, as Qwen2's."""
     positions: int | None = None
 
     @classmethod
@@ -160,15 +157,12 @@ def shape_of(name: str) -> ModelShape | None:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model's folder holds.
-
-    Attributes:
-        shapes: of its tensors, by name; empty where it has none in safetensors.
-    """
+    """What a model's folder holds."""
 
     folder: Path
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
+    """Of its tensors, by name; empty where it has none in safetensors."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -185,7 +179,15 @@ def read_model(folder: Path) -> ModelFiles:
     config = _json(folder / CONFIG_FILE)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weight_files(folder):
-        shapes |= _shapes(path)
+        try:
+            with path.open("rb") as file:
+                header = decode_header(read_header(file))
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
+        whole = header.size + header.nbytes
+        if (size := path.stat().st_size) < whole:
+            raise ModelError(field=str(path), got=f"{size:,} bytes", wanted=f"all {whole:,} bytes", fix=SAVE_AGAIN)
+        shapes |= {span.name: span.shape for span in header.spans}
     if not shapes and not list(folder.glob("*.bin")):
         raise ModelError(field=str(folder), got="no *.safetensors", wanted="a model's weights", fix=SAVE_AGAIN)
     return ModelFiles(folder, config, shapes)
@@ -206,18 +208,6 @@ def _weight_files(folder: Path) -> list[Path]:
             fix=SAVE_AGAIN,
         )
     return [folder / name for name in names]
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with path.open("rb") as file:
-            header = decode_header(read_header(file))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    whole = header.size + header.nbytes
-    if (size := path.stat().st_size) < whole:
-        raise ModelError(field=str(path), got=f"{size:,} bytes", wanted=f"all {whole:,} bytes", fix=SAVE_AGAIN)
-    return {span.name: span.shape for span in header.spans}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -51,11 +51,6 @@ def text_config_of(config: Any) -> Any | None:
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some kinds have it in the text part only
         text.tie_word_embeddings = tied  # vLLM, too, reads this one
     return text
-
-
-def is_causal(kind: str) -> bool:
-    """Return whether transformers has a causal language model for a type of configuration."""
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def whole_config(model: nn.Module) -> Any | None:
@@ -185,19 +180,18 @@ def weight_files(name: str) -> list[str]:
 class OtherParts:
     """Weights of a whole model that are not of its text part, in its files.
 
-    Attributes:
-        sizes: their names and bytes.
+    Args:
+        config: of the whole model, as read from its folder.
+
+    Raises:
+        ModelError: the folder has no weights in safetensors.
     """
 
     def __init__(self, config: Any) -> None:
-        """`config`: of the whole model, as read from its folder.
-
-        Raises:
-            ModelError: the folder has no weights in safetensors.
-        """
         self._name = str(config._name_or_path)
         self._places: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
+        """Their names and bytes."""
         self._old_names = False
         for path in weight_files(self._name):
             with safe_open(path, "pt") as file:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
+SIGNED: Mapping[str, bool] = MappingProxyType({"exp_avg": True, "exp_avg_sq_root": False})
+"""State in 8 bits -> whether it has signs; its scales are the state NAME + `SCALE`."""
 SCALE = "_scale"
 """Suffix of a state's name for the scales of its blocks."""
 RECODED = 1 << 23
@@ -52,17 +55,13 @@ def decoded(codes_n: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Scales of the blocks of some rows of a parameter. In a stack of matrices, no block spans two matrices.
-
-    Attributes:
-        scales: scales of the blocks, in order.
-        shape: shape of the rows.
-        first: flat index of the first value of the rows in the whole parameter.
-    """
+    """Scales of the blocks of some rows of a parameter, in order. In a stack of matrices, no block spans two."""
 
     scales: Tensor
     shape: tuple[int, ...]
+    """Shape of the rows."""
     first: int
+    """Flat index of the first value of the rows in the whole parameter."""
 
     @property
     def end(self) -> int:

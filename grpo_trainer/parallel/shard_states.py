@@ -32,8 +32,7 @@ from grpo_trainer.engine.collectives import peers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
-from grpo_trainer.optim import AdamW8bit
-from grpo_trainer.optim.eight_bits import SCALE, Scaled, recoded
+from grpo_trainer.optim.eight_bits import SCALE, SIGNED, Scaled, recoded
 from grpo_trainer.parallel.world import SaveStates, World
 
 STATES_FOLDER = "optimizer_states"
@@ -215,7 +214,7 @@ def _reshard(part: Part, name: str, state: dict[str, Any], written: Mapping[Plac
         rows = place.rows(shape[0])
         known.append(Scaled(scales, (len(rows), *shape[1:]), rows.start * row))
     first = (own_rows(part.whole).start if isinstance(part.whole, DTensor) else 0) * row
-    signed = AdamW8bit.signed[name]
+    signed = SIGNED[name]
     state[name], state[name + SCALE] = recoded(state[name], known, own, first, signed=signed)
 
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from grpo_trainer.engine.collectives import peers
 from grpo_trainer.engine.forward import Forward
-from grpo_trainer.optim.joining import hand_out, joined
+from grpo_trainer.optim.adamw import hand_out, joined
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.strategy import ParallelStrategy, names_in
 from grpo_trainer.parallel.world import World, buckets

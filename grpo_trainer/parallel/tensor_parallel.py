@@ -21,9 +21,8 @@ from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.engine.tensor_shards import ModelShard
-from grpo_trainer.optim import AdamW8bit
-from grpo_trainer.optim.eight_bits import SCALE, decoded, encoded, levels_of
-from grpo_trainer.optim.landed import sampled
+from grpo_trainer.optim.eight_bits import SCALE, SIGNED, decoded, encoded, levels_of
+from grpo_trainer.optim.steps import sampled
 from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, States
 from grpo_trainer.parallel.strategy import names_in
@@ -129,7 +128,7 @@ def _changed(state: dict[str, Any], shape: Sequence[int], change: Callable[[Tens
     found: dict[str, Any] = {}
     for key, value in state.items():
         if key + SCALE in state:
-            levels, midpoints = levels_of(AdamW8bit.signed[key], value.device)
+            levels, midpoints = levels_of(SIGNED[key], value.device)
             new = change(decoded(value, state[key + SCALE], levels).view(*shape))
             found[key], found[key + SCALE] = encoded(new.reshape(-1), midpoints)
         elif not key.endswith(SCALE):

@@ -41,7 +41,7 @@ from grpo_trainer.errors import (
     PeerGoneError,
     TrainingError,
 )
-from grpo_trainer.optim.joining import hand_out, joined
+from grpo_trainer.optim.adamw import hand_out, joined
 
 log = logging.getLogger(__name__)
 

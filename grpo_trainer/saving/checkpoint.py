@@ -6,14 +6,14 @@ step_12/                      the prefix depends on what is trained, see `policy
     optimizer_states/         the optimizer's states, if the weights are sharded over several processes
     state.json                step, policy version, checksums; written last: a folder without it is no checkpoint
 
-A thread writes them from a copy in main memory (`snapshot.py`) while training continues; `schedule.py` decides when. If
-a checkpoint is due while another is being written, it waits until that one is complete. Training never waits for the
-disk.
+A thread writes them from a copy in main memory while training continues (`background.py`). If a checkpoint is due while
+another is being written, it waits until that one is complete. Training never waits for the disk.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,19 +31,26 @@ from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
-from grpo_trainer.optim import TwoPartOptimizer
-from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.optim.adamw import AdamW
+from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
 from grpo_trainer.parallel.strategies import ShardedStates
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.policy import Adapter, AllWeights, Policy
-from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
-from grpo_trainer.saving.generators import generator_states, restore_generators
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
-from grpo_trainer.saving.schedule import Schedule
-from grpo_trainer.saving.snapshot import Snapshot
-from grpo_trainer.saving.writer import BackgroundWriter
+from grpo_trainer.saving.background import BackgroundWriter, Schedule, Snapshot
+from grpo_trainer.saving.manifest import (
+    STATE_FILE,
+    DamagedError,
+    Found,
+    Progress,
+    check_files,
+    newest_whole,
+    read_state,
+    said_of,
+    saved_checkpoints,
+    seal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +77,7 @@ class Checkpoints:
         self,
         config: CheckpointConfig,
         policy: Policy,
-        optimizer: TwoPartOptimizer,
+        optimizer: AdamW,
         norms: NormHistory | None = None,
         shards: ShardedStates | None = None,
         snapshot: Snapshot | None = None,
@@ -427,11 +435,45 @@ class Checkpoints:
         keep = self._config.keep_checkpoints
         paths = [found.path for found in saved_checkpoints(self._config.save_path)] if keep else []
         for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
-            if path in (newest, self._serving):
+            if path in (newest, self._serving) or path.is_symlink():
                 continue
             with suppress(FileNotFoundError):  # already deleted by the user
                 shutil.rmtree(path)
                 log.info("pruned %s", path)
+
+
+# ---------------------------------------------------------------- random generators
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, numpy's, torch's and the GPU's generators, as `torch.load(weights_only=True)`
+    accepts them."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Restore the states; the GPU's only if the checkpoint was made on one."""
+    torch.set_rng_state(states["cpu"].clone())
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all generators with `--seed`."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # the GPUs' too
 
 
 def _refused(path: Path, got: str, wanted: str, fix: str, why: str) -> ConfigError:

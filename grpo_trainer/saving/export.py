@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_common.model_files import TOKENIZER_CONFIG_FILE, make_readable
@@ -20,17 +19,15 @@ from grpo_common.models import from_anywhere
 from grpo_trainer.config.bridge import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import whole_folder, write_bytes
-from grpo_trainer.model.check import read_config
-from grpo_trainer.model.export import export_model, stored_tensors
+from grpo_trainer.model.export import export_model, stored_tensors, write_tokenizer
+from grpo_trainer.model.load import NoTokenizerError, read_config, read_tokenizer
 from grpo_trainer.model.lora import readable_settings, wrap_with
 from grpo_trainer.model.quantised import is_read, quantised_by
 from grpo_trainer.model.text_part import load_causal_lm
-from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
 from grpo_trainer.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
-from grpo_trainer.saving.finding import saved_checkpoints
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, saved_checkpoints
 from vllm_server.protocol.adapter_config import refusals
 
 log = logging.getLogger(__name__)
@@ -38,28 +35,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of `grpo export`.
-
-    Attributes:
-        checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
-        output: a new or empty folder; None: a folder next to the checkpoint.
-        merge: write the base model with the adapter merged into it.
-        dtype: dtype of the written weights; None: the checkpoint's, or for a merged model the base model's.
-        base: the adapter's base model; None: the one that its configuration names.
-    """
+    """Options of `grpo export`."""
 
     checkpoint: Path
+    """A checkpoint, or a folder of checkpoints, of which the newest is exported."""
     output: Path | None = None
+    """A new or empty folder; None: a folder next to the checkpoint."""
     merge: bool = False
+    """Write the base model with the adapter merged into it."""
     dtype: str | None = None
+    """Of the written weights; None: the checkpoint's, or for a merged model the base model's."""
     base: str | None = None
+    """The adapter's base model; None: the one that its configuration names."""
 
 
 def export_checkpoint(options: ExportOptions, say: Callable[[str], None] = log.info) -> Path:
-    """Write the folder, completely or not at all, and return its path.
-
-    Args:
-        say: called with a line that names the newest checkpoint, if the options name a folder of several.
+    """Write the folder, completely or not at all, and return its path; `say` tells which of several is the newest.
 
     Raises:
         ConfigError: there is no checkpoint, it is damaged, it can't be merged, or the output folder is not empty.
@@ -118,7 +109,17 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
         why = "no plain LoRA adapter"
         raise ConfigError.of([replace(each, field=f"--merge {path}: {each.field}", summary=why) for each in refused])
     name = _base_name(path, settings, base)
-    if not is_read(found := _base_config(name)) and (method := quantised_by(found)) is not None:
+    try:
+        found = read_config(name)
+    except ModelError as error:
+        raise ConfigError(
+            f"the base model can't be read: {error.summary}",
+            field="--merge",
+            got=name,
+            wanted="a base model",
+            fix="name where it is now with --model-name",
+        ) from None
+    if not is_read(found) and (method := quantised_by(found)) is not None:
         raise ConfigError(
             f"an adapter can't be merged into the weights of {name}",
             field="--merge",
@@ -128,8 +129,7 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
         )
     model = load_causal_lm(name, dtype="auto")
     written = dtype or model.dtype
-    merged = wrap_with(model, path)
-    export_model(merged, _tokenizer(path, name), folder, written)
+    export_model(wrap_with(model, path), _tokenizer(path, name), folder, written)
 
 
 def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
@@ -154,14 +154,9 @@ def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
     model = load_causal_lm(path, dtype="auto")
     assert isinstance(model, PreTrainedModel)
     stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
-    export_model(model, _tokenizer(path, None), folder, dtype, tensors=stored | _exact_weights(path))
-
-
-def _exact_weights(path: Path) -> dict[str, Tensor]:
-    """Return the exact trained weights that the checkpoint holds besides the rounded ones."""
-    if not (path / TENSORS_FILE).is_file():
-        return {}
-    return torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True).get("weights", {})
+    if (path / TENSORS_FILE).is_file():
+        stored |= torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True).get("weights", {})
+    export_model(model, _tokenizer(path, None), folder, dtype, tensors=stored)
 
 
 def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
@@ -172,19 +167,6 @@ def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
             field=str(path), got=f"no base model in {CONFIG_FILE}", wanted="one", fix="give it with --model-name"
         )
     return from_anywhere(name, path.resolve().parents)
-
-
-def _base_config(name: str) -> Any:
-    try:
-        return read_config(name)
-    except ModelError as error:
-        raise ConfigError(
-            f"the base model can't be read: {error.summary}",
-            field="--merge",
-            got=name,
-            wanted="a base model",
-            fix="name where it is now with --model-name",
-        ) from None
 
 
 def _tokenizer(path: Path, base: str | None) -> PreTrainedTokenizerBase | None:

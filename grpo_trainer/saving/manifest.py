@@ -1,47 +1,51 @@
-"""state.json: a run's progress, and a checksum of every other file. A folder without it is no checkpoint."""
+"""state.json, the mark of a checkpoint: a run's progress, and a checksum of every other file. Needs no torch.
+
+A folder without it is no checkpoint. A checkpoint whose files differ from it is damaged: `--resume auto` moves it aside
+and takes the newest whole one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from grpo_common.errors import UserError
 from grpo_common.formats import KEY, check_format
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file, sync
+from grpo_trainer.metrics.health import duration
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
-STATE_FILE = "state.json"
-DAMAGED_PREFIX = "damaged_"
-"""Begin of the name of a checkpoint that was moved aside."""
-FORMAT = 1
+STATE_FILE: Final = "state.json"
+NAMES: Final = re.compile(r"(?:adapter_)?step_\d+|adapter_final|model_final")
+"""Names of the folders that a run writes, see `policy.py`."""
+FORMAT: Final = 1
 """Number of the format of a checkpoint's whole folder."""
-
-READERS = 4
+READERS: Final = 4
 """Number of files that are read at the same time; hashing releases Python's GIL."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run: the number of steps done, and the policy version after them.
-
-    Attributes:
-        batches: trained batches of the rollout API that are not acknowledged yet; they are acknowledged once a
-            checkpoint of these steps is complete.
-        numbering: jumps of the version numbers.
-    """
+    """Progress of a run."""
 
     step: int = 0
+    """Number of steps done."""
     policy_version: int = 0
+    """The version after them."""
     batches: tuple[str, ...] = ()
+    """Trained batches of the rollout API that are not acknowledged yet: they are once these steps are saved."""
     numbering: VersionOffsets = NO_OFFSETS
+    """Jumps of the version numbers."""
 
     def going_on_as(self, version: int) -> Progress:
         """Return the progress with the version number that the server requires, for the same weights.
@@ -60,20 +64,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class State:
-    """Contents of a state.json.
-
-    Attributes:
-        saved_at: Unix seconds.
-        files: path in the folder -> size in bytes and SHA-256.
-    """
+    """Contents of a state.json."""
 
     progress: Progress
     saved_at: float
+    """Unix seconds."""
     files: Mapping[str, tuple[int, str]]
+    """Path in the folder -> size in bytes and SHA-256."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder with a state.json."""
+
+    path: Path
+    state: State
 
 
 class DamagedError(UserError):
     """A checkpoint has changed since it was written. `field` names the file, `got` and `wanted` its states."""
+
+
+# one checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def seal(folder: Path, progress: Progress) -> None:
@@ -82,7 +94,8 @@ def seal(folder: Path, progress: Progress) -> None:
     Raises:
         OSError: a file could not be written; with `filename`.
     """
-    paths = _paths(folder)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.name != STATE_FILE and not path.match(".*.tmp")]
     with ThreadPoolExecutor(READERS) as readers:
         sums = list(readers.map(_synced_checksum, paths))
     content = {
@@ -120,49 +133,6 @@ def read_state(folder: Path) -> State:
         raise DamagedError("can't be read", field=STATE_FILE, got=f"{type(error).__name__}: {error}") from None
 
 
-def unreadable(checkpoints: Iterable[Path]) -> dict[Path, DamagedError]:
-    """Return the checkpoints whose state.json can't be read, and why.
-
-    Raises:
-        FormatError: a newer version wrote one of them.
-    """
-    damaged = {}
-    for path in checkpoints:
-        try:
-            read_state(path)
-        except DamagedError as damage:
-            damaged[path] = damage
-    return damaged
-
-
-def refuse_unreadable(folder: Path) -> None:
-    """Refuse to resume where the state of no checkpoint can be read. The trainer checks all other files, too.
-
-    Args:
-        folder: of the checkpoints.
-
-    Raises:
-        ConfigError: there are checkpoints, and the error names them.
-        FormatError: a newer version wrote one of them.
-    """
-    names = (path.parent for path in sorted(folder.glob(f"*/{STATE_FILE}")))
-    checkpoints = [path for path in names if not path.name.startswith((DAMAGED_PREFIX, "."))]
-    damaged = unreadable(checkpoints)
-    if damaged and len(damaged) == len(checkpoints):
-        raise all_damaged(folder, damaged)
-
-
-def all_damaged(folder: Path, damaged: Mapping[Path, DamagedError]) -> ConfigError:
-    """Return the error of a run that can't be resumed."""
-    return ConfigError(
-        "no checkpoint is whole, and nothing was changed",
-        field=f"--resume auto, {folder}",
-        got="; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()),
-        wanted="a whole checkpoint",
-        fix="restore one from a copy; or move these away, to start at step 0",
-    )
-
-
 def check_files(folder: Path, state: State) -> None:
     """Read every file and compare it with its checksum.
 
@@ -182,12 +152,6 @@ def check_files(folder: Path, state: State) -> None:
                 raise DamagedError(field=name, got=f"checksum {found}", wanted=f"checksum {wanted}")
 
 
-def _paths(folder: Path) -> list[Path]:
-    """Return every file of a checkpoint except state.json and temporary files."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [path for path in found if path.name != STATE_FILE and not path.match(".*.tmp")]
-
-
 def _synced_checksum(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -201,3 +165,96 @@ def _checksum(path: Path) -> str:
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# those of a folder ---------------------------------------------------------------------------------------------------
+
+
+def saved_checkpoints(folder: Path) -> list[Found]:
+    """Return the checkpoints with a readable state.json, of any kind and including final ones, oldest first.
+
+    Raises:
+        FormatError: a newer version wrote one of them.
+    """
+    return _read(folder)[0]
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
+    """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`.
+
+    Returns:
+        None: there is no checkpoint at all.
+
+    Raises:
+        ConfigError: all are damaged; nothing is moved.
+        FormatError: a newer version wrote one of the checkpoints.
+    """
+    readable, damaged = _read(folder)
+    for found in reversed(readable):
+        try:
+            check_files(found.path, found.state)
+        except DamagedError as damage:
+            damaged[found.path] = damage
+            continue
+        for path, damage in damaged.items():
+            aside = path.with_name(f"damaged_{path.name}")  # so that the run does not overwrite it
+            if aside.exists():
+                shutil.rmtree(aside)
+            path.rename(aside)
+            say(
+                f"CHECKPOINT DAMAGED: {path}: {damage}. It is now {aside.name}, and the newest whole one before it is "
+                "taken. The rollout API does not serve batches again that were acknowledged since then"
+            )
+        return found
+    _refuse(folder, damaged)
+    return None
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Refuse to resume where the state of no checkpoint can be read. The trainer checks all other files, too.
+
+    Args:
+        folder: of the checkpoints.
+
+    Raises:
+        ConfigError: there are checkpoints, and the error names them.
+        FormatError: a newer version wrote one of them.
+    """
+    readable, damaged = _read(folder)
+    if not readable:
+        _refuse(folder, damaged)
+
+
+def said_of(found: Found) -> str:
+    """Return one line about the resumed checkpoint."""
+    progress, files = found.state.progress, found.state.files
+    age = duration(max(0.0, time.time() - found.state.saved_at))
+    size = sum(size for size, _ in files.values()) / 1e6
+    return (
+        f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
+        f"{len(files)} files, {size:.1f} MB, checksums right"
+    )
+
+
+def _read(folder: Path) -> tuple[list[Found], dict[Path, DamagedError]]:
+    """Return the checkpoints with a readable state.json, oldest first, and the others with the reason."""
+    readable, damaged = [], {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (NAMES.fullmatch(path.name) and (path / STATE_FILE).is_file()):
+            continue
+        try:
+            readable.append(Found(path, read_state(path)))
+        except DamagedError as damage:
+            damaged[path] = damage
+    return sorted(readable, key=lambda one: (one.state.progress.step, one.path)), damaged
+
+
+def _refuse(folder: Path, damaged: Mapping[Path, DamagedError]) -> None:
+    if damaged:
+        raise ConfigError(
+            "no checkpoint is whole, and nothing was changed",
+            field=f"--resume auto, {folder}",
+            got="; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()),
+            wanted="a whole checkpoint",
+            fix="restore one from a copy; or move these away, to start at step 0",
+        )

@@ -15,20 +15,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.engine.tensor_shards import cut_model
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
-from grpo_trainer.model.check import check_model
-from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
-from grpo_trainer.model.text_part import causal_lm_of
-from grpo_trainer.shared.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
+from grpo_trainer.model.load import (
+    build_without_weights,
+    check_attention,
+    check_model,
+    freeze,
+    pick_device,
+    pick_dtype,
+    take_generation_config,
+)
+from grpo_trainer.shared.bridge_file import start_of, storage_of, tied_names
 from grpo_trainer.shared.names import Binding, Facts, bind_names, not_shareable
-from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
+from vllm_server.protocol.bridge_config import BridgeConfigFile, FileHandle, Handle
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +43,6 @@ WITHOUT_EFFECT: Final = frozenset(
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
 """Fields of a model's configuration that do not affect a forward pass without dropout."""
-
-BUFFER_TOLERANCE: Final = 1e-5
-"""Relative tolerance: a GPU's powers and cosines differ from a CPU's in the last bits."""
 
 
 def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
@@ -90,13 +91,14 @@ def attach_model(
     _check_shareable(found, model_config.model_name)
     check_attention(found, model_config.attention)
     device = server_device(config, device)
-    dtype = served_dtype(config)
+    [(common, _)] = Counter(mapping.dtype for mapping in config.param_mappings.values()).most_common(1)
+    dtype: torch.dtype = getattr(torch, common)
     if model_config.dtype != "auto" and getattr(torch, model_config.dtype) != dtype:
         raise ConfigError(
             "trainer and server share one copy of the weights",
             field="--dtype",
             got=model_config.dtype,
-            wanted=f"{_name(dtype)}, the server's",
+            wanted=f"{common}, the server's",
             fix=f"use --dtype auto, or start the server with --dtype {model_config.dtype}",
         )
     fits = skeleton is not None and skeleton.dtype == dtype and all(b.device == device for b in skeleton.buffers())
@@ -110,7 +112,7 @@ def attach_model(
     bind(model, bindings, open_handles(config, device))
     take_generation_config(model, model_config.model_name)
     log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
-    log.info("Single-copy mode active: %s, %s on %s", model_config.model_name, _name(dtype), device)
+    log.info("Single-copy mode active: %s, %s on %s", model_config.model_name, common, device)
     return freeze(model, model_config)
 
 
@@ -123,17 +125,12 @@ def check_same_model(served: str, own: str) -> Any:
     found = check_model(own)
     if served == own or (Path(own).is_dir() and Path(served).is_dir() and Path(own).samefile(served)):
         return found
+    ours, fix = found.to_dict(), "name the same model on both sides"
     try:
         theirs = check_model(served).to_dict()
     except ModelError:
-        raise ModelError(
-            "the trainer can't read the server's model to compare the two",
-            field="--model-name",
-            got=own,
-            wanted=f"{served}, the server's",
-            fix="name the same model on both sides",
-        ) from None
-    ours = found.to_dict()
+        why, wanted = "the trainer can't read the server's model to compare the two", f"{served}, the server's"
+        raise ModelError(why, field="--model-name", got=own, wanted=wanted, fix=fix) from None
     for field in sorted((ours.keys() | theirs.keys()) - WITHOUT_EFFECT):
         if ours.get(field) != theirs.get(field):
             raise ModelError(
@@ -141,17 +138,9 @@ def check_same_model(served: str, own: str) -> Any:
                 field=f"--model-name: {field}",
                 got=ours.get(field),
                 wanted=str(theirs.get(field)),
-                fix="name the same model on both sides",
+                fix=fix,
             )
     return found
-
-
-def served_dtype(config: BridgeConfigFile) -> torch.dtype:
-    """Return the dtype of most of the server's parameters."""
-    [(name, _)] = Counter(mapping.dtype for mapping in config.param_mappings.values()).most_common(1)
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 # the memory ------------------------------------------------------------------------------------------------
@@ -174,7 +163,14 @@ def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.devic
             f"the server's weights are on GPU {config.gpu_uuid}", field="--device", got=wanted, fix="use --device auto"
         )
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    check_gpu(config, visible)
+    if config.gpu_uuid not in visible:
+        raise BridgeError(
+            "the trainer does not see the GPU that holds the server's weights",
+            field="gpu_uuid",
+            got=", ".join(visible) or "none",
+            wanted=str(config.gpu_uuid),
+            fix="start the trainer with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU",
+        )
     index = visible.index(config.gpu_uuid)
     if wanted.index not in (None, index):
         raise BridgeError(
@@ -195,20 +191,20 @@ def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Te
     Raises:
         BridgeError: the memory can't be mapped, or is smaller than the file says.
     """
-    handles = config.ipc_handles
-    sizes: dict[tuple[str, int], int] = {}
-    for handle in handles.values():
-        sizes[storage_of(handle)] = max(sizes.get(storage_of(handle), 0), end_of(handle))
     if device.type == "cuda":
         torch.cuda.init()
         torch.empty(1, device=device)  # a process without a CUDA context crashes when it opens a handle
     storages: dict[tuple[str, int], torch.UntypedStorage] = {}
     tensors: dict[str, Tensor] = {}
-    for name, handle in handles.items():
+    for name, handle in config.ipc_handles.items():
         place = storage_of(handle)
+        dtype = getattr(torch, handle.dtype)
         try:
             if place not in storages:
-                storages[place] = _open(handle, sizes[place], device)
+                storages[place] = _open(handle, device)
+            empty = torch.empty(0, dtype=dtype, device=device)
+            start, size, stride = start_of(handle) // dtype.itemsize, tuple(handle.shape), tuple(handle.stride)
+            tensors[name] = empty.set_(storages[place], start, size, stride)  # pyright: ignore
         except (OSError, RuntimeError) as error:
             raise BridgeError(
                 "the server's memory can't be mapped",
@@ -216,84 +212,29 @@ def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Te
                 got=error,
                 wanted="a living server and its trainer on one machine, in one container, as one user",
             ) from None
-        tensors[name] = _tensor(handle, storages[place], device)
     return tensors
 
 
-def _open(handle: Handle, size: int, device: torch.device) -> torch.UntypedStorage:
-    """Map a storage of which `size` bytes are needed."""
-    match handle:
-        case CudaIpcHandle():
-            has = handle.storage_size
-        case FileHandle():
-            has = Path(handle.path).stat().st_size  # checked first, because torch extends a short or missing file
-    if has < size:
-        raise RuntimeError(f"{has} bytes, where the server's file says {size}")
-    match handle:
-        case CudaIpcHandle():
-            storage: Any = torch.UntypedStorage._new_shared_cuda(
-                device.index,
-                b64decode(handle.ipc_handle_b64),
-                handle.storage_size,
-                handle.storage_offset,
-                b64decode(handle.ref_counter_handle_b64),
-                handle.ref_counter_offset,
-                b64decode(handle.event_handle_b64),
-                handle.event_sync_required,
-            )
-        case FileHandle():
-            storage = torch.UntypedStorage.from_file(handle.path, True, has)
+def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
+    """Map a storage."""
+    storage: Any
+    if isinstance(handle, FileHandle):
+        storage = torch.UntypedStorage.from_file(handle.path, True, Path(handle.path).stat().st_size)
+        return storage
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index,
+        b64decode(handle.ipc_handle_b64),
+        handle.storage_size,
+        handle.storage_offset,
+        b64decode(handle.ref_counter_handle_b64),
+        handle.ref_counter_offset,
+        b64decode(handle.event_handle_b64),
+        handle.event_sync_required,
+    )
     return storage
 
 
-def _tensor(handle: Handle, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    dtype = getattr(torch, handle.dtype)
-    offset = start_of(handle) // dtype.itemsize
-    empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(storage, offset, tuple(handle.shape), tuple(handle.stride))  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
 # the model -------------------------------------------------------------------------------------------------
-
-
-def build_without_weights(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
-    """Return the model with its parameters on `meta`, and its buffers computed on the device by the model's own code.
-
-    Raises:
-        ModelError: a buffer differs from the one that the model's constructor makes on a CPU.
-    """
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        reference = dict(causal_lm_of(config, **options).named_buffers())
-    with torch.device("meta"):
-        model = causal_lm_of(config, **options)
-    held = set(model.state_dict())
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if name not in held:
-            empty = torch.empty_like(buffer, device=device)
-            _put(model, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_())
-    model.initialize_weights()  # fills buffers, as when a checkpoint is loaded; does nothing for parameters on meta
-    for name, buffer in model.named_buffers():
-        if name not in held:
-            _check_buffer(name, buffer, reference.get(name))
-    return model
-
-
-def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
-    here = buffer.cpu()
-    if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
-        raise ModelError(
-            "this buffer is not in a model built on a CPU", field=name, fix="use another release of transformers"
-        )
-    if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
-        error = (here.double() - wanted.double()).abs().max().item()
-        raise ModelError(
-            "this buffer is not that of a model built on a CPU",
-            field=name,
-            got=f"a difference of {error:.3g}",
-            wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
-            fix="use lora_only",
-        )
 
 
 def facts_of(model: PreTrainedModel, config: BridgeConfigFile) -> Facts:
@@ -327,11 +268,12 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
         own.setdefault(first.setdefault(id(tensor), name), []).append(name)
     for binding in bindings:
         whole = tensors[binding.vllm_name]
-        if whole.dtype != meta[binding.hf_name].dtype:
+        theirs, ours = (str(each.dtype).removeprefix("torch.") for each in (whole, meta[binding.hf_name]))
+        if theirs != ours:
             raise ModelError(
                 field=f"{binding.hf_name}: dtype",
-                got=f"{_name(whole.dtype)} of the server's {binding.vllm_name}",
-                wanted=f"{_name(meta[binding.hf_name].dtype)}, which the model computes with",
+                got=f"{theirs} of the server's {binding.vllm_name}",
+                wanted=f"{ours}, which the model computes with",
                 fix="use lora_only or none",
             )
         view = whole.narrow(0, binding.start, binding.length)
@@ -339,13 +281,15 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
         bound = nn.Parameter(view, requires_grad=False) if is_parameter else view
         for name in own[binding.hf_name]:
             _put(model, name, bound)
-    if left := list(_on_meta(model)):
-        raise ModelError(
-            "shared_vllm does not know this architecture",
-            field=left[0],
-            got="a tensor without memory",
-            fix="use lora_only or none",
-        )
+    for path, module in model.named_modules():  # plain attributes of modules, too
+        for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ModelError(
+                    "shared_vllm does not know this architecture",
+                    field=f"{path}.{name}",
+                    got="a tensor without memory",
+                    fix="use lora_only or none",
+                )
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -360,23 +304,3 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     module = model.get_submodule(path)
     place = module._parameters if leaf in module._parameters else module._buffers
     place[leaf] = tensor  # pyright: ignore[reportArgumentType]
-
-
-def _on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors without memory, including plain attributes of modules."""
-    for path, module in model.named_modules():
-        for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-            if isinstance(value, Tensor) and value.is_meta:
-                yield f"{path}.{name}"
-
-
-def take_generation_config(model: PreTrainedModel, name: str) -> None:
-    """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:
-        return  # the model comes without one; transformers has derived one from its configuration
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,15 +1,12 @@
-"""Read `vllm_bridge_config.json`, and refuse it unless it describes a running server of this user and machine.
+"""Read `vllm_bridge_config.json`, and refuse it unless it is of a running server of this user and machine.
 
-A file of mode 0600 that this user owns is trusted to agree with itself: only a server of this user can have written it.
+A file of mode 0600 that this user owns is trusted: only a server of this user can have written it.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import stat
-from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -29,14 +26,18 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
 
 
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
 def read_bridge_config(path: Path, rank: int = 0, ranks: int = 1) -> BridgeConfigFile:
-    """Read the file, or the one in the folder, and check everything that needs neither the server's answer nor a GPU.
+    """Read the file, or the one in the folder.
+
+    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
 
     Args:
         rank: the worker whose weights are wanted.
         ranks: number of trainer processes over which the weights are sharded; the server has as many workers.
-
-    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
 
     Raises:
         BridgeError: the file is not usable.
@@ -56,28 +57,63 @@ def read_bridge_config(path: Path, rank: int = 0, ranks: int = 1) -> BridgeConfi
         config = msgspec.json.decode(data, type=BridgeConfigFile)
     except msgspec.DecodeError as error:
         raise BridgeError("damaged", field=str(path), got=error, fix="start the server again") from None
-    for problem in _problems(config, written, rank, ranks):
+    if (problem := _problem(config, written, ranks)) is not None:
         raise BridgeError.of([replace(problem, field=f"{path}: {problem.field}")])
     return config.of_rank(rank)
 
 
-def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
-    """Check that this process sees the server's GPU, whose memory it could not map otherwise.
-
-    Args:
-        visible: the uuids of the GPUs that the trainer sees; empty on a CPU.
-
-    Raises:
-        BridgeError: the trainer does not see the server's GPU.
-    """
-    if config.kind == "cuda_ipc" and config.gpu_uuid not in visible:
+def _read_private(path: Path) -> tuple[bytes, float]:
+    """Return content and modification time of a file that this user owns and no other user may read."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            data = file.read()
+    except OSError as error:
         raise BridgeError(
-            "the trainer does not see the GPU that holds the server's weights",
-            field="gpu_uuid",
-            got=", ".join(visible) or "none",
-            wanted=str(config.gpu_uuid),
-            fix="start the trainer with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU",
+            field=f"--vllm-config-path {path}", got=error.strerror, wanted=f"the server's {FILE_NAME}"
+        ) from None
+    if info.st_uid != os.geteuid():
+        raise BridgeError(
+            field=f"{path}: owner",
+            got=f"uid {info.st_uid}",
+            wanted=f"{os.geteuid()}, the trainer's",
+            fix="run both as one user",
         )
+    if info.st_mode & 0o077:
+        raise BridgeError(
+            "any user who can read this file can write the weights",
+            field=f"{path}: mode",
+            got=f"{stat.S_IMODE(info.st_mode):04o}",
+            wanted="0600",
+            fix="chmod 600 it if nobody else could have changed it, or start the server again",
+        )
+    return data, info.st_mtime
+
+
+def _problem(config: BridgeConfigFile, written: float, ranks: int) -> Problem | None:
+    """Return what is wrong with a file, the most fundamental problem first."""
+    if config.machine != machine_id():
+        summary = "of another machine, or of this one before its last start"
+        return Problem("machine", config.machine, machine_id(), "start the server here", summary)
+    if not _alive(config.server_pid, written):
+        fix = "start the server, or remove the file"
+        return Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
+    if config.tp_degree != ranks:
+        fix = f"train in {config.tp_degree} processes, with --server.tensor-parallel-size {config.tp_degree}"
+        return Problem("tp_degree", str(config.tp_degree), f"{ranks}, as the trainer's", fix, "each worker has a shard")
+    for name, handle in config.ipc_handles.items():
+        if handle.dtype not in ITEM_BYTES:
+            return Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
+    return None
+
+
+def _alive(pid: int, written: float) -> bool:
+    """Return whether the process that wrote the file still runs; one that started later only reuses its pid."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_SLACK_S
+    except (psutil.Error, ValueError):
+        return False
 
 
 def tied_names(config: BridgeConfigFile) -> dict[str, str]:
@@ -104,91 +140,3 @@ def start_of(handle: Handle) -> int:
     if isinstance(handle, CudaIpcHandle):
         return handle.tensor_offset * ITEM_BYTES[handle.dtype]
     return handle.offset
-
-
-def end_of(handle: Handle) -> int:
-    """Return the byte offset at which a tensor's last element ends in its storage."""
-    reach = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
-    return start_of(handle) + (reach + 1) * ITEM_BYTES[handle.dtype]
-
-
-class _Versioned(msgspec.Struct):
-    schema_version: int
-
-
-def _read_private(path: Path) -> tuple[bytes, float]:
-    """Return content and modification time of a regular file that this user owns and no other user may read."""
-    try:
-        with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            data = file.read() if stat.S_ISREG(info.st_mode) else b""
-    except OSError as error:
-        raise BridgeError(
-            field=f"--vllm-config-path {path}", got=error.strerror, wanted=f"the server's {FILE_NAME}"
-        ) from None
-    if not stat.S_ISREG(info.st_mode):
-        raise BridgeError("no regular file", field=str(path), wanted=f"the server's {FILE_NAME}")
-    if info.st_uid != os.geteuid():
-        raise BridgeError(
-            field=f"{path}: owner",
-            got=f"uid {info.st_uid}",
-            wanted=f"{os.geteuid()}, the trainer's",
-            fix="run both as one user",
-        )
-    if info.st_mode & 0o077:
-        raise BridgeError(
-            "any user who can read this file can write the weights",
-            field=f"{path}: mode",
-            got=f"{stat.S_IMODE(info.st_mode):04o}",
-            wanted="0600",
-            fix="chmod 600 it if nobody else could have changed it, or start the server again",
-        )
-    return data, info.st_mtime
-
-
-def _problems(config: BridgeConfigFile, written: float, rank: int, ranks: int) -> Iterator[Problem]:
-    """Yield what is wrong with a file, the most fundamental problem first."""
-    if config.machine != machine_id():
-        summary = "of another machine, or of this one before its last start"
-        yield Problem("machine", config.machine, machine_id(), "start the server here", summary)
-    if not _alive(config.server_pid, written):
-        fix = "start the server, or remove the file"
-        yield Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
-    if config.tp_degree != ranks:
-        fix = f"train in {config.tp_degree} processes, with --server.tensor-parallel-size {config.tp_degree}"
-        yield Problem("tp_degree", str(config.tp_degree), f"{ranks}, as the trainer's", fix, "each worker has a shard")
-        return
-    if config.dp_shard_degree != 1:
-        yield Problem("dp_shard_degree", str(config.dp_shard_degree), "1", summary="each worker holds a part only")
-    if not (config.shared_weights_enabled and config.single_copy_enabled):
-        yield Problem("shared_weights_enabled", "false", fix="start the server with --shared-weights")
-    own = config.of_rank(rank)
-    for name, handle in own.ipc_handles.items():
-        if handle.dtype not in ITEM_BYTES:
-            yield Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
-            return
-    yield from _overlaps(own)
-
-
-def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:
-    """Yield pairs of tensors that overlap in memory; two names for exactly the same place are allowed."""
-    regions: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
-    ties = tied_names(config)
-    for name, handle in config.ipc_handles.items():
-        if name not in ties and math.prod(handle.shape):
-            regions.setdefault(storage_of(handle), []).append((start_of(handle), end_of(handle), name))
-    for places in regions.values():
-        places.sort()
-        for (_, end, name), (start, _, other) in itertools.pairwise(places):
-            if start < end:
-                fix = "serve with the default --load-format and kernels"
-                yield Problem(f"{name} and {other}", fix=fix, summary="overlap in memory")
-
-
-def _alive(pid: int, written: float) -> bool:
-    """Return whether the process that wrote the file still runs; one that started later only reuses its pid."""
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_SLACK_S
-    except (psutil.Error, ValueError):
-        return False

@@ -16,7 +16,7 @@ transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -68,39 +68,22 @@ def not_shareable(config: Mapping[str, Any]) -> str | None:
 class NamesError(ModelError):
     """Trainer and server have different parameters, or in a layout that is not known.
 
-    The first problem is a summary; the others name the parameters.
+    The first problem is a summary; the others name the first few parameters.
     """
-
-    @classmethod
-    def about(cls, parameters: Sequence[Problem]) -> NamesError:
-        """Return an error with the number of these problems and the first few of them."""
-        whole = Problem(
-            field="--model-name",
-            got=f"{len(parameters)} problems",
-            wanted="each parameter of both sides exactly once",
-            fix="serve the model of --model-name; if shared_vllm does not know it, "
-            "use --weight-bridge-mode lora_only or none",
-            summary="the trainer's parameters can't be bound to vLLM's",
-        )
-        return cls.of([whole, *parameters[:_SHOWN]])
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a model that names and shapes do not show.
-
-    Attributes:
-        hf_ties: name of a tied parameter -> the name under which it is listed first.
-        vllm_ties: the same for vLLM: several names of the same memory.
-        strange_experts: path of a module of fused experts that is not `[expert, out, in]` with gate before up -> its
-            layout.
-        padded: name of a vocabulary's shard -> its rows in vLLM with padding; of a whole vocabulary they are known.
-    """
+    """Facts about a model that names and shapes do not show."""
 
     hf_ties: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tied parameter -> the name under which it is listed first."""
     vllm_ties: Mapping[str, str] = field(default_factory=dict)
+    """The same for vLLM: several names of the same memory."""
     strange_experts: Mapping[str, str] = field(default_factory=dict)
+    """Path of a module of fused experts that is not `[expert, out, in]` with gate before up -> its layout."""
     padded: Mapping[str, int] = field(default_factory=dict)
+    """Name of a vocabulary's shard -> its rows in vLLM with padding; of a whole vocabulary they are known."""
 
     def rows_of(self, name: str, rows: int) -> int:
         """Return the rows of a vocabulary's matrix in vLLM."""
@@ -151,7 +134,15 @@ def bind_names(
             bindings.append(found)
     problems += _check_cover(bindings, vllm_shapes, names)
     if problems:
-        raise NamesError.about(problems)
+        whole = Problem(
+            field="--model-name",
+            got=f"{len(problems)} problems",
+            wanted="each parameter of both sides exactly once",
+            fix="serve the model of --model-name; if shared_vllm does not know it, "
+            "use --weight-bridge-mode lora_only or none",
+            summary="the trainer's parameters can't be bound to vLLM's",
+        )
+        raise NamesError.of([whole, *problems[:_SHOWN]])
     return tuple(bindings)
 
 

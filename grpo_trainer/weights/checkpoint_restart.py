@@ -33,7 +33,8 @@ from grpo_trainer.files import folders_named, remove_remains, whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
-from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
+from grpo_trainer.model.load import read_tokenizer
+from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
@@ -111,7 +112,7 @@ class MergedModels:
         assert isinstance(policy.model, PeftModel)
         dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
         root, keep = config.save_path, config.keep_checkpoints
-        return cls(config.model_name, policy.model, load_tokenizer(config), dtype, root, keep)
+        return cls(config.model_name, policy.model, read_tokenizer(config.model_name), dtype, root, keep)
 
     def export(self, version: int) -> str:
         if not self._has_effect():

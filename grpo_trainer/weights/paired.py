@@ -22,7 +22,7 @@ from typing import TypeVar
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError, CommonBridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
-from grpo_trainer.optim.landed import sampled
+from grpo_trainer.optim.steps import sampled
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.weights.bridge import Published

@@ -21,7 +21,7 @@ from grpo_common.errors import Problem
 from grpo_trainer.config.server import Server
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import BridgeError, CommonBridgeError, CommonError, ServerError
-from grpo_trainer.optim.landed import sampled
+from grpo_trainer.optim.steps import sampled
 from grpo_trainer.parallel.world import World
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published

@@ -17,8 +17,8 @@ from grpo_trainer.locked_memory import LockedMemory
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.groups import RolloutBatch
+from grpo_trainer.saving.background import Snapshot
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
-from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen

@@ -18,8 +18,8 @@ from grpo_trainer.engine.compiled import compile_layers, learn
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.load import build_without_weights
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 from tests.unit.test_memory_fit import Gpu, fitted, fitting_of, flags
 from tests.unit.test_packing import gradients, one_step, settings, tiny

@@ -31,11 +31,11 @@ from transformers import (
 
 from environments.demo_model.model import CHAT_TEMPLATE, build_tokenizer
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.config.train import CheckpointConfig
+from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig
 from grpo_trainer.model.export import export_model
+from grpo_trainer.model.load import read_tokenizer
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.model.tokenizer import read_tokenizer
-from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
@@ -146,7 +146,9 @@ def base_model(kind: str) -> PreTrainedModel:
 
 
 def checkpoint(policy: Any, folder: Path) -> Path:
-    optimizer = FusedAdamW([parameter for parameter in policy.model.parameters() if parameter.requires_grad])
+    optimizer = AdamW(
+        [parameter for parameter in policy.model.parameters() if parameter.requires_grad], OptimizerConfig()
+    )
     return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(3, 3))
 
 

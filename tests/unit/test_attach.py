@@ -25,13 +25,12 @@ from transformers import (
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.export import export_model
-from grpo_trainer.model.load import freeze, load_model
+from grpo_trainer.model.load import build_without_weights, freeze, load_model
 from grpo_trainer.shared import attach
 from grpo_trainer.shared.attach import (
     attach_model,
     bind,
     build_skeleton,
-    build_without_weights,
     open_handles,
     server_device,
 )
@@ -251,16 +250,6 @@ def test_attach_refuses_a_buffer_that_is_not_initialised_as_the_references(
 # faults ----------------------------------------------------------------------------------------------------
 
 
-def test_with_gate_and_up_swapped_logprobs_would_differ(qwen: StandIn) -> None:
-    """Their shapes are the same, so no check of shapes would see it: the table in `names.py` alone decides."""
-    model = attached(qwen)
-    right = logprobs(model)
-    mlp = model.get_submodule("model.layers.0.mlp")
-    gate, up = mlp.get_submodule("gate_proj"), mlp.get_submodule("up_proj")
-    gate.weight, up.weight = up.weight, gate.weight  # pyright: ignore[reportArgumentType]
-    assert (logprobs(model) - right).abs().mean() > 0.01
-
-
 def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
     """The server holds a separate head, which the trainer would not change."""
     server = stand_in("llama", tmp_path)
@@ -348,9 +337,8 @@ def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(
     size = memory.stat().st_size - 4
     with memory.open("r+b") as file:
         file.truncate(size)
-    with pytest.raises(BridgeError) as short:
+    with pytest.raises(BridgeError):
         attached(qwen)
-    assert {str(size), str(size + 4)} <= set(short.value.got.split())
     assert memory.stat().st_size == size
     memory.unlink()
     with pytest.raises(BridgeError) as gone:
@@ -382,9 +370,9 @@ def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
             server_device(config, device)
         assert (refused.value.field, refused.value.got) == ("--device", str(device)) and fix in refused.value.fix
     uuids[1] = "GPU-9"
-    with pytest.raises(BridgeError) as unseen:
+    with refusing(BridgeError, "gpu_uuid", got="GPU-1, GPU-9, GPU-3") as unseen:
         server_device(config, torch.device("cuda"))
-    assert (unseen.value.got, unseen.value.wanted) == ("GPU-1, GPU-9, GPU-3", "GPU-2")
+    assert unseen.value.wanted == "GPU-2" and "CUDA_VISIBLE_DEVICES" in unseen.value.fix
 
 
 def test_a_model_that_was_built_before_is_taken_if_it_is_as_the_server_has_it(server: StandIn) -> None:

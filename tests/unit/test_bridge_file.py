@@ -17,12 +17,7 @@ import pytest
 import torch
 
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.shared import bridge_file
-from grpo_trainer.shared.bridge_file import (
-    check_gpu,
-    read_bridge_config,
-    tied_names,
-)
+from grpo_trainer.shared.bridge_file import read_bridge_config, tied_names
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.processes import ROOT
 from tests.unit.factories import refusing
@@ -108,12 +103,6 @@ def test_reader_refuses_a_dead_server_and_a_process_that_has_its_number(
     refused(path, "server_pid", str(os.getpid()))
 
 
-def overlapping(config: BridgeConfigFile) -> dict[str, Any]:
-    """embed.weight is 4 * 8 * 4 = 128 bytes from 0."""
-    moved = msgspec.structs.replace(config.ipc_handles["norm.weight"], offset=124)
-    return {"ipc_handles": dict(config.ipc_handles) | {"norm.weight": moved}}
-
-
 def quantised(config: BridgeConfigFile) -> dict[str, Any]:
     return {
         field: {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in getattr(config, field).items()}
@@ -126,9 +115,6 @@ def quantised(config: BridgeConfigFile) -> dict[str, Any]:
     [
         ({"machine": "before"}, "machine", {"got": "before", "wanted": machine_id()}),
         ({"tp_degree": 4}, "tp_degree", {"got": "4", "wanted": "1"}),
-        ({"dp_shard_degree": 4}, "dp_shard_degree", {"got": "4", "wanted": "1"}),
-        ({"shared_weights_enabled": False}, "shared_weights_enabled", {"got": "false", "fix": "--shared-weights"}),
-        (overlapping, "embed.weight and norm.weight", {}),
         (quantised, "embed.weight: dtype", {"got": "int8", "wanted": "float32, bfloat16, float16"}),
     ],
 )
@@ -206,23 +192,6 @@ def test_storages_are_told_apart_by_handle_and_offset() -> None:
     config = bridge_config("some/model", handles, gpu_uuid="GPU-1")
     assert config.kind == "cuda_ipc"
     assert tied_names(config) == {"e": "a"}
-
-
-def test_ends_count_strides() -> None:
-    """Row 3 of a [4, 2] tensor with rows of 5 elements ends at element 3 * 5 + 1 + 1 = 17: byte 10 + 34 in 16 bits."""
-    place = FileHandle(path="x", offset=10, shape=[4, 2], dtype="bfloat16", stride=[5, 1])
-    assert bridge_file.end_of(place) == 44
-
-
-def test_a_trainer_must_see_the_servers_gpu(config: BridgeConfigFile) -> None:
-    on_gpu = bridge_config("some/model", {"a": CUDA}, gpu_uuid="GPU-1")
-    check_gpu(config, [])
-    check_gpu(on_gpu, ["GPU-0", "GPU-1"])
-    for visible, got in ((["GPU-0", "GPU-2"], "GPU-0, GPU-2"), ([], "none")):
-        with pytest.raises(BridgeError) as caught:
-            check_gpu(on_gpu, visible)
-        assert (caught.value.field, caught.value.got, caught.value.wanted) == ("gpu_uuid", got, "GPU-1")
-        assert "CUDA_VISIBLE_DEVICES" in caught.value.fix
 
 
 # the file --------------------------------------------------------------------------------------------------

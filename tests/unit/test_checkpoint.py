@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from grpo_trainer.config.bridge import ALL_LINEAR
 from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, DiskFullError, from_os_error
-from grpo_trainer.optim import TwoPartOptimizer, build_optimizer
+from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.parallel.shard_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
@@ -253,11 +253,11 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small
 # states that are cut over processes ----------------------------------------------------------------------------------
 
 
-def trained(name: str, width: int = 6) -> tuple[nn.Module, TwoPartOptimizer]:
+def trained(name: str, width: int = 6) -> tuple[nn.Module, AdamW]:
     """Three layers, of which the second has no gradient, two steps on."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width + 1) for _ in range(3)))
-    optimizer = build_optimizer(list(model.parameters()), OptimizerConfig(optimizer=name))  # type: ignore[arg-type]
+    optimizer = AdamW(list(model.parameters()), OptimizerConfig(optimizer=name))  # type: ignore[arg-type]
     for _ in range(2):
         for layer in (model[0], model[2]):
             for parameter in layer.parameters():

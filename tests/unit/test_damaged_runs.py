@@ -41,8 +41,7 @@ from grpo_trainer.policy import build_policy
 from grpo_trainer.record import write_record
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.saving.checkpoint import Checkpoints
-from grpo_trainer.saving.finding import newest_whole
-from grpo_trainer.saving.manifest import refuse_unreadable
+from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
 from tests.stand_ins import Scripted

@@ -34,7 +34,7 @@ from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import Max, reduce
-from grpo_trainer.optim.spikes import NEEDED, REMEMBERED, NormHistory
+from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
@@ -324,20 +324,20 @@ def test_norm_spikes() -> None:
     assert history.is_spike(8.1)  # 4 * 2 = 8
 
     history = NormHistory(2.0)
-    assert not any(history.is_spike(norm) for norm in [1.0] * (NEEDED - 1))
+    assert not any(history.is_spike(norm) for norm in [1.0] * (NormHistory.NEEDED - 1))
     assert not history.is_spike(100.0)
 
     history = NormHistory(2.0)
-    for _ in range(REMEMBERED):
+    for _ in range(NormHistory.REMEMBERED):
         history.is_spike(1.0)
-    spikes = [history.is_spike(10.0) for _ in range(REMEMBERED)]
+    spikes = [history.is_spike(10.0) for _ in range(NormHistory.REMEMBERED)]
     assert spikes[0] and not spikes[-1]
 
     history = NormHistory(0.0)
-    assert not any(history.is_spike(norm) for norm in [1.0] * NEEDED + [1e9])
+    assert not any(history.is_spike(norm) for norm in [1.0] * NormHistory.NEEDED + [1e9])
 
     history, resumed = NormHistory(2.0), NormHistory(2.0)
-    for norm in [1.0] * NEEDED:
+    for norm in [1.0] * NormHistory.NEEDED:
         history.is_spike(norm)
     resumed.restore(history.norms)
-    assert resumed.is_spike(2.1) and resumed.norms == [1.0] * NEEDED + [2.1]
+    assert resumed.is_spike(2.1) and resumed.norms == [1.0] * NormHistory.NEEDED + [2.1]

@@ -28,11 +28,11 @@ from typer.testing import CliRunner
 from environments.demo_model.model import build_tokenizer
 from grpo_trainer.cli import app
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.config.train import CheckpointConfig
+from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.export import INDEX_FILE, export_model, plan_shards
 from grpo_trainer.model.lora import adapter_settings, add_adapter
-from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
@@ -208,7 +208,7 @@ def adapter(tmp_path: Path) -> tuple[PeftModel, Path]:
 
 
 def save(model: Any, policy: Any, folder: Path, step: int = 3) -> Path:
-    optimizer = FusedAdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], OptimizerConfig())
     return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(step, step))
 
 

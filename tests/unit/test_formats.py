@@ -34,8 +34,7 @@ from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.report.read import read_series
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.saving.finding import newest_whole
-from grpo_trainer.saving.manifest import Progress, seal
+from grpo_trainer.saving.manifest import Progress, newest_whole, seal
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from tests.golden.stand_in import bridge_config, write_config

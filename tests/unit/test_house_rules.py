@@ -97,7 +97,7 @@ BUILT_IN_ROOMS = [found.module.split(".")[1] for found in BUILT_IN.values()]
 ROOMS = {
     "grpo_trainer": (
         *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
-        *("main_memory", "locked_memory", "machine"),
+        *("locked_memory", "machine"),
         *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
         *("model", "memory", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),

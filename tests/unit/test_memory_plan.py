@@ -19,7 +19,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
 from grpo_trainer.engine.recompute import measure
 from grpo_trainer.errors import ModelError
-from grpo_trainer.main_memory import MainMemory, main_memory
+from grpo_trainer.machine import MainMemory, main_memory
 from grpo_trainer.memory import (
     NOTHING_HELPS,
     SERVER_CONTEXT,
@@ -31,7 +31,7 @@ from grpo_trainer.memory import (
     held,
     layer_bytes_per_token,
 )
-from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.lora import use_few_kernels
 from grpo_trainer.model.shape import ModelShape, shape_of
 from vllm_server.protocol import CPU_CACHE_BYTES
 

@@ -33,11 +33,18 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.check import not_trainable
-from grpo_trainer.model.load import load_all_weights, load_model, pick_device, pick_dtype
+from grpo_trainer.model.export import write_tokenizer
+from grpo_trainer.model.load import (
+    NoTokenizerError,
+    load_all_weights,
+    load_model,
+    not_trainable,
+    pick_device,
+    pick_dtype,
+    read_tokenizer,
+)
 from grpo_trainer.model.lora import adapter_settings, add_adapter, readable_settings, save_adapter
 from grpo_trainer.model.reference import AdapterOff, FrozenWeights, build_reference, check_room
-from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer, write_tokenizer
 from grpo_trainer.trainer import Trainer
 from tests.golden.models import CONFIGS, SIZES
 from tests.unit.factories import batch, sample
@@ -145,7 +152,7 @@ def test_read_tokenizer_names_a_damaged_file(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(NoTokenizerError) as error:
             read_tokenizer(str(tmp_path))
-        assert error.value.field == str(tmp_path) and error.value.got
+        assert error.value.field == f"--model-name {tmp_path}" and error.value.got
 
 
 # files in the form of transformers 4 ---------------------------------------------------------------------------------

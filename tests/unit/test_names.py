@@ -66,38 +66,6 @@ def test_all_of_vllms_memory_is_bound_but_for_the_vocabularys_padding(architectu
     assert sum(sizes.values()) - covered == sum((128 - 98) * sizes[name] // 128 for name in heads)
 
 
-def test_qwen2_in_full() -> None:
-    """One layer by hand: 4 heads and 2 key-value heads of 32, 96 intermediate."""
-    layer = {
-        binding.hf_name.removeprefix("model.layers.1."): (binding.vllm_name.removeprefix("model.layers.1."), start)
-        for binding in bound("qwen2")
-        if binding.hf_name.startswith("model.layers.1.")
-        for start in [(binding.start, binding.start + binding.length)]
-    }
-    assert layer == {
-        "self_attn.q_proj.weight": ("self_attn.qkv_proj.weight", (0, 128)),
-        "self_attn.k_proj.weight": ("self_attn.qkv_proj.weight", (128, 192)),
-        "self_attn.v_proj.weight": ("self_attn.qkv_proj.weight", (192, 256)),
-        "self_attn.q_proj.bias": ("self_attn.qkv_proj.bias", (0, 128)),
-        "self_attn.k_proj.bias": ("self_attn.qkv_proj.bias", (128, 192)),
-        "self_attn.v_proj.bias": ("self_attn.qkv_proj.bias", (192, 256)),
-        "self_attn.o_proj.weight": ("self_attn.o_proj.weight", (0, 128)),
-        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", (0, 96)),
-        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", (96, 192)),
-        "mlp.down_proj.weight": ("mlp.down_proj.weight", (0, 128)),
-        "input_layernorm.weight": ("input_layernorm.weight", (0, 128)),
-        "post_attention_layernorm.weight": ("post_attention_layernorm.weight", (0, 128)),
-    }
-
-
-@given(st.data())
-def test_order_does_not_matter(data: st.DataObject) -> None:
-    architecture, shapes, ties, record = drawn(data)
-    shuffled = dict(data.draw(st.permutations(list(shapes.items()))))
-    theirs = dict(data.draw(st.permutations(list(record.vllm.items()))))
-    assert bind_names(shuffled, theirs, Facts(ties, record.ties)) == bound(architecture)
-
-
 @given(st.data())
 def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
     architecture, shapes, ties, record = drawn(data)

@@ -16,12 +16,10 @@ from torch._dynamo.utils import counters
 from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
-from grpo_trainer.optim import build_optimizer, landing
+from grpo_trainer.optim import adamw
+from grpo_trainer.optim.adamw import AdamW, pieces, round_stochastically
 from grpo_trainer.optim.eight_bits import BLOCK, Scaled, decoded, encoded, levels_of, recoded
-from grpo_trainer.optim.landed import changed_fraction, sampled
-from grpo_trainer.optim.landing import Part, StochasticRoundingOptimizer, TwoPartOptimizer, pieces, round_stochastically
-from grpo_trainer.optim.rules import AdamW, AdamW8bit, FusedAdamW
-from grpo_trainer.optim.schedules import learning_rate
+from grpo_trainer.optim.steps import changed_fraction, learning_rate, sampled
 
 SIZE = 4096
 OPTIMIZERS = ("adamw", "adamw_8bit")
@@ -37,14 +35,12 @@ def weight(value: float, dtype: torch.dtype = torch.bfloat16, shape: Sequence[in
     return Parameter(torch.full(tuple(shape), value, dtype=dtype))
 
 
-def made(
-    name: str, parameters: Sequence[Parameter], *, master_weights: bool = False, **options: float
-) -> TwoPartOptimizer:
+def made(name: str, parameters: Sequence[Parameter], *, master_weights: bool = False, **options: float) -> AdamW:
     config = OptimizerConfig.model_validate({"optimizer": name, "lr": 1e-5, **options})
-    return build_optimizer(parameters, config, master_weights=master_weights)
+    return AdamW(parameters, config, master_weights=master_weights)
 
 
-def step(optimizer: TwoPartOptimizer, parameters: Sequence[Parameter], gradients: Sequence[torch.Tensor]) -> None:
+def step(optimizer: AdamW, parameters: Sequence[Parameter], gradients: Sequence[torch.Tensor]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.to(parameter.dtype).clone()
     optimizer.prepare()
@@ -54,7 +50,7 @@ def step(optimizer: TwoPartOptimizer, parameters: Sequence[Parameter], gradients
 # ---------------------------------------------------------------- rounding
 
 
-def test_optim_rounding() -> None:
+def test_rounding_is_unbiased() -> None:
     # bfloat16 has 7 bits after the point: between 1 and 2 its values are 1/128 apart. 1 + 1/512 lies a quarter of the
     # way from 1 to 1 + 1/128, so it must go up with probability 1/4.
     rounded = round_stochastically(torch.full((40_000,), 1 + 1 / 512))
@@ -65,12 +61,23 @@ def test_optim_rounding() -> None:
     assert set(negative.tolist()) == {-1.0, -1 - 1 / 128}
     assert abs(float(negative.double().mean()) + 1 + 1 / 512) < 5 * math.sqrt(0.25 * 0.75 / 40_000) / 128
 
+
+def test_what_bfloat16_can_say_stays_exactly() -> None:
     exact = torch.randn(10_000).bfloat16()
     special = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf"), 1e-40, 3e38]).bfloat16()
     for values in (exact, special):
         for _ in range(5):
             assert torch.equal(round_stochastically(values.float()), values)
     assert math.isnan(float(round_stochastically(torch.tensor([math.nan]))))
+
+
+def test_the_mean_of_any_value_is_right() -> None:
+    values = torch.randn(200) * torch.logspace(-6, 3, 200)
+    tries = torch.stack([round_stochastically(values).double() for _ in range(2000)])
+    spacing = 2.0 ** (values.abs().log2().floor() - 7)
+    # a step of the spacing with probability p has a standard deviation of at most half of it
+    allowed = 5 * 0.5 * spacing.double() / math.sqrt(2000)
+    assert ((tries.mean(0) - values.double()).abs() <= allowed).all()
 
 
 # ---------------------------------------------------------------- landing
@@ -117,6 +124,18 @@ def test_the_parameters_stand_still_until_the_second_part(name: str) -> None:
     assert parameter.data_ptr() == place and parameter.grad is None
 
 
+def test_a_step_needs_no_preparation_by_hand() -> None:
+    one, two = weight(1.0, torch.float32), weight(1.0, torch.float32)
+    gradient = torch.randn(SIZE)
+    for parameter, prepared in ((one, True), (two, False)):
+        optimizer = AdamW([parameter], OptimizerConfig(lr=1e-3), in_two_parts=True)
+        parameter.grad = gradient.clone()
+        if prepared:
+            optimizer.prepare()
+        optimizer.step()
+    assert torch.equal(one, two)
+
+
 def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
@@ -126,52 +145,71 @@ def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20)
 
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
+CONFIG_8 = CONFIG.model_copy(update={"optimizer": "adamw_8bit"})
+BOTH = pytest.mark.parametrize("config", [CONFIG, CONFIG_8], ids=OPTIMIZERS)
 
 
-def test_optim_adamw_is_torchs_and_8_bits_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "PIECE", 1000)  # in pieces that do not fit evenly
-    start = torch.randn(70, 33)
+@pytest.mark.parametrize("in_two_parts", [True, False])
+@pytest.mark.parametrize("shape", [(), (25,), (70, 33), (3, 50, 33)])
+def test_adamw_is_torchs(shape: Sequence[int], in_two_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "PIECE", 1000)  # in pieces that do not fit evenly
+    start = torch.randn(shape)
     theirs = Parameter(start.clone())
     ours = Parameter(start.clone())
     wanted = run(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8), theirs)
-    torch.testing.assert_close(run(AdamW([ours], CONFIG, master_weights=False), ours), wanted, rtol=1e-5, atol=1e-7)
+    optimizer = AdamW([ours], CONFIG, in_two_parts=in_two_parts)
+    assert optimizer.prepares == in_two_parts
+    torch.testing.assert_close(run(optimizer, ours), wanted, rtol=1e-5, atol=1e-7)
 
-    monkeypatch.setattr(landing, "PIECE", 1000)
+
+@pytest.mark.parametrize("in_two_parts", [True, False])
+def test_adamw_in_one_part_and_in_two_load_each_others_states(in_two_parts: bool) -> None:
+    first, second = (Parameter(torch.ones(70, 33)) for _ in range(2))
+    saved = AdamW([first], CONFIG, in_two_parts=in_two_parts)
+    loaded = AdamW([second], CONFIG, in_two_parts=not in_two_parts)
+    assert saved.kind == loaded.kind == "adamw"
+    second.data.copy_(run(saved, first, 3))
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    torch.testing.assert_close(run(loaded, second, 3), run(saved, first, 3), rtol=1e-5, atol=1e-7)
+
+
+def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "PIECE", 1000)
     start = torch.randn(70, 32)  # 24 rows are three blocks
     exact, rough = Parameter(start.clone()), Parameter(start.clone())
-    moved = run(AdamW([exact], CONFIG, master_weights=False), exact) - start
-    moved_8 = run(AdamW8bit([rough], CONFIG, master_weights=False), rough) - start
+    moved = run(AdamW([exact], CONFIG), exact) - start
+    moved_8 = run(AdamW([rough], CONFIG_8), rough) - start
     assert float((moved_8 - moved).norm() / moved.norm()) < 0.05
 
 
-@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 1)])
-def test_compiled_arithmetic_is_the_same(
-    rule: type[AdamW] | type[AdamW8bit], graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@BOTH
+def test_compiled_arithmetic_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's compiler but for its code generator; a graph does for all steps, and for pieces of any size."""
-    monkeypatch.setattr(landing, "PIECE", 250)  # four times that, compiled
+    monkeypatch.setattr(adamw, "PIECE", 250)  # four times that, compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     counters["stats"].clear()
     start = torch.randn(70, 32)
     plain, compiled = Parameter(start.clone()), Parameter(start.clone())
-    wanted = run(rule([plain], CONFIG, master_weights=False), plain)
-    optimizer = rule([compiled], CONFIG, master_weights=False)
+    wanted = run(AdamW([plain], config, in_two_parts=True), plain)
+    optimizer = AdamW([compiled], config, in_two_parts=True)
     optimizer.compile()
     assert next(piece.numel() for piece in optimizer.pieces(compiled)) > 250
     torch.testing.assert_close(run(optimizer, compiled), wanted, rtol=1e-5, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
-def test_optim_compiled_shapes(rule: type[AdamW] | type[AdamW8bit], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "PIECE", 2048)  # the first two are updated together
+@BOTH
+def test_compiled_arithmetic_serves_parameters_of_all_shapes(
+    config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "PIECE", 2048)  # the first two are updated together
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     counters["stats"].clear()
     shapes = [(512,), (16, 32), (1280,), (64, 32), (70, 33), (3, 30, 40)]
     parameters = [Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in shapes]
-    optimizer = rule(parameters, CONFIG, master_weights=False)
+    optimizer = AdamW(parameters, config)
     optimizer.compile()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -238,13 +276,13 @@ def test_bytes_of_state_for_each_weight_are_as_documented(name: str) -> None:
     assert size == {"adamw": 8.0, "adamw_8bit": 2 + 1 / 32}[name]
 
 
-def test_optim_dtypes() -> None:
-    assert isinstance(made("adamw", [weight(1.0, torch.float32)]), FusedAdamW)
+def test_states_of_another_kind_have_another_name_and_fp32_parameters_need_no_master_weights() -> None:
     assert made("adamw", [weight(1.0, torch.float32)], master_weights=True).kind == "adamw"
-    assert isinstance(made("adamw", [weight(1.0)]), AdamW)
     kinds = [made(name, [weight(1.0)], master_weights=m).kind for name in OPTIMIZERS for m in (False, True)]
     assert len({*kinds, "adamw"}) == 5
 
+
+def test_float16_is_refused_without_master_weights() -> None:
     with pytest.raises(TypeError, match=r"torch\.float16.*--master-weights"):
         made("adamw", [weight(1.0, torch.float16)])
     made("adamw", [weight(1.0, torch.float16)], master_weights=True)
@@ -266,12 +304,9 @@ def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
     torch.testing.assert_close(back[ends], values[ends], rtol=0.01, atol=0)
 
 
-def test_pieces_make_up_the_whole_in_order() -> None:
-    for shape in [(), (0,), (25,), (7, 4), (3, 5, 4), (2, 2, 3, 20)]:
-        tensor = torch.arange(math.prod(shape)).view(shape)
-        parts = list(pieces(tensor, 10))
-        assert all(part.numel() <= 20 for part in parts)
-        assert torch.cat([part.reshape(-1) for part in parts]).tolist() == tensor.reshape(-1).tolist()
+def test_zeros_stay_zeros_in_8_bits() -> None:
+    levels, midpoints = levels_of(True, torch.device("cpu"))
+    assert not decoded(*encoded(torch.zeros(300), midpoints), levels).any()
 
 
 @pytest.mark.parametrize("shape", [(25,), (100, 6), (3, 50, 12)])
@@ -289,11 +324,11 @@ def test_small_parameters_together_end_as_each_alone(name: str, master_weights: 
     shapes = [(2, BLOCK), (BLOCK // 2, 1, 4), (BLOCK,), (3, 7), (4, BLOCK // 2), (1, 2, BLOCK)]
     dtype = torch.bfloat16 if master_weights else torch.float32
     starts = [torch.randn(shape).to(dtype) for shape in shapes]
-    rule = {"adamw": AdamW, "adamw_8bit": AdamW8bit}[name]
+    made_of = partial(AdamW, config={"adamw": CONFIG, "adamw_8bit": CONFIG_8}[name], in_two_parts=True)
     together = [Parameter(start.clone()) for start in starts]
     alone = [Parameter(start.clone()) for start in starts]
-    optimizer = rule(together, CONFIG, master_weights=master_weights)
-    others = [rule([each], CONFIG, master_weights=master_weights) for each in alone]
+    optimizer = made_of(together, master_weights=master_weights)
+    others = [made_of([each], master_weights=master_weights) for each in alone]
     for number in range(4):
         for index, (one, other) in enumerate(zip(together, alone, strict=True)):
             gradient = None if (number, index) in ((1, 1), (2, 4)) else torch.randn(one.shape).to(dtype)
@@ -301,15 +336,8 @@ def test_small_parameters_together_end_as_each_alone(name: str, master_weights: 
         optimizer.step()
         for each in others:
             each.step()
-    assert any(len(part.parameters) > 1 for part in parts_of(optimizer, together))
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
-
-
-def parts_of(optimizer: StochasticRoundingOptimizer, parameters: Sequence[Parameter]) -> list[Part]:
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    return list(optimizer.parts())
 
 
 def test_what_has_changed_is_counted_over_all_dtypes() -> None:
@@ -359,7 +387,9 @@ shapes = st.one_of(
 
 
 @given(shape=shapes, writers=st.integers(1, 4), readers=st.integers(1, 4), signed=st.booleans(), seed=st.integers(0, 9))
-def test_recoded_within_a_step_of_8_bits(shape: Shape, writers: int, readers: int, signed: bool, seed: int) -> None:
+def test_every_reader_has_what_was_written_within_a_step_of_8_bits(
+    shape: Shape, writers: int, readers: int, signed: bool, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape[0], generator=generator).view(
         -1, *(1,) * (len(shape) - 1)
@@ -382,13 +412,28 @@ def read_of(codes: Tensor, part: Scaled, *, signed: bool) -> Tensor:
     return read(codes[part.first : part.end], part.scales, part.shape, signed=signed)
 
 
+@pytest.mark.parametrize("shape", [(8, 256), (1024,), (6, 128, 6), (4, 3, 100)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (4, 2)])
+def test_where_blocks_begin_where_they_did_nothing_changes(shape: Shape, writers: int, readers: int) -> None:
+    torch.manual_seed(0)
+    codes, known = written(torch.randn(shape), writers, signed=True)
+    scales = torch.cat([each.scales for each in known])
+    found, first = [], 0
+    for rows in torch.zeros(shape).chunk(readers):
+        own = slice(first, first + rows.numel())
+        found.append(recoded(codes[own], known, tuple(rows.shape), first, signed=True))
+        first += rows.numel()
+    assert torch.equal(torch.cat([own for own, _ in found]), codes)
+    assert torch.equal(torch.cat([own for _, own in found]), scales)
+
+
 def test_a_process_without_rows_has_no_blocks() -> None:
     codes, known = written(torch.ones(1, 300), 1, signed=False)
     empty, scales = recoded(codes[:0], known, (0, 300), 300, signed=False)
     assert len(empty) == len(scales) == 0
 
 
-# schedules -----------------------------------------------------------------------------------------------------------
+# around a step ----------------------------------------------------------------------------------------------------
 
 
 def rates(schedule: str, warmup: int, total: int) -> list[float]:
@@ -396,12 +441,18 @@ def rates(schedule: str, warmup: int, total: int) -> list[float]:
     return [learning_rate(config, step, total) for step in range(total)]
 
 
-def test_schedules() -> None:
+def test_learning_rate_constant() -> None:
     assert rates("constant", 0, 3) == [1, 1, 1]
 
+
+def test_learning_rate_warm_up_reaches_the_peak_and_never_starts_at_zero() -> None:
     assert rates("constant", 4, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
+
+def test_learning_rate_linear_falls_to_zero_just_after_the_last_step() -> None:
     assert rates("linear", 2, 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
 
+
+def test_learning_rate_cosine_halves_in_the_middle() -> None:
     # 0.5 (1 + cos(0)) = 1, cos(pi/4), cos(pi/2), cos(3pi/4)
     assert rates("cosine", 0, 4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)

@@ -30,7 +30,7 @@ from grpo_trainer.alignment.adapter import (
 )
 from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, STALE, UNSEEN, Proof, Proved, WeightChange
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.lora import use_few_kernels
 from tests.golden.models import random_model
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo, GenerateResponse

@@ -25,18 +25,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from grpo_common import folders
-from grpo_trainer.config.train import CheckpointConfig, TrainConfig
+from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.optim import FusedAdamW
-from grpo_trainer.optim.spikes import NEEDED
+from grpo_trainer.optim.adamw import AdamW
+from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.policy import AllWeights
-from grpo_trainer.saving.checkpoint import Checkpoints, Progress
-from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
+from grpo_trainer.saving.background import Copy, Schedule, Snapshot
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress, generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
-from grpo_trainer.saving.schedule import SHARE, Schedule
-from grpo_trainer.saving.snapshot import Copy, Snapshot
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.versions import VersionOffsets
 from tests.unit.factories import batch, sample
@@ -275,16 +273,6 @@ def test_whoever_runs_the_trainer_hears_of_a_checkpoint(tmp_path: Path, caplog: 
     assert [str(path) in record.getMessage() for record in heard] == [True]
 
 
-def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> None:
-    one = trainer()
-    path = saver(one, tmp_path).save(Progress(2, 2, ("a",)))
-    written = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
-    resumed = saver(trainer(), tmp_path)
-    resumed.resume()
-    assert resumed.save(Progress(2, 2)) == path
-    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == written
-
-
 def test_another_checkpoint_is_written_where_the_newest_was_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,7 +333,7 @@ def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
         checkpoints.maybe_save(Progress(step, step))
         assert checkpoints.safe == Progress(step, step)  # at once
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.name == "grpo_trainer.saving.snapshot" and isinstance(warning.args, tuple)
+    assert warning.name == "grpo_trainer.saving.background" and isinstance(warning.args, tuple)
     assert warning.args[1] == 1000 / 1e9, "what there is, in GB"
 
 
@@ -450,14 +438,14 @@ def test_a_step_that_explodes_is_skipped_and_a_resumed_trainer_knows_the_norms_b
         return Checkpoints(config, AllWeights(one.model, None), one.optimizer, one.norms)  # type: ignore[arg-type]
 
     one = one_that_skips()
-    for step in range(NEEDED):
+    for step in range(NormHistory.NEEDED):
         assert one.step(ROLLOUTS, step).updated
-    norms_of(one).save(Progress(NEEDED, NEEDED))
+    norms_of(one).save(Progress(NormHistory.NEEDED, NormHistory.NEEDED))
     resumed = one_that_skips()
     norms_of(resumed).resume()
     before = weights(resumed)
     explosive = batch([sample([1, 2], [3, 4], 1.0, advantages=[1e5, 1e5]), sample([1, 2], [5], 0.0, advantages=[-1e5])])
-    result = resumed.step(explosive, NEEDED)
+    result = resumed.step(explosive, NormHistory.NEEDED)
     assert not result.updated and reduce(result.metrics)["train/skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), before, strict=True))
     assert one_that_skips().step(explosive, 0).updated  # nothing before it to compare with
@@ -501,15 +489,6 @@ def test_what_is_no_interval_is_refused(written: Any) -> None:
     assert isinstance(found["ctx"]["error"], ConfigError) and found["loc"] == ("checkpoint_interval",)
 
 
-def test_by_steps_each_multiple_is_due_until_a_checkpoint_is_begun() -> None:
-    schedule = Schedule(3, 0.0)
-    assert [schedule.is_due(step) for step in (1, 2, 3)] == [False, False, True]
-    schedule.begun(3)
-    assert [schedule.is_due(step) for step in (4, 5, 6, 7)] == [False, False, True, True]
-    schedule.begun(7)  # that of step 6, put off
-    assert [schedule.is_due(step) for step in (8, 9)] == [False, True]
-
-
 def test_by_steps_a_resumed_run_goes_on_from_its_step() -> None:
     schedule = Schedule(3, 0.0)
     schedule.begun(7)
@@ -531,21 +510,6 @@ def test_by_time_the_next_is_due_so_long_after_the_last() -> None:
     assert due_at(1311.0, 1312.0) == [False, True]
     schedule.begun(6, waited=26.0)  # 26 s are 2 % of 1300 s
     assert due_at(1312.0 + 1299.0, 1312.0 + 1301.0) == [False, True]
-
-
-@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=8))
-def test_by_time_checkpoints_take_no_more_than_their_share(waits: list[float]) -> None:
-    """However long training waits for each of them, once the time after the last has passed as well."""
-    clock = Clock()
-    schedule = Schedule(0, 10.0, clock)
-    for step, wait in enumerate(waits):
-        while not schedule.is_due(step):
-            clock.now += 1.0
-        clock.now += wait
-        schedule.begun(step, wait)
-    while not schedule.is_due(len(waits)):
-        clock.now += 1.0
-    assert sum(waits) <= SHARE * clock.now
 
 
 class OneWeight:
@@ -596,7 +560,7 @@ def test_one_write_at_a_time_and_none_is_lost(interval: str | int, steps: list[t
     with tempfile.TemporaryDirectory() as name:
         folder, clock, policy = Path(name), Clock(), OneWeight()
         config = CheckpointConfig(save_path=folder, checkpoint_interval=interval, keep_checkpoints=0)
-        optimizer = FusedAdamW(policy.model.parameters())
+        optimizer = AdamW([*policy.model.parameters()], OptimizerConfig())
         checkpoints = Checkpoints(config, policy, optimizer, clock=clock)
         begun, is_writing, last_step, last_at = [], False, 0, 0.0
         for step, (seconds, ends) in enumerate(steps, 1):

@@ -29,11 +29,10 @@ from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.load import compute_in, freeze
+from grpo_trainer.model.load import build_without_weights, compute_in, freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
 from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import Command, End, ModelPass, Vary, World
-from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 

@@ -28,9 +28,8 @@ from grpo_trainer.doctor.checks import Case, decoder_only
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.machine import Machine
-from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.load import load_all_weights, load_model
+from grpo_trainer.model.load import load_all_weights, load_model, not_trainable
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.policy import Adapter, AllWeights

@@ -22,7 +22,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.reference import FrozenWeights
-from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.optim.steps import first_not_finite
 from grpo_trainer.rollouts.groups import RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer, loss_scale
 from tests.unit.factories import VOCAB, TinyModel, batch, sample

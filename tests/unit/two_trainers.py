@@ -20,8 +20,7 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.world import Restore, World, join
 from grpo_trainer.policy import build_policy
-from grpo_trainer.saving.checkpoint import Checkpoints
-from grpo_trainer.saving.generators import seed_generators
+from grpo_trainer.saving.checkpoint import Checkpoints, seed_generators
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample

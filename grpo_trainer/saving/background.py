@@ -1,4 +1,4 @@
-"""A copy of a checkpoint's tensors in main memory. Training continues while the copy is made and written.
+"""Checkpoints while training continues: when one is due, a copy of its tensors in main memory, and the thread.
 
 On a GPU, a separate stream copies during the next step's forward and backward passes:
 
@@ -11,16 +11,21 @@ On a GPU, a separate stream copies during the next step's forward and backward p
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_trainer.locked_memory import LockedMemory, bytes_for
-from grpo_trainer.main_memory import main_memory
+from grpo_trainer.machine import main_memory
 
 log = logging.getLogger(__name__)
+
+SHARE = 0.02
+"""Largest share of a run's time that training may wait for checkpoints by time."""
 
 ROOM = 0.8
 """Largest share of the available main memory for a copy; a larger checkpoint is written without a copy."""
@@ -29,19 +34,86 @@ AT_ONCE = 1 << 30
 """Bytes up to which training waits for the allocation; touching and page-locking more takes a second and longer."""
 
 
+class Schedule:
+    """Decides when the next checkpoint is due. A postponed checkpoint stays due until it begins.
+
+    Args:
+        steps: checkpoints are due at multiples of this step; 0: `seconds` decides.
+        seconds: time between checkpoints, which grows if training waits for the disk; 0 as well: none is due.
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(self, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._seconds, self._clock = steps, seconds, clock
+        self._last_step = 0
+        self._due_at = clock() + seconds
+        self._is_demanded = False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due when `step` steps are done."""
+        if self._is_demanded:
+            return True
+        if self._steps:
+            return step // self._steps > self._last_step // self._steps
+        return self._seconds > 0 and self._clock() >= self._due_at
+
+    def demand(self) -> None:
+        """Make a checkpoint due now, whatever the interval."""
+        self._is_demanded = True
+
+    def begun(self, step: int, waited: float = 0.0) -> None:
+        """Record that a checkpoint of this step exists or has begun, for which training waited `waited` seconds."""
+        self._is_demanded = False
+        self._last_step = step
+        self._due_at = self._clock() + max(self._seconds, waited / SHARE)
+
+
+class BackgroundWriter:
+    """Runs jobs one after the other in a thread. The process exits only after the running job has ended."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checkpoint writer")
+        self._job: Future[None] | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run a job, after waiting for the last one, whose error is raised."""
+        self.wait()
+        self._job = self._pool.submit(job)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._job is not None and not self._job.done()
+
+    def check(self) -> None:
+        """Raise the error of a job that has ended, only once; do not wait for a running one."""
+        if not self.is_busy:
+            self.wait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for a running job, for at most `seconds`, and return whether none is running any more.
+
+        Raises:
+            BaseException: the job's error, only once.
+        """
+        if self._job is None:
+            return True
+        if not wait([self._job], seconds).done:
+            return False
+        job, self._job = self._job, None
+        job.result()
+        return True
+
+
 class Copy:
     """A copy that may not be complete yet.
 
     Args:
-        tree: the copy.
-        originals: the originals, kept until the copy is complete so that their memory is not reused.
+        originals: kept until the copy is complete, so that their memory is not reused.
         ends: device -> the event that its stream reaches after the last copy.
     """
 
     def __init__(self, tree: Any, originals: Any, ends: Mapping[torch.device, Any]) -> None:
-        self._tree = tree
-        self._originals = originals
-        self._ends = ends
+        self._tree, self._originals, self._ends = tree, originals, ends
 
     def precede(self) -> None:
         """Make the GPU wait for the complete copy before any work that is queued later; the caller does not wait."""
@@ -76,6 +148,29 @@ class Snapshot:
         """Return whether to call `make_room` first, in a thread, because `take` would make training wait too long."""
         size = _size(tree)
         return size > max(self._at_once, len(self._memory)) and size != self._refused
+
+    def make_room(self, tree: Any) -> bool:
+        """Allocate memory for a copy of a tree unless there is enough already; return whether there is enough now."""
+        size = _size(tree)
+        if size <= len(self._memory):
+            return True
+        self.close()
+        available = self._available()
+        if size > ROOM * available:
+            if size != self._refused:
+                log.warning(
+                    "checkpoints are written while training waits: a copy takes %.1f GB of main memory, and %.1f GB "
+                    "are available",
+                    *(size / 1e9, available / 1e9),
+                )
+            self._refused = size
+            return False
+        self._memory = LockedMemory(size)
+        log.info(
+            "checkpoints are written in the background, from a copy in main memory: %.1f MB%s",
+            *(size / 1e6, ", page-locked" if self._memory.is_locked else ""),
+        )
+        return True
 
     def take(self, tree: Any) -> Copy | None:
         """Copy every tensor of nested dictionaries, lists and tuples; other values are taken over without a copy.
@@ -113,29 +208,6 @@ class Snapshot:
     def close(self) -> None:
         """Free the memory, unless a copy is in use."""
         self._memory = LockedMemory()
-
-    def make_room(self, tree: Any) -> bool:
-        """Allocate memory for a copy of a tree unless there is enough already; return whether there is enough now."""
-        size = _size(tree)
-        if size <= len(self._memory):
-            return True
-        self.close()
-        available = self._available()
-        if size > ROOM * available:
-            if size != self._refused:
-                log.warning(
-                    "checkpoints are written while training waits: a copy takes %.1f GB of main memory, and %.1f GB "
-                    "are available",
-                    *(size / 1e9, available / 1e9),
-                )
-            self._refused = size
-            return False
-        self._memory = LockedMemory(size)
-        log.info(
-            "checkpoints are written in the background, from a copy in main memory: %.1f MB%s",
-            *(size / 1e6, ", page-locked" if self._memory.is_locked else ""),
-        )
-        return True
 
 
 def _size(tree: Any) -> int:
