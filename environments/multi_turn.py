@@ -11,7 +11,6 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Generic, Literal
 
@@ -26,7 +25,7 @@ from environments.peers.http import PeerError
 from environments.scoring import OF_CODE, ScoreTimeout, error_of_code
 from environments.tokenizers import render
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
-from environments.trajectory import Message, Trajectory, scored_group
+from environments.trajectory import Message, Trajectory, scored_group, unscored_like
 from grpo_common.trace import lane, stage
 
 log = logging.getLogger(__name__)
@@ -127,8 +126,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         good = [each for each in found if isinstance(each, Trajectory)]
         if not good:
             raise next(each for each in reversed(found) if isinstance(each, Exception))
-        lost = self._lost(item, good) if len(good) < len(found) else good[0]
-        return scored_group([each if isinstance(each, Trajectory) else lost for each in found])
+        return scored_group([each if isinstance(each, Trajectory) else unscored_like(good[0]) for each in found])
 
     async def _try(self, item: Item, number: int) -> Trajectory | Exception:
         """Return a conversation, or its error if it fails twice.
@@ -151,15 +149,6 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
                     break
         self.measures.add("failed", 1.0)
         return error
-
-    def _lost(self, item: Item, good: Sequence[Trajectory]) -> Trajectory:
-        """Return what stands for a failed conversation, so that the group has its size: its beginning, unscored."""
-        known = [each.policy_version for each in good if each.policy_version is not None]
-        return replace(
-            self.begin(item).trajectory(None, with_messages=self.config.include_messages),
-            policy_version=min(known) if len(known) == len(good) else None,
-            temperature=good[0].temperature,
-        )
 
     def begin(self, item: Item) -> Conversation:
         """Return the conversation about an item before the policy's first turn.

@@ -107,6 +107,20 @@ def ids_of(completion: Completion) -> list[int]:
     return completion.token_ids
 
 
+def unscored_like(good: Trajectory) -> Trajectory:
+    """Return what stands for a failed trajectory, so that its group keeps its size: the first token of a sound one."""
+    return Trajectory(
+        tokens=good.tokens[:1],
+        trained=[False],
+        rollout_logprobs=[wire.MASKED_LOGPROB],
+        score=None,
+        policy_version=good.policy_version,
+        messages=[],
+        temperature=good.temperature,
+        cuts=good.cuts,
+    )
+
+
 def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     """Return the trajectories of one item in the rollout API's form."""
     messages = [trajectory.messages for trajectory in trajectories]

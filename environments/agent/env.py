@@ -28,7 +28,7 @@ from environments.dataset.data import Data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.dataset.rewards import Score
 from environments.peers.inference import Completion
-from environments.trajectory import Trajectory, scored_group
+from environments.trajectory import Trajectory, scored_group, unscored_like
 
 
 class AgentConfig(DatasetConfig):
@@ -121,9 +121,9 @@ class AgentEnv(DatasetEnv):
         began = next((each for each in found if each.tokens), None)
         if began is None:  # nobody asked the policy anything
             return None
-        first = {"tokens": began.tokens[:1], "trained": [False], "rollout_logprobs": [wire.MASKED_LOGPROB]}
+        empty = unscored_like(began)
         return scored_group(
-            [each if each.tokens else replace(each, **first, policy_version=began.policy_version) for each in found]
+            [each if each.tokens else replace(empty, score=each.score, messages=each.messages) for each in found]
         )
 
     async def _episodes(

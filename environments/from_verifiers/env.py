@@ -33,7 +33,7 @@ from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion
-from environments.trajectory import Message, Trajectory, scored_group
+from environments.trajectory import Message, Trajectory, scored_group, unscored_like
 from grpo_common.errors import UserError
 from vllm_server.protocol.routed_experts import joined
 
@@ -132,18 +132,22 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         return Shuffled(tasks[count:], self.config.seed), tasks[:count]
 
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
-        """Return `group_size` rollouts of a task.
+        """Return `group_size` rollouts of a task. One that fails, also when it is retried, is lost alone.
 
         Raises:
-            RolloutFailed: One of them failed, also when it was retried. It is raised only after all have ended: the
-                library's rollouts may hang when they are cancelled.
+            RolloutFailed: All of them failed. Errors are raised only after all rollouts have ended: the library's may
+                hang when they are cancelled.
         """
         plays = (self._play(item) for _ in range(self.config.group_size))
         played = await asyncio.gather(*plays, return_exceptions=True)
         for outcome in played:
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, RolloutFailed):
                 raise outcome
-        return scored_group([self._trajectory(*each) for each in played if not isinstance(each, BaseException)])
+        found = [each if isinstance(each, BaseException) else self._trajectory(*each) for each in played]
+        good = next((each for each in found if isinstance(each, Trajectory)), None)
+        if good is None:
+            raise next(each for each in found if isinstance(each, RolloutFailed))
+        return scored_group([each if isinstance(each, Trajectory) else unscored_like(good) for each in found])
 
     async def evaluate(self) -> dict[str, float]:
         """Return the mean reward and the environment's own metrics on the evaluation tasks."""
