@@ -421,7 +421,7 @@ def test_metrics(api: httpx.Client):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_busy_port_and_no_key_end_it(server: ServerProcess, host: str):
     command = [sys.executable, "-m", "environments.api", "--host", host, "--port", str(server.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2
     assert ("--api-key" if host == "0.0.0.0" else f"pid {server.process.pid}") in done.stderr
 

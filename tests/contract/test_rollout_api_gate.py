@@ -194,7 +194,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """For 127.0.0.1, and its key."""
     made, key = tmp_path / "api.pem", tmp_path / "api.key"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=grpo -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*command.split(), "-out", made, "-keyout", key], check=True, capture_output=True, timeout=60)
+    subprocess.run([*command.split(), "-out", made, "-keyout", key], check=True, capture_output=True, timeout=250)
     return made, key
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import shutil
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from environments.__main__ import environment_class
+from environments.api.service import Service
+from environments.api.settings import Settings
 from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem, ProblemSet, reward
+from environments.base import BaseEnv
 from environments.config import ConfigError, PromptTooLong
+from environments.data_config import DataConfig, RewardConfig
 from environments.demo_model.model import build_tokenizer
 from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question, read_questions, too_long
+from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Sampling
+from environments.running import cli
 from environments.running.evaluation import wilson
+from environments.running.groups import set_up
+from environments.running.settings_check import BUILT_IN, BuiltIn
+from environments.scoring import settled
 from environments.synthetic import SyntheticConfig, SyntheticEnv, draw_length
 from environments.word_problems import (
     HELD_OUT,
@@ -39,7 +52,7 @@ from environments.word_problems import (
     levels_of,
     make_problem,
 )
-from tests.stand_ins import Asked, Reply, Scripted, answering
+from tests.stand_ins import Asked, Reply, Scripted, answering, registration, serving, trained
 from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
@@ -440,7 +453,7 @@ def test_synthetic_groups() -> None:
 
 def program(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=250, env=env)
 
 
 def generate(asked: Asked) -> Reply:
@@ -521,3 +534,108 @@ def test_program_mistakes_end_with_status_2_and_one_line(arguments: tuple[str, .
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert all(part in line for part in says)
+
+
+# every built-in environment ------------------------------------------------------------------------------------------
+
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_rows.jsonl"
+KNOWN = {**BUILT_IN, "synthetic": BuiltIn("environments.synthetic", "SyntheticConfig")}
+
+Options = Callable[[Path], dict[str, Any]]
+OPTIONS: dict[str, Options] = {
+    "arithmetic": lambda folder: {},
+    "dataset": lambda folder: {"data": DataConfig(path=str(folder / "train.jsonl"), held_out=4)},
+    "gsm8k": lambda folder: {"dataset_path": folder, "eval_questions": 2},
+    "synthetic": lambda folder: {"prompt_tokens": 8, "completion_mean": 2.0},
+    "word_problems": lambda folder: {"eval_questions": 4},
+}
+"""Further options; a new environment has one row. `verifiers` needs its library, and has an integration test."""
+
+
+@pytest.fixture(params=OPTIONS)
+def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseEnv[Any, Any]]:
+    """Makes the environment before a policy that says 46 or 7."""
+    name, found = request.param, KNOWN[request.param]
+    for split in ("train", "test"):
+        shutil.copy(GSM8K, tmp_path / f"{split}.jsonl")
+
+    def make(**changes: Any) -> BaseEnv[Any, Any]:
+        module = import_module(found.settings_module or found.module)
+        options = OPTIONS[name](tmp_path) | changes
+        data = options.pop("data", None)
+        config = getattr(module, found.settings)(tokenizer_name="m", group_size=2, **options)
+        server = Scripted(TOKENIZER, lambda _: ["46<|endoftext|>", "7<|endoftext|>"])
+        env: BaseEnv[Any, Any] = environment_class(module)(config, server, TOKENIZER)
+        if data is not None:
+            env.data, env.rewards = data, (RewardConfig(function="exact_match"),)
+        return env
+
+    return make
+
+
+async def test_environment_serves(build: Callable[..., BaseEnv[Any, Any]]) -> None:
+    service, env = Service(Settings()), build(max_batches_offpolicy=1)
+    await service.register(registration(8, max_token_len=2048, num_steps=2))
+    task = asyncio.create_task(serving(env, service, asyncio.Event()))
+    batches = await trained(service, 2, task)
+    assert [sum(len(group.tokens) for group in batch) for batch in batches] == [8, 8]
+    await asyncio.wait_for(task, 30)
+    await env.close()
+
+
+def test_environment_processes(build: Callable[..., BaseEnv[Any, Any]], tmp_path: Path) -> None:
+    async def scene() -> None:
+        env = build(data_path_to_save_groups=tmp_path / "groups.jsonl")
+        await cli.process(env, 3)
+        await env.close()
+
+    asyncio.run(scene())
+    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert [len(group["scores"]) for group in groups] == [2, 2, 2]
+    assert "<h1>" in (tmp_path / "groups.html").read_text()
+    with pytest.raises(ConfigError) as again:  # never over a file
+        asyncio.run(scene())
+    assert str(tmp_path / "groups.jsonl") in str(again.value)
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
+
+
+async def test_builtin_evaluates(build: Callable[..., BaseEnv[Any, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    env = build()
+    await cli.evaluate(env)
+    await env.close()
+    name = env.name
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics.pop("env") == name and metrics.get("rows_failed", 0) == 0 and len(metrics) > 0
+
+
+async def test_environment_resumes_with_the_items_that_were_next(build: Callable[..., BaseEnv[Any, Any]]) -> None:
+    async def items(env: BaseEnv[Any, Any], count: int) -> list[Any]:
+        return [await settled(env.get_next_item()) for _ in range(count)]
+
+    first, second = build(), build()
+    await set_up(first)
+    await set_up(second)
+    await items(first, 3)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert await items(first, 4) == await items(second, 4)
+    assert first.state() == second.state()
+    for env in (first, second):
+        await env.close()
+
+
+@pytest.mark.parametrize("make", [lambda: Shuffled(range(10), seed=3), lambda: Stream(count(10))])
+def test_items_go_on_from_a_position(make: Callable[[], Any]) -> None:
+    whole, resumed = [*islice(make(), 25)], make()
+    resumed.position = 13
+    assert [*islice(resumed, 12)] == whole[13:] and resumed.position == 25
+
+
+def test_items_of_a_pass_and_of_a_stream() -> None:
+    first, second = ([*islice(Shuffled(range(10), seed=seed), 20)] for seed in (3, 4))
+    assert sorted(first[:10]) == sorted(first[10:]) == list(range(10))
+    assert first[:10] != first[10:] and first != second
+
+    stream = Stream([1, 2])
+    stream.position = 5
+    assert [*stream] == [] and stream.position == 2

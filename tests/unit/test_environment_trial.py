@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -82,7 +82,7 @@ def tried(name: str, model: Path, **env: object) -> Trial:
 
 def grpo_env(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "grpo_trainer", "env", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Path) -> None:
@@ -99,7 +99,8 @@ def test_the_smallest_environment_makes_a_group() -> None:
     server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
     env = namespace["Capitals"](base.BaseEnvConfig(tokenizer_name="demo", group_size=2), server, tokenizer)
     group = asyncio.run(env.scored(("France", "Paris")))
-    assert group is not None and group.scores == [1.0, 0.0] and env.name == "capitals"
+    assert group is not None and group.scores == [1.0, 0.0]  # it says Paris, then Rome
+    assert env.sampling(room=100).max_tokens == 32 and env.name == "capitals"
     assert asyncio.run(env.evaluate()) == {}
 
 
@@ -292,7 +293,7 @@ def test_a_run_refuses_a_wrong_environment_before_it_starts_anything(model: Path
     (model / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 258}')
     command = [sys.executable, "-m", "grpo_trainer", "run", "--model", str(model), "--env", "mine.py"]
     command += ["--weight-bridge-mode", "lora_only", "--run-dir", "run", "--api.port", "0", "--server.port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env={**os.environ})
     assert done.returncode == 2, done.stderr
     assert "score()" in done.stderr and "mine.py:12" in done.stderr and not Path("run").exists()
     assert "vLLM" not in done.stdout
@@ -330,10 +331,9 @@ async def test_guide_environment_scores(tens: type[BaseEnv[Any]], capsys: pytest
     env = build(tens)
 
     await settled(env.setup())
-    groups = [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))]
+    forties, fifties = cast("Any", [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))])
     assert len(env.prompt(await settled(env.get_next_item()))) == len("12+34=")
     await cli.evaluate(env)
-    forties, fifties = groups[0], groups[1]
     assert (forties.scores, fifties.scores) == ([1.0, 0.0], [0.0, 0.0])
     assert forties.messages[0] == [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "40"}]
     assert json.loads(capsys.readouterr().out) == {"env": "tens", "accuracy": 0.5}
@@ -386,11 +386,8 @@ async def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
     env = build(shown("PortedCapitals"), says=("Paris", "Rome"))
 
     await settled(env.setup())
-    assert (await env.collect_trajectories({"country": "France", "capital": "Paris"})).scores == [
-        1.0,
-        0.0,
-    ]  # it says Paris, then Rome
-    assert env.sampling(room=100).max_tokens == 32
+    group = await env.collect_trajectories({"country": "France", "capital": "Paris"})
+    assert group is not None and group.scores == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("said", "heard"), [("20", "Higher."), ("90", "Lower."), ("50", None), ("what?", None)])

@@ -94,7 +94,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def run(folder: Path, then: str, module: str = MODULE, **more: str) -> subprocess.CompletedProcess[str]:
     command = script(folder, then, module)
     env = environment(folder, **more)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_are_unpickled(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import unusual_lr
-from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog, machine_metrics
 from grpo_trainer.metrics.health import (
@@ -319,6 +319,12 @@ def test_the_log_flags_them_and_says_each_once(tmp_path: Path) -> None:
 
 def config(mode: str, **flags: object) -> TrainConfig:
     return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, **flags})
+
+
+def test_health_default_learning_rate_suits_what_is_trained() -> None:
+    for mode, rate in (("none", ALL_WEIGHTS_LR), ("shared_vllm", ALL_WEIGHTS_LR), ("lora_only", ADAPTER_LR)):
+        assert config(mode).lr == config(mode, weight_decay=0.1).lr == rate
+        assert config(mode, lr=3e-4).lr == 3e-4
 
 
 @pytest.mark.parametrize(

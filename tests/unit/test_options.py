@@ -179,7 +179,7 @@ def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
         read_toml(path)
     assert error.value.field == f"--config {path}"
     program = [sys.executable, "-m", "grpo_trainer", "train", "--config", str(path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -505,5 +505,5 @@ def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -
         (["arithmetic", "nothing"], "grpo env arithmetic: COMMAND: ", ("'nothing'",)),
     ):
         program = [sys.executable, "-m", "grpo_trainer", "env", *words]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(program, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 2 and done.stderr.startswith(begins) and all(name in done.stderr for name in names)

@@ -318,3 +318,4 @@ def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None
     del places["server-2"]
     assert free_nodes([big, small], places.values(), 2) == [big]
     assert free_nodes([small, big], places.values(), 0) == [big, small]
+    assert free_nodes([big, small], [Place(big)] * 7, 0) == [small, big]  # 1 core of 8, and 2

@@ -323,7 +323,7 @@ def test_rules_beside_unknown_flags() -> None:
 def test_the_command_line_tells_them_together() -> None:
     def fields(*arguments: str) -> list[str]:
         command = [sys.executable, "-m", "grpo_trainer", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         return [line.removeprefix("grpo: ").partition(": ")[0] for line in done.stderr.splitlines()]
 

@@ -225,7 +225,7 @@ NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
 )
 def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bool, status: int, named: bool) -> None:
     script = BLOCKING.format(block=block, seconds=seconds, armed=armed)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status else "moved\n")
     assert done.stderr.startswith("ERROR ") == named
@@ -319,7 +319,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise ValueError('mine')", 1)])
 def test_cli_a_process_ends_although_code_stays_behind(left: str, end: str, status: int) -> None:
     command = [sys.executable, "-c", CLINGING.format(left=left, end=end)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == status and ("mine" in done.stderr) == bool(status), done.stderr
 
 

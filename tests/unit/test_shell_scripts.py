@@ -48,7 +48,7 @@ def test_train_starts_a_run(words: list[str], bridge: str, tmp_path: Path) -> No
     env = {**os.environ, "GRPO_PYTHON": str(fake), "MODEL": "m", "RUN_DIR": str(tmp_path / "run"), "LR": "3e-4"}
     script, *mode = words
     command = [str(ROOT / "scripts" / script), *mode, "--warmup-steps", "3"]
-    subprocess.run(command, env=env, capture_output=True, timeout=60, check=True)
+    subprocess.run(command, env=env, capture_output=True, timeout=250, check=True)
     name, _, options = written.read_text().strip().partition(" ")
     given = values_of(options)
     expected = {"model": "m", "run-dir": str(tmp_path / "run"), "resume": "auto", "weight-bridge-mode": bridge}

@@ -167,7 +167,7 @@ def runs(pid: int) -> bool:
 def test_the_script_starts_ray_on_all_nodes_and_the_run_on_the_first(job: Path) -> None:
     # The run waits here until Ray's commands have been called, as the real one waits for its nodes.
     stub(job.parent / "programs" / "grpo", 'until [ "$(grep -c ^ray "$LOG")" -ge 2 ]; do sleep 0.02; done\n' + GRPO)
-    done = subprocess.run(["bash", str(job)], env=environment(job.parent), timeout=60, check=False)
+    done = subprocess.run(["bash", str(job)], env=environment(job.parent), timeout=250, check=False)
     assert done.returncode == 3, "the job ends as the run does"
     log = (job.parent / "log").read_text()
     steps = [shlex.split(line)[1:] for line in log.splitlines() if line.startswith("srun")]

@@ -188,7 +188,7 @@ async def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(
     damage(path)
     damaged = path.read_bytes()
     command = [sys.executable, "-m", "environments.api", "--port", "0", "--store", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2 and f"error: --store {path}" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and path.read_bytes() == damaged
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -108,6 +108,10 @@ class Recorded(Supervisor):
         child = super().start(spec)
         self.pids.setdefault(spec.name, []).append(child.pid)
         return child
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
