@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,16 @@ def test_old_checkpoints_are_pruned_and_the_final_one_stays(tmp_path: Path) -> N
         saver.maybe_save(Progress(step, step))
     saver.save(Progress(8, 8), final=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_final", "adapter_step_6", "adapter_step_8"]
+
+
+def test_a_users_copy_of_a_checkpoint_is_neither_resumed_nor_pruned(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=1)
+    copy = shutil.copytree(saver.save(Progress(9, 9)), tmp_path / "adapter_step_9_best")
+    shutil.rmtree(tmp_path / "adapter_step_9")
+    for step in (1, 2):
+        saver.save(Progress(step, step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_step_2", copy.name]
+    assert checkpoints(trainer_with(), tmp_path).resume() == Progress(2, 2)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
