@@ -183,14 +183,6 @@ async def fronted(**options: Any) -> AsyncIterator[tuple[Server, Front, str]]:
         await front.close()
 
 
-def run_in(work: Callable[[Server, Front, str], Any], **options: Any) -> None:
-    async def run() -> None:
-        async with fronted(**options) as (server, front, url):
-            await work(server, front, url)
-
-    asyncio.run(run())
-
-
 SAY: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -198,8 +190,8 @@ def client(url: str, own: Session) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key=own.key, max_retries=0)
 
 
-def test_front_records_calls_and_answers_as_openai() -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_records_calls_and_answers_as_openai() -> None:
+    async with fronted(max_tokens=30) as (server, front, url):
         own = front.open()
         said = await client(url, own).chat.completions.create(**SAY, temperature=0.1, seed=3, max_tokens=50, top_p=1.0)
         assert said.choices[0].message.content == "answer 1" and said.choices[0].logprobs is None
@@ -217,11 +209,9 @@ def test_front_records_calls_and_answers_as_openai() -> None:
             own.reward(float("nan"))
         assert [each.reward for each in own.calls] == [1.0, 0.5]
 
-    run_in(work, max_tokens=30)
 
-
-def test_front_streams_with_tools() -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_streams_with_tools() -> None:
+    async with fronted() as (server, front, url):
         own = front.open()
         tools: Any = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": {}}}]
         found: list[Any] = []
@@ -240,32 +230,26 @@ def test_front_streams_with_tools() -> None:
             model="policy", prompt="x", stream=True)]  # fmt: skip
         assert pieces == ["xy"]
 
-    run_in(work)
-
 
 @pytest.mark.parametrize(
     "options",
     [{"n": 2}, {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
      {"response_format": {"type": "json_object"}}],
 )  # fmt: skip
-def test_front_serves_what_is_not_the_policys_own_choice_and_does_not_train_it(options: dict[str, Any]) -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_serves_what_is_not_the_policys_own_choice_and_does_not_train_it(options: dict[str, Any]) -> None:
+    async with fronted() as (_, front, url):
         own = front.open()
         await client(url, own).chat.completions.create(**SAY, **options)
         assert not own.calls and own.not_trained == options.get("n", 1)
         with pytest.raises(ValueError):
             own.reward(1.0)
 
-    run_in(work)
 
-
-def test_front_does_not_train_a_sequence_that_is_too_long() -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_does_not_train_a_sequence_that_is_too_long() -> None:
+    async with fronted(longest=3) as (_, front, url):
         own = front.open()
         await client(url, own).chat.completions.create(**SAY)
         assert (len(own.calls), own.not_trained) == (0, 1)
-
-    run_in(work, longest=3)
 
 
 @pytest.mark.parametrize(
@@ -280,18 +264,18 @@ def test_front_does_not_train_a_sequence_that_is_too_long() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "text"),
     ],
 )
-def test_front_refuses_what_would_change_the_distribution(options: dict[str, Any], status: int, word: str) -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_refuses_what_would_change_the_distribution(
+    options: dict[str, Any], status: int, word: str
+) -> None:
+    async with fronted() as (server, front, url):
         with pytest.raises(openai.APIStatusError) as refused:
             await client(url, front.open()).chat.completions.create(**{**SAY, **options})
         assert refused.value.status_code == status and word in refused.value.message
         assert not server.asked
 
-    run_in(work)
 
-
-def test_front_keys_open_one_episode_until_it_ends_and_completions_alone() -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_keys_open_one_episode_until_it_ends_and_completions_alone() -> None:
+    async with fronted() as (server, front, url):
         one, two = front.open(), front.open()
         await client(url, one).chat.completions.create(**SAY)
         assert (len(one.calls), len(two.calls)) == (1, 0)
@@ -311,11 +295,9 @@ def test_front_keys_open_one_episode_until_it_ends_and_completions_alone() -> No
             await openai.AsyncOpenAI(base_url=url, api_key="sk-other").models.list()
         assert {each.id async for each in client(url, two).models.list()} == {"m", "policy"}
 
-    run_in(work)
 
-
-def test_front_passes_refusals_on_and_keeps_the_fault_of_a_server_that_is_away() -> None:
-    async def work(server: Server, front: Front, url: str) -> None:
+async def test_front_passes_refusals_on_and_keeps_the_fault_of_a_server_that_is_away() -> None:
+    async with fronted() as (server, front, url):
         own = front.open()
         server.fault = PeerRefused("refused", 400, got="400: the maximum context length is 5")
         with pytest.raises(openai.BadRequestError) as refused:
@@ -328,8 +310,6 @@ def test_front_passes_refusals_on_and_keeps_the_fault_of_a_server_that_is_away()
         server.fault = None
         await client(url, own).chat.completions.create(**SAY)
         assert not own.faults and len(own.calls) == 1, "a later try was answered"
-
-    run_in(work)
 
 
 KEYS = st.sampled_from(["model", "messages", "content", "role", "tools", "function", "stream", "n", "stop", "prompt"])
@@ -392,23 +372,16 @@ def agents(tmp_path: Path) -> Path:
     return tmp_path / "agents_here.py"
 
 
-def played(
-    load: Callable[[str], Agent], task: Mapping[str, Any], seconds: float = 60.0, **options: Any
-) -> tuple[Any, Session]:
-    found: list[Any] = []
-
-    async def work(server: Server, front: Front, url: str) -> None:
+async def played(load: Callable[[str], Agent], task: Mapping[str, Any], seconds: float = 60.0) -> tuple[Any, Session]:
+    async with fronted() as (_, front, url):
         own = front.open()
-        found.extend([await play(load(url), task, own, seconds), own])
-
-    run_in(work, **options)
-    return found[0], found[1]
+        return await play(load(url), task, own, seconds), own
 
 
-def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
-    answer, own = played(lambda url: load_function(f"{agents}:chat", url), {"q": "?"})
+async def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
+    answer, own = await played(lambda url: load_function(f"{agents}:chat", url), {"q": "?"})
     assert answer == "answer 1" and own.calls[0].reward == 0.25
-    reward, own = played(lambda url: load_function(f"{agents}:plain", url), {"q": "?"})
+    reward, own = await played(lambda url: load_function(f"{agents}:plain", url), {"q": "?"})
     assert reward is True and len(own.calls) == 1
 
 
@@ -417,12 +390,14 @@ def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
     [("leaves", RuntimeError), ("raises", ValueError), ("exits", RuntimeError), ("cancels", EpisodeFailed),
      ("stops", RuntimeError), ("clings", EpisodeFailed)],
 )  # fmt: skip
-def test_functions_that_fail_lose_their_episode_alone(
+async def test_functions_that_fail_lose_their_episode_alone(
     agents: Path, name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("environments.scoring.GRACE_S", 0.2)
     with pytest.raises(error):
-        played(lambda url: load_function(f"{agents}:{name}", url), {"q": "?"}, seconds=2.0 if name == "clings" else 60)
+        await played(
+            lambda url: load_function(f"{agents}:{name}", url), {"q": "?"}, seconds=2.0 if name == "clings" else 60
+        )
 
 
 @pytest.mark.parametrize("name", ["missing", "three", ""])
@@ -445,38 +420,38 @@ def command(code: str, *words: str) -> Callable[[str], Agent]:
     return lambda url: load_command(shlex.join([sys.executable, "-c", code, *words]), url)
 
 
-def test_a_command_finds_task_and_policy_and_its_last_line_is_the_answer() -> None:
-    answer, own = played(command(CURL + "print(0.5)", "{task_file}"), {"q": "hi"})
+async def test_a_command_finds_task_and_policy_and_its_last_line_is_the_answer() -> None:
+    answer, own = await played(command(CURL + "print(0.5)", "{task_file}"), {"q": "hi"})
     assert answer == "0.5" and own.messages[0] == {"role": "user", "content": "hi"}
-    assert played(command("print('x' * 10**6); print(7)"), {})[0] == "7"
+    assert (await played(command("print('x' * 10**6); print(7)"), {}))[0] == "7"
 
 
 @pytest.mark.parametrize("leaves_group", [False, True])
-def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child(leaves_group: bool) -> None:
+async def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child(leaves_group: bool) -> None:
     child = f"import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session={leaves_group}).pid)"
-    pid = int(played(command(child), {}, seconds=60.0)[0])
+    pid = int((await played(command(child), {}, seconds=60.0))[0])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("chat", "plain"):
-        assert played(lambda url, name=name: load_function(f"{agents}:{name}", url), {"q": "?"})[1].calls
-    assert played(command(CURL, "{task_file}"), {"q": "hi"})[0] == "answer 1"
+        assert (await played(lambda url, name=name: load_function(f"{agents}:{name}", url), {"q": "?"}))[1].calls
+    assert (await played(command(CURL, "{task_file}"), {"q": "hi"}))[0] == "answer 1"
 
 
-def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -> None:
+async def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(EpisodeFailed) as failed:
-        played(command("import sys; sys.stderr.write('\\x1b[2Jno'); sys.exit(4)"), {})
+        await played(command("import sys; sys.stderr.write('\\x1b[2Jno'); sys.exit(4)"), {})
     assert "4" in failed.value.got and "\x1b" not in failed.value.got
     with pytest.raises(EpisodeFailed):
-        played(lambda url: load_command("/no/such/program", url), {})
+        await played(lambda url: load_command("/no/such/program", url), {})
     note = tmp_path / "pid"
     starts = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '300'])"
     code = f"{starts}; open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(300)"
 
-    async def work(server: Server, front: Front, url: str) -> None:
+    async with fronted() as (_, front, url):
         own = front.open()
         episode = asyncio.ensure_future(command(code, str(note))(url)({}, own))
         while not (note.exists() and note.read_text()):
@@ -485,7 +460,6 @@ def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -> None
         with pytest.raises(asyncio.CancelledError):
             await episode
 
-    run_in(work)
     pid = int(note.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     with pytest.raises(ConfigError):
