@@ -141,13 +141,15 @@ class Contract:
 
     def keeps_requests_on_their_version(self) -> None:
         """A request that has begun ends on its version, bit for bit, while newer ones are published."""
-        self.publish(self.first)
+        name = self.publish(self.first)
         alone = self.stream(threading.Event())
         newer = range(self.first + 1, self.first + KEEP_VERSIONS + 2)
         with self.under_way() as lines:
             for version in newer:
                 self.publish(version)
             held = next(v for v in self.status().versions if v.version == self.first)
+            late = self.server.post("/generate", {"prompt": "1", "model": name})
+        assert late.status_code == 404, "no new request gets it"
         assert (held.in_flight, held.draining) == (1, True)
         for got in (alone, lines):
             assert {line.policy_version for line in got} == {self.first}
