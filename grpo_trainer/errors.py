@@ -12,6 +12,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from grpo_common.errors import UserError
 
@@ -73,26 +74,10 @@ class PeerGoneError(TrainingError):
     exit_code = os.EX_TEMPFAIL
 
 
-class CommonError(GrpoError):
-    """An error that all processes raise at the same place and for the same reason, so they remain in step."""
-
-
-class CommonTrainingError(CommonError, TrainingError):
-    """Training can't continue; all processes raise this."""
-
-
-class CommonWeightsError(CommonTrainingError):
-    """The weights themselves are wrong; all processes raise this."""
+class WeightsError(TrainingError):
+    """The weights themselves are wrong."""
 
     spoils_weights = True
-
-
-class CommonDriftError(CommonError, DriftError):
-    """Samples have drifted; all processes raise this."""
-
-
-class CommonBridgeError(CommonError, BridgeError):
-    """A server can't be kept on the trainer's weights; all processes raise this."""
 
 
 class HungError(TrainingError):
@@ -119,6 +104,9 @@ class StoppedError(GrpoError):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.exit_code - 128,), vars(self)
 
 
 def from_os_error(error: OSError, doing: str) -> GrpoError | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class _Fetched:
     prepare_seconds: float
 
 
+@dataclass
+class _Search:
+    """The search for a batch that can be trained on, over all calls of `next` that it takes."""
+
+    started: float = field(default_factory=time.perf_counter)
+    dropped: int = 0  # groups
+    refused: int = 0
+    unfit: int = 0  # batches in a row
+
+
 class _FeedClosedError(Exception):
     """Ends the wait for a batch when the feed is closing."""
 
@@ -59,7 +69,7 @@ class BatchFeed:
         make_ready: turns scored groups into tensors; runs in a thread during a step.
         check_stop: called while waiting; raises to end the wait.
         device: for a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous.
-        meanwhile: called in `next` while it waits for a batch, in the same thread.
+        is_needed: called in `next` while it waits for a batch; returns whether the wait is to be interrupted.
     """
 
     def __init__(
@@ -70,19 +80,20 @@ class BatchFeed:
         make_ready: Callable[[RolloutBatch], ReadyBatch],
         check_stop: Callable[[], None],
         device: torch.device | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        is_needed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
         self._config = config
         self._groups = groups
         self._make_ready = make_ready
         self._check_stop = check_stop
-        self._meanwhile = meanwhile
+        self._is_needed = is_needed
         self._device = device if device is not None and device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
         self._ahead: Future[_Fetched] | None = None
         self._closing = False
         self._numbering = NO_OFFSETS
+        self._search: _Search | None = None
 
     def __enter__(self) -> BatchFeed:
         return self
@@ -135,10 +146,11 @@ class BatchFeed:
     def release(self, batch: ReadyBatch) -> None:
         self._client.release(batch.rollouts)
 
-    def next(self, version: int, *, last: bool = False) -> ReadyBatch:
+    def next(self, version: int, *, last: bool = False) -> ReadyBatch | None:
         """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
 
-        Its metrics also have its staleness, the time to fetch it, and the number of dropped groups.
+        Its metrics also have its staleness, the time to fetch it, and the number of dropped groups. None: the wait was
+        interrupted, and the next call goes on with it.
 
         Args:
             version: version of the weights that will train on it.
@@ -146,48 +158,52 @@ class BatchFeed:
         Raises:
             TrainingError: no batch came within `--rollout-timeout`, or too many had no usable group.
         """
-        started = time.perf_counter()
-        dropped = refused = unfit = 0
+        search = self._search = self._search or _Search()
         while True:
-            fetched = self._taken(version)
-            refused += fetched.rollouts.refused
+            if (fetched := self._taken(version)) is None:
+                return None
+            search.refused += fetched.rollouts.refused
             judged = self._judge(fetched.rollouts, version)
             if judged.groups:
                 break
-            dropped += len(fetched.rollouts.groups)
-            unfit = 0 if fetched.rollouts.groups else unfit + 1
+            search.dropped += len(fetched.rollouts.groups)
+            search.unfit = 0 if fetched.rollouts.groups else search.unfit + 1
             self._client.drop(fetched.rollouts, self._why(fetched.rollouts))
-            if unfit == UNFIT_IN_A_ROW:
-                summary = f"{unfit} batches in a row can't be trained on"
+            if search.unfit == UNFIT_IN_A_ROW:
+                summary = f"{search.unfit} batches in a row can't be trained on"
                 raise TrainingError.of([replace(self._groups.last, summary=summary)])
+        self._search = None
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or judged.shares != fetched.judged.shares:
             ready = self._ready(fetched.rollouts, judged)
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - search.started
         if self._config.prefetch and self._config.max_staleness != 0 and not last:
             self._ahead = self._thread.submit(self._fetch, version + 1)
         metrics = judged.metrics | {
             "train/data_fetch_time": Sum(waited),
             "rollout/fetch_time": Sum(fetched.fetch_seconds),
             "rollout/prepare_time": Sum(fetched.prepare_seconds + time.perf_counter() - again),
-            "rollout/dropped_stale_groups": Sum(dropped + len(fetched.rollouts.groups) - len(judged.groups)),
-            "rollout/refused_groups": Sum(refused),
+            "rollout/dropped_stale_groups": Sum(search.dropped + len(fetched.rollouts.groups) - len(judged.groups)),
+            "rollout/refused_groups": Sum(search.refused),
         }
         return replace(ready, metrics=ready.metrics | metrics, policy_version=version)
 
-    def _taken(self, version: int) -> _Fetched:
-        """Return the prefetched batch, or fetch one."""
+    def _taken(self, version: int) -> _Fetched | None:
+        """Return the prefetched batch, or fetch one; None: the wait was interrupted."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             ahead = self._thread.submit(self._fetch, version)
         while not wait([ahead], POLL_SECONDS).done:
             try:
                 self._check_stop()
-                self._meanwhile()
+                interrupted = self._is_needed()
             except BaseException:
                 self._ahead = ahead
                 raise
+            if interrupted:
+                self._ahead = ahead
+                return None
         return ahead.result()
 
     def _fetch(self, version: int) -> _Fetched:

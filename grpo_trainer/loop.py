@@ -1,40 +1,47 @@
-"""The algorithm on one screen: fetch, step, publish, log, save, acknowledge. The same for every weight bridge."""
+"""The algorithm on one screen: fetch, step, publish, log, save, acknowledge. The same for every weight bridge.
+
+All processes of a trainer run it (`parallel/world.py`). The rollout API, metrics and samples are rank 0's, so they are
+used within `world.lead`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
 from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
 from grpo_trainer.alignment.drift import drift_alarm
-from grpo_trainer.batch.batching import import_own_parts
+from grpo_trainer.batch.batching import ReadyBatch, import_own_parts
+from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, held_folder, refuse_to_mix_runs
-from grpo_trainer.follower import follow, join_others, servers_there
 from grpo_trainer.logs.console import Output, RunConsole, print_time_split
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
-from grpo_trainer.parallel.world import Restore, World
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
 from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress, seed_generators
-from grpo_trainer.server_client import present
+from grpo_trainer.server_client import present, wait_for_servers
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StopSignal
-from grpo_trainer.trainer import Trainer
+from grpo_trainer.trainer import StepResult, Trainer
 from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.build import build_bridge
@@ -42,67 +49,113 @@ from grpo_trainer.weights.build import build_bridge
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_others) -> None:
+def train(config: TrainConfig, meet: Callable[[TrainConfig], World] | None = None) -> None:
     """Train as configured; return when all steps are done and the final checkpoint is written.
 
     Args:
-        meet: waits for all processes of this trainer and returns them as one `World`.
+        meet: waits for all processes of this trainer and returns them as one `World`; None: `join_others`.
 
     Raises:
-        GrpoError: an error that the user can fix; a checkpoint is saved first if the weights are consistent.
+        GrpoError: an error that the user can fix; a checkpoint is saved first if the weights are consistent. Of several
+            processes, rank 0 raises an error that all have met.
     """
     import_own_parts(config)  # this check and the next come before any process waits for the others
     refuse_to_mix_runs(config.log_dir, config.resume, "--log-dir")
-    world = meet(config)
+    world = (meet or join_others)(config)
     config = config.model_copy(update={"server": present(config.server)})
     grow_segments()
     seed_generators(config.seed)
-    if not world.leads:
-        follow(config, world)
-        return
     # `grpo run` shows the steps itself, from metrics.jsonl: there they go to the trainer's log.
     output = Output(file=sys.stderr if COMMAND_VARIABLE in os.environ else sys.stdout)
-    with (
-        RunConsole(output, config.training_steps, START.waits) as console,
-        StopSignal() as stop,
-        held_folder(config.save_path, "--save-path") as folder,
-        world,
-    ):
-        with world.working():
-            START.enter("model")
-            policy = build_policy(config, stop.check, world)
-            START.enter("compile")
-            trainer = Trainer(
-                policy.model, config, stop.check, world=world, before_measuring=servers_there(config, world, stop.check)
-            )
+    with ExitStack() as opened:
+        console = world.only_first(lambda: opened.enter_context(RunConsole(output, config.training_steps, START.waits)))
+        stop = opened.enter_context(StopSignal())
+        folder = world.only_first(lambda: opened.enter_context(held_folder(config.save_path, "--save-path")))
+        opened.enter_context(world)
+        START.enter("model")
+        policy = build_policy(config, stop.check, world)
+        if not world.leads:
+            stop.ignore()  # rank 0 handles a signal that reaches all processes, and needs the others to save
+        START.enter("compile")
+        ready = servers_there(config, world, stop.check)
+        trainer = Trainer(policy.model, config, stop.check, world=world, before_measuring=ready)
         START.enter("resume")
-        checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
+        checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards, world=world)
         progress = checkpoints.resume(_say)
-        if checkpoints.safe_path is not None:
-            world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop, world)
-        metrics = build_metric_log(config, console, progress.step)
-        samples = build_sample_log(config, progress.step)
-        rollouts = RolloutClient(config, registration(config, progress), stop.check)
-        groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.seq_len, trainer.routed)
-
-        def welcome() -> None:
-            """Let servers join, after the copy of weights for a checkpoint: the proof of a server changes weights."""
-            trainer.optimizer.wait_for_copy()
-            bridge.welcome()
-
-        feed = BatchFeed(rollouts, config, groups, trainer.ready, stop.check, trainer.device, welcome)
         watch = StepWatch(config.step_timeout, checkpoints.close)
-        stop.watch(watch.check)
-        stop.watch(folder.check)
-        try:
-            with bridge, feed:
-                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
-        finally:
-            rollouts.close()
-            metrics.close()
-            checkpoints.close()
-    _say_how_it_went(config)
+        opened.callback(checkpoints.close)
+
+        def desk() -> Desk:
+            stop.watch(watch.check)
+            stop.watch(folder.check)
+            metrics = build_metric_log(config, console, progress.step)
+            opened.callback(metrics.close)
+            samples = build_sample_log(config, progress.step)
+            rollouts = RolloutClient(config, registration(config, progress), stop.check)
+            opened.callback(rollouts.close)
+            groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.seq_len, trainer.routed)
+            feed = BatchFeed(rollouts, config, groups, trainer.ready, stop.check, trainer.device, bridge.has_news)
+            return Desk(opened.enter_context(feed), metrics, samples)
+
+        opened.enter_context(bridge)
+        run_steps(config, progress, trainer, bridge, world.only_first(desk), checkpoints, watch, world)
+    if world.leads:
+        _say_how_it_went(config)
+
+
+def join_others(config: TrainConfig) -> World:
+    """Wait for all processes of this trainer, and return them.
+
+    Raises:
+        ConfigError: the options do not go together on this machine; see also `world.join`.
+        TrainingError: the other processes did not connect.
+    """
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    checked(config, Hardware(on_gpu, torch.cuda.device_count()))
+    return join(config, on_gpu=on_gpu)
+
+
+def servers_there(config: TrainConfig, world: World, check_stop: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that waits until servers that start at the same time have allocated their memory.
+
+    All trainer processes call it before they measure the free memory of their GPUs; rank 0 asks the servers. There is
+    nothing to wait for if the trainer starts the server itself later, or if it shares the weights of a running server.
+    """
+    if config.owns_server or config.shares_weights:
+        return lambda: None
+    return lambda: world.lead(lambda: wait_for_servers(config.server, check_stop))
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What only rank 0 has. Its methods are called within `World.lead`."""
+
+    feed: BatchFeed
+    metrics: MetricLog
+    samples: SampleLog | None = None
+
+    def begin(self, progress: Progress) -> None:
+        """Register at the rollout API."""
+        self.feed.begin(progress)
+        self.metrics.start()
+
+    def shares(self, version: int, last: bool) -> list[ReadyBatch] | None:
+        """Wait for a batch, and return each process's share of it; None: the wait was interrupted."""
+        batch = self.feed.next(version, last=last)
+        if batch is None:
+            return None
+        if self.samples is not None:
+            batch = replace(batch, shown=self.samples.choose(batch.rollouts.groups))
+        return batch.shares()
+
+    def report(self, progress: Progress, result: StepResult, last: bool) -> Metrics:
+        """Log the samples of a step, and report it to the rollout API; return the environments' new evaluations."""
+        if self.samples is not None:  # after the publish, for which the servers wait
+            line = self.samples.write(progress.step, result.logprobs)
+            if progress.step == 1 and line:
+                _say(f"step 1: {line}")
+        return self.feed.report(progress.step, last=last)
 
 
 def run_steps(
@@ -110,65 +163,84 @@ def run_steps(
     progress: Progress,
     trainer: Trainer,
     bridge: WeightBridge,
-    feed: BatchFeed,
+    desk: Desk,
     checkpoints: Checkpoints,
-    metrics: MetricLog,
-    samples: SampleLog | None = None,
     watch: StepWatch | None = None,
     world: World | None = None,
 ) -> None:
     """Train from the resumed step to the last one. On early exit, save a checkpoint if the weights are consistent."""
-    watch = watch or StepWatch(0.0)
+    watch, world = watch or StepWatch(0.0), world or World()
     START.enter("connect")
-    progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
+    with world.alike():
+        progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
     writes: Writes | None = None
     saved: Metrics = {}
     try:
         START.enter("proof")
         trainer.check_finite()
-        trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
-        START.enter("publish")
-        bridge.publish(progress.policy_version)
+        with world.alike():
+            trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
+            START.enter("publish")
+            bridge.publish(progress.policy_version)
         START.enter("rollouts")
-        feed.begin(progress)
+        world.lead(partial(Desk.begin, desk, progress))
         progress = replace(progress, batches=())
-        metrics.start()
         while progress.step < config.training_steps:
+            last = progress.step + 1 == config.training_steps
             with stage("wait", step=progress.step + 1):
-                batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
+                wait = partial(Desk.shares, desk, progress.policy_version, last)
+                while (batch := world.scatter(wait)) is None:
+                    trainer.optimizer.wait_for_copy()  # of weights, for a checkpoint: a proof changes them
+                    with world.alike():
+                        bridge.welcome()
             START.enter(FIRST_STEP)
-            if samples is not None:
-                batch = replace(batch, shown=samples.choose(batch.rollouts.groups))
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
                     result = trainer.step(batch, progress.step, writes.updating)
-                except Exception:
-                    if counts_as_trained(writes, trainer, world):
-                        progress = progress.after_step(feed.trained(batch), updated=True)
-                    else:
-                        feed.release(batch)
+                except Exception as end:
+                    if counts_as_trained(end, writes, trainer, world):
+                        progress = progress.after_step(trained(desk, batch, world), updated=True)
+                    elif world.leads:
+                        desk.feed.release(batch)
                     raise
-                progress = progress.after_step(feed.trained(batch), updated=result.updated)
-                with stage("publish", version=progress.policy_version):
+                progress = progress.after_step(trained(desk, batch, world), updated=result.updated)
+                with stage("publish", version=progress.policy_version), world.alike():
                     published = bridge.publish(progress.policy_version)
-                if samples is not None:  # after the publish, for which the servers wait
-                    line = samples.write(progress.step, result.logprobs)
-                    if progress.step == 1 and line:
-                        _say(f"step 1: {line}")
             # Not watched: it may wait for the last evaluation, and has its own time limits.
-            evaluated = feed.report(progress.step, last=progress.step == config.training_steps)
+            evaluated = world.lead(partial(Desk.report, desk, progress, result, last))
             with watch.over(f"step {progress.step}"):
-                metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
-                report_start(config.log_dir, _say)
+                rows = (result.metrics, published.metrics, saved, evaluated)
+                world.lead(partial(log_step, config, desk, progress.step, rows))
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
-                feed.settle(checkpoints.settled(progress))
+                world.lead(partial(settle, desk, progress, checkpoints))
     except Exception as end:
-        save_on_exit(end, RunState(start, progress, writes, config.saves), checkpoints, feed, world or World())
+
+        def acknowledge(batches: Sequence[str]) -> None:
+            if world.leads:
+                desk.feed.settle(batches, patient=False)
+
+        save_on_exit(end, RunState(start, progress, writes, config.saves), checkpoints, acknowledge, world)
         raise
     final = checkpoints.save(progress, final=True) if config.saves else None
-    feed.settle(progress.batches)
+    world.lead(partial(settle, desk, progress))
     log.info("trained %d steps; the final weights are %s", progress.step, final or "not saved")
+
+
+def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
+    """Return all trained batches that are not acknowledged yet, as rank 0 counts them."""
+    return desk.feed.trained(batch) if world.leads else ()
+
+
+def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
+    """Write a step's row of metrics; after the first step, report how long the start took."""
+    desk.metrics.log(step, *rows)
+    report_start(config.log_dir, _say)
+
+
+def settle(desk: Desk, progress: Progress, checkpoints: Checkpoints | None = None) -> None:
+    """Acknowledge the batches that are in a checkpoint, or at the end all."""
+    desk.feed.settle(progress.batches if checkpoints is None else checkpoints.settled(progress))
 
 
 def _say_how_it_went(config: TrainConfig) -> None:

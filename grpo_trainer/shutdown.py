@@ -7,12 +7,11 @@ cases they are saved, and `--resume auto` continues from there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from grpo_trainer.errors import DriftError, GrpoError, HungError, PeerGoneError, StoppedError
-from grpo_trainer.feed import BatchFeed
 from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
@@ -49,10 +48,9 @@ class Writes:
             self.torn, self.landed = False, True
 
 
-def counts_as_trained(writes: Writes, trainer: Trainer, world: World | None) -> bool:
+def counts_as_trained(end: Exception, writes: Writes, trainer: Trainer, world: World) -> bool:
     """Return whether the batch of a step that failed is in what is saved: in the weights, or in prepared ones."""
-    broken_off = world is not None and world.is_working  # then nothing is saved
-    return writes.landed or (writes.refused and trainer.optimizer.prepared and not broken_off)
+    return writes.landed or (writes.refused and trainer.optimizer.prepared and world.is_common(end))
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,16 @@ class RunState:
     saves: bool = True
 
 
-def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
+def save_on_exit(
+    end: Exception, state: RunState, checkpoints: Checkpoints, settle: Callable[[Sequence[str]], None], world: World
+) -> None:
     """Save a checkpoint if the weights are consistent, and add the run's step and the way to continue to the error.
 
-    This function raises nothing, so that the user sees the error that ended the run.
+    All processes that have raised the error call this together. It raises nothing, so that the user sees the error that
+    ended the run.
+
+    Args:
+        settle: acknowledges the batches that are saved.
     """
     if (why := _unsaved_because(end, state, world)) is None:
         try:
@@ -84,10 +88,11 @@ def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed
             log.warning("the run's end could not be saved", exc_info=error)
             why = f"nothing could be saved ({type(error).__name__}: {error})"
         else:
-            _say(end, state.progress, f"saved {saved}, continue with --resume auto")
-            feed.settle(state.progress.batches, patient=False)
+            if world.leads:
+                _say(end, state.progress, f"saved {saved}, continue with --resume auto")
+            settle(state.progress.batches)
             return
-    if why:
+    if why and (world.leads or not world.is_common(end)):  # what all have met is rank 0's to report
         before = checkpoints.safe_path
         goes_on = "start again" if before is None else f"continue from {before} with --resume auto"
         _say(end, state.progress, f"{why}; {goes_on}")
@@ -99,7 +104,7 @@ def _unsaved_because(end: Exception, state: RunState, world: World) -> str | Non
         return "the weights are not saved, since they can't be relied on"
     if state.writes is not None and state.writes.torn:
         return "the weights are not saved, since writing them did not come to its end"
-    if isinstance(end, PeerGoneError) or world.is_working:
+    if isinstance(end, PeerGoneError) or not world.is_common(end):
         return "nothing is saved, since that takes the other trainer processes"
     if state.progress.step == state.start.step and not isinstance(end, AT_ONCE):
         return ""  # for example a failed proof or a missing server: no step was trained since the start

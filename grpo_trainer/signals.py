@@ -92,6 +92,11 @@ class StopSignal:
         if self._arrived.add(number) and len(self._arrived.numbers) > 1:
             raise KeyboardInterrupt
 
+    def ignore(self) -> None:
+        """Ignore these signals from now on."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
     def watch(self, check: Callable[[], None]) -> None:
         """Make `check` also call this function."""
         self._watched.append(check)

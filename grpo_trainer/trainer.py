@@ -32,14 +32,14 @@ from grpo_trainer.batch.microbatches import MicroBatch, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import check_teacher
 from grpo_trainer.engine.logprobs import TokenScores
-from grpo_trainer.errors import CommonTrainingError, CommonWeightsError
+from grpo_trainer.errors import TrainingError, WeightsError
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory, changed_fraction, first_not_finite, learning_rate, not_finite, sampled
 from grpo_trainer.parallel.strategies import ShardedStates, hold
-from grpo_trainer.parallel.world import Step, World
+from grpo_trainer.parallel.world import World
 from grpo_trainer.rollouts.groups import RolloutBatch
 from vllm_server.protocol.routed_experts import RoutedShape
 
@@ -178,16 +178,20 @@ class Trainer:
         processes, same_batch = self._world.size, self.holding.same_batch
         return ready(batch, self.config, processes=processes, same_batch=same_batch, **form)
 
+    def share(self, batch: RolloutBatch) -> ReadyBatch:
+        """Make this process's share of a batch that all processes have."""
+        return self.ready(batch).shares()[self._world.rank]
+
     def step(
         self,
         batch: ReadyBatch | RolloutBatch,
         step: int,
         writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> StepResult:
-        """Train on a batch with `--updates-per-batch` updates.
+        """Train on a batch with `--updates-per-batch` updates. All processes call it together.
 
         Args:
-            batch: a `RolloutBatch` is made ready first.
+            batch: this process's share. Of a `RolloutBatch`, which all processes have whole, it is made here.
             step: from 0; sets the learning rate.
             writing: returns the context for each write of the weights; a skipped update does not enter it.
 
@@ -197,16 +201,9 @@ class Trainer:
             DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; the weights don't change.
         """
         started = time.perf_counter()
-        batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
-        if self._world.leads:
-            self._check_teachers(batch)
-            self._world.give([Step(share, step) for share in batch.shares_of_others()])
-        with self._world.working():
-            return self._step(batch, step, writing, started)
-
-    def _step(
-        self, batch: ReadyBatch, step: int, writing: Callable[[], AbstractContextManager[None]], started: float
-    ) -> StepResult:
+        batch = batch if isinstance(batch, ReadyBatch) else self.share(batch)
+        if batch.counts.teacher_tokens:
+            self._world.lead(lambda: self._check_teachers(batch))
         self._say_unused(batch)
         lr = learning_rate(self.config, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
@@ -304,7 +301,7 @@ class Trainer:
                 self.alarm.check_routing(step, metrics, self.forward.routing.shape)
             self.alarm.check_samples(step, gaps, version, recheck)
 
-        self._world.raise_together(check)
+        self._world.lead(check)
         return gap_metrics(gaps, version)
 
     def _of_all(self, own: Metrics) -> Metrics:
@@ -341,7 +338,7 @@ class Trainer:
         return self.forward.scores(microbatch, entropy_gradient=self.config.entropy_coef > 0)
 
     def _check_teachers(self, batch: ReadyBatch) -> None:
-        """Check the teachers' tokens in the whole batch, before any other process gets its share."""
+        """Check the teachers' tokens in the whole batch."""
         if self.vocabulary is None:
             return
         for sequence in batch.sequences:
@@ -367,28 +364,28 @@ class Trainer:
         log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
         if self._bad_steps >= self.config.max_bad_steps:
             sound = not any(self._world.gather(self._first_not_finite(self.parameters)))
-            raise (CommonTrainingError if sound else CommonWeightsError)(
-                f"{self._bad_steps} steps in a row had a loss or gradient that {reason}",
-                field="--max-bad-steps",
-                got=f"loss {loss}, gradient norm {norm}",
-                fix="lower --lr, or look at the rewards and logprobs in metrics.jsonl",
+            raise self._world.common(
+                (TrainingError if sound else WeightsError)(
+                    f"{self._bad_steps} steps in a row had a loss or gradient that {reason}",
+                    field="--max-bad-steps",
+                    got=f"loss {loss}, gradient norm {norm}",
+                    fix="lower --lr, or look at the rewards and logprobs in metrics.jsonl",
+                )
             )
         return True
 
-    def check_finite(self) -> None:
-        """Check before the first publish that this process's trained weights are finite.
+    def check_finite(self, values: Sequence[Tensor] | None = None, when: str = "before the first step") -> None:
+        """Check that the trained weights are finite in all processes, which call this together.
+
+        Args:
+            values: the weights, one for each parameter; None: the parameters themselves.
 
         Raises:
-            CommonWeightsError: a tensor is not finite; the message names the first.
+            WeightsError: a tensor is not finite; the message names the first.
         """
-        if (name := self._first_not_finite(self.parameters)) is not None:
-            raise not_finite(name, "before the first step")
-
-    def _check_landing(self, step: int, values: Sequence[Tensor]) -> None:
-        """Check that a step's new weights are finite in all processes."""
-        for name in self._world.gather(self._first_not_finite(values)):
+        for name in self._world.gather(self._first_not_finite(self.parameters if values is None else values)):
             if name is not None:
-                raise not_finite(name, f"after step {step + 1}")
+                raise self._world.common(not_finite(name, when))
 
     def _first_not_finite(self, values: Sequence[Tensor]) -> str | None:
         """Return the name of the first parameter whose value is not finite, or None; `values` has one for each."""
@@ -401,7 +398,7 @@ class Trainer:
         """Clip and step, unless loss or gradient is not finite, or the gradient explodes; return whether it stepped.
 
         Raises:
-            CommonWeightsError: the new weights are not finite. Inside `writing` it also aborts the bridge's write.
+            WeightsError: the new weights are not finite. Inside `writing` it also aborts the bridge's write.
         """
         limit = self.config.max_grad_norm or float("inf")
         norm = self.holding.clip(limit)
@@ -409,27 +406,29 @@ class Trainer:
         metrics["train/grad_norm"] = Mean(norm)
         if self._is_bad(loss, norm):
             return False
-        before = sampled(self.holding.written)
+        before, after = sampled(self.holding.written), f"after step {step + 1}"
         self.optimizer.wait_for_copy()
         self.optimizer.prepare()
         if self.optimizer.prepares:  # checked before `writing`, so bad weights are never written
-            self._check_landing(step, [each if each.grad is None else each.grad for each in self.parameters])
+            self.check_finite([each if each.grad is None else each.grad for each in self.parameters], after)
         self.holding.share_update()
         with writing():
             self.optimizer.step()
             self.holding.finish_update()
             if not self.optimizer.prepares:
-                self._check_landing(step, self.parameters)
-        after = sampled(self.holding.written)
-        self.holding.check(after)
-        changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
+                self.check_finite(when=after)
+        now = sampled(self.holding.written)
+        self.holding.check(now)
+        changed = self.holding.mean(changed_fraction(before, now), sum(map(len, now)))
         metrics["train/changed_fraction"] = Mean(changed)
         lr = self.optimizer.param_groups[0]["lr"]
         if changed == 0.0 and norm > 0.0 and lr >= self.config.lr:  # at its end a schedule's rate is near 0
-            raise CommonTrainingError(
-                "the optimizer step changed no weight",
-                field="--lr",
-                got=f"{lr:.3g}, with a gradient norm of {norm:.3g}",
-                fix="raise --lr",
+            raise self._world.common(
+                TrainingError(
+                    "the optimizer step changed no weight",
+                    field="--lr",
+                    got=f"{lr:.3g}, with a gradient norm of {norm:.3g}",
+                    fix="raise --lr",
+                )
             )
         return True

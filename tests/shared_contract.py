@@ -5,7 +5,8 @@
     shards         a worker of one server for each process
 
 Each method of `SharedContract` is one promise. The test's process is rank 0; the others are processes of
-`tests.integration.paired`. Figures are compared with the trainer's own forward pass, in nats.
+`tests.integration.paired`. As all ranks of a trainer run the same program, each call of an `Attached` by the test is
+made by the others too (`everywhere`). Figures are compared with the trainer's own forward pass, in nats.
 
     from tests.shared_contract import PROMISES, SharedContract
 
@@ -14,9 +15,10 @@ Each method of `SharedContract` is one promise. The test's process is rank 0; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,16 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from grpo_trainer.alignment.probes import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import BridgeError, CommonWeightsError, PeerGoneError
-from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.errors import BridgeError, GrpoError, PeerGoneError, WeightsError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import SharedWeights, build_policy
 from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.build import build_bridge
 from tests.bridge_contract import PROMPT
 from tests.integration.serving import Serving
@@ -64,8 +68,19 @@ def settings(model: Path, folder: Path, ports: Sequence[str], **options: Any) ->
     return build(TrainConfig, values | options)
 
 
+class Everywhere:
+    """A part of an `Attached`, whose methods all ranks call when rank 0 does."""
+
+    def __init__(self, made: Attached, part: str) -> None:
+        self._made = made
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._made.everywhere, self._part, name)
+
+
 class Attached:
-    """Rank 0's trainer on the servers' weights, resumed as the options say.
+    """A process of a trainer on the servers' weights, resumed as the options say.
 
     Args:
         tolerance: by how many nats a token the logprobs of trainer and server may differ.
@@ -73,26 +88,54 @@ class Attached:
 
     def __init__(self, config: TrainConfig, world: World, tolerance: float = TOLERANCE) -> None:
         self.config, self.world, self.tolerance = config, world, tolerance
-        with world.working():
-            policy = build_policy(config, world=world)
-            assert isinstance(policy, SharedWeights)
-            self.policy = policy
-            self.trainer = Trainer(policy.model, config, world=world)
-        shards = self.trainer.shards
-        self.checkpoints = Checkpoints(config, policy, self.trainer.optimizer, self.trainer.norms, shards)
-        self.progress = self.checkpoints.resume()
-        if self.checkpoints.safe_path is not None:
-            world.give_all(Restore(self.checkpoints.safe_path))
-        self.bridge = build_bridge(config, policy, self.checkpoints, self.progress, StopSignal(), world)
+        policy = build_policy(config, world=world)
+        assert isinstance(policy, SharedWeights)
+        self.policy = policy
+        self.trainer = Trainer(policy.model, config, world=world)
+        optimizer, norms, shards = self.trainer.optimizer, self.trainer.norms, self.trainer.shards
+        self._checkpoints = Checkpoints(config, policy, optimizer, norms, shards, world=world)
+        self.progress = self._checkpoints.resume()
+        self._bridge = build_bridge(config, policy, self._checkpoints, self.progress, StopSignal(), world)
+        self._steps = Steps(self.trainer, self._bridge, policy)
+        self.bridge: Any = Everywhere(self, "_bridge")
+        self.checkpoints: Any = Everywhere(self, "_checkpoints")
+        self.steps: Any = Everywhere(self, "_steps")
         self.clients = [ServerClient(vllm) for vllm in config.server.each]
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bridge.close()
+        if self.world.leads and error == (None, None, None):
+            with suppress(PeerGoneError):
+                self.world.lead(lambda: None)
+
+    def everywhere(self, part: str, name: str, *arguments: Any) -> Any:
+        """Call a method on all ranks; return what it returns here."""
+        self.world.lead(lambda: (part, name, arguments))
+        return self._call(part, name, arguments)
+
+    def follow(self) -> None:
+        """Make the calls of rank 0 until it leaves."""
+        ask: Callable[[], Any] = lambda: None  # noqa: E731  # rank 0 answers
+        while (call := self.world.lead(ask)) is not None:
+            try:
+                self._call(*call)
+            except (GrpoError, ZeroDivisionError) as error:
+                if isinstance(error, GrpoError) and not self.world.is_common(error):
+                    raise
+
+    def _call(self, part: str, name: str, arguments: tuple[Any, ...]) -> Any:
+        with self.world.alike():
+            return getattr(getattr(self, part), name)(*arguments)
 
     def step(self, batch: RolloutBatch = BATCH) -> bool:
         """Train a step; return whether it changed the weights."""
-        return self.trainer.step(batch, 0, self.bridge.updating).updated
+        return self.steps.step(batch)
 
     def go_back(self, path: Path, version: int) -> int:
         """Load a checkpoint of this trainer's, and return the version as which the servers have its weights."""
-        self.world.give_all(Restore(path))
         self.checkpoints.load(path)
         return self.bridge.connect(version)
 
@@ -106,7 +149,7 @@ class Attached:
         probes = []
         for client in self.clients:
             probe, answered = self.ask(client)
-            own = trainer_logprobs(self.policy.model, probe)
+            own = self.steps.logprobs(probe)
             assert answered == version
             assert float((probe.server_logprobs - own).abs().mean()) < self.tolerance
             probes.append(probe)
@@ -115,6 +158,35 @@ class Attached:
     def weights(self) -> dict[str, Tensor]:
         """A copy of the whole weights."""
         return {name: tensor.clone() for name, tensor in self.checkpoints.weights_now().items()}
+
+
+@dataclass
+class Steps:
+    """What a process does with its model."""
+
+    trainer: Trainer
+    bridge: WeightBridge
+    policy: SharedWeights
+
+    def step(self, batch: RolloutBatch) -> bool:
+        return self.trainer.step(batch, 0, self.bridge.updating).updated
+
+    def row(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        return reduce(self.trainer.step(batch, step, self.bridge.updating).metrics)
+
+    def fail(self) -> None:
+        """Take a step whose write fails midway."""
+        self.trainer.step(BATCH, 0, self._failing)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        with self.bridge.updating():
+            next(self.policy.model.parameters()).data.zero_()
+            raise ZeroDivisionError
+            yield
+
+    def logprobs(self, probe: Probe) -> Tensor:
+        return trainer_logprobs(self.policy.model, probe)
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -166,10 +238,8 @@ class SharedContract:
             ]
             world = join(config, on_gpu=torch.cuda.is_available())
             try:
-                with world:
-                    made = Attached(config, world, self.tolerance)
-                    with made.bridge:
-                        yield made
+                with world, Attached(config, world, self.tolerance) as made:
+                    yield made
             finally:
                 leave(world)
             ended = [DIED if fault.startswith("dies") else 0] * len(others)
@@ -240,7 +310,7 @@ class SharedContract:
         """A trainer whose write fails reports it: no server generates any more."""
         with self.attached() as made, pytest.raises(ZeroDivisionError):
             self._save(made)
-            made.trainer.step(BATCH, 0, lambda: failing(made))
+            made.steps.fail()
         self._refuses_then_heals()
 
     # ---------------------------------------------------------------------------------------------- with several
@@ -261,10 +331,10 @@ class SharedContract:
 
     def finds_ranks_that_differ(self) -> None:
         """A rank that writes other weights ends the run, is refused afterwards, and a checkpoint heals its weights."""
-        with self.attached(fault="writes other weights") as made, pytest.raises(CommonWeightsError):
+        with self.attached(fault="writes other weights") as made, pytest.raises(WeightsError):
             self._save(made)
             made.step()
-        with self.attached() as made, pytest.raises(CommonWeightsError):
+        with self.attached() as made, pytest.raises(WeightsError):
             made.bridge.connect(0)
         self._heals()
 
@@ -288,7 +358,7 @@ class SharedContract:
                 assert last.finish_reason == "length" and last.policy_version_end == version + 1
                 tokens, late = stream.tokens, stream.before_the_update()
                 probe = Probe([*TWO_BLOCKS, *tokens], len(TWO_BLOCKS), torch.tensor(stream.logprobs))
-                gaps = (probe.server_logprobs - trainer_logprobs(made.policy.model, probe)).abs()[late:]
+                gaps = (probe.server_logprobs - made.steps.logprobs(probe)).abs()[late:]
                 assert len(gaps) > 20 and (float(gaps.mean()) < self.tolerance) == (in_flight == "recompute")
 
     # ---------------------------------------------------------------------------------------------- parts
@@ -323,15 +393,6 @@ def leave(world: World) -> None:
     if dist.is_initialized():
         _abort_process_group()  # destroying an NCCL group would wait for the others to do the same
     world.control = None
-
-
-@contextmanager
-def failing(made: Attached) -> Iterator[None]:
-    """The context of a write that fails midway."""
-    with made.bridge.updating():
-        next(made.policy.model.parameters()).data.zero_()
-        raise ZeroDivisionError
-        yield
 
 
 PROMISES = [

@@ -13,7 +13,8 @@ disagreement means: an adapter (`adapter.py`), rows of all weights (`WeightChang
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -37,6 +38,7 @@ from grpo_trainer.alignment.probes import (
 )
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
+from grpo_trainer.parallel.world import World
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
@@ -105,15 +107,17 @@ class Change:
 
     Args:
         version: of the present weights.
+        world: the processes that make the change and the proof together, if the model takes all of them.
     """
 
     fix: str = SAME_MODEL
     quantised_margin: float | None = None
     """Under the change, the gap of quantised sides may be this many times the noise. None: as with other sides."""
 
-    def __init__(self, model: Any, version: int) -> None:
+    def __init__(self, model: Any, version: int, world: World | None = None) -> None:
         self.model = model
         self.version = version
+        self.world = world or World()
 
     def deliver(self, stage: Stage) -> Served:
         """Make the server generate with the model's present weights."""
@@ -126,7 +130,7 @@ class Change:
     def distance(self, probes: list[Probe]) -> float:
         """Return mean |server - model without the change|, in nats a token: the base model if there is an adapter."""
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
-            return gap(self.model, probes)
+            return common_gap(self.world, self.model, probes)
 
     def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
         """Name the fault of a server whose gap `own` to the trainer is above `allowed`."""
@@ -163,16 +167,38 @@ class Proved:
     """Mean |server - trainer| after the change is undone."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a server sampled, and mean |server - trainer|."""
+
+    url: str
+    probes: list[Probe]
+    gap: float
+
+
+def _worst(asked: Sequence[_Asked]) -> _Asked:
+    return max(asked, key=lambda one: math.inf if math.isnan(one.gap) else one.gap)
+
+
 class Proof:
-    """Compares a server with the trainer. The first comparison measures the noise, also for servers relaunched later.
+    """Compares servers with the trainer. The first comparison measures the noise, also for servers relaunched later.
 
     Args:
+        servers: a server; or several by URL, which get the same weights in the same way.
         dtype: dtype of the trainer's forward pass; None: that of the model's weights.
+        world: see `Change`. Rank 0 alone asks the servers.
     """
 
-    def __init__(self, model: Any, server: ServerClient, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        servers: ServerClient | Mapping[str, ServerClient],
+        dtype: str | None = None,
+        world: World | None = None,
+    ) -> None:
         self.model = model
-        self._server = server
+        self._servers = servers if isinstance(servers, Mapping) else {"": servers}
+        self._world = world or World()
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
         self._noise: float | None = None
 
@@ -193,12 +219,13 @@ class Proof:
             moved = own = 0.0
             for factor in FACTORS:
                 with change.made(self._prompts(info), factor * MIN_MOVE / 2 * larger) as served:
-                    probes = self._ask(info, served)
-                    own = gap(self.model, probes)
-                moved = change.distance(probes)
+                    asked = self._ask(info, served)
+                moved = min(change.distance(one.probes) for one in asked)
+                worst = _worst(asked)
+                own = worst.gap
                 if own <= larger and moved < least:
                     continue
-                self._check(info, change, served, probes, own, larger)
+                self._check(info, change, served, worst, larger)
                 note = change.check_parts(self._prompts(info)[-1])
                 break
             else:
@@ -225,21 +252,21 @@ class Proof:
             BridgeError: the gap is above the limit, or another model or version answered.
         """
         served = change.deliver(stage)
-        probes = self._ask(info, served)
-        own, allowed = gap(self.model, probes), self._allowed(info)
+        worst = _worst(self._ask(info, served))
+        own, allowed = worst.gap, self._allowed(info)
         if self._noise is None and info.quantization == "fp8" and own > allowed:
-            offset = offset_of_fp8(self.model, probes)
+            of_rank = offset_of_fp8(self.model, worst.probes)
+            offset = self._world.lead(lambda: of_rank)
             log.info("the server is %.2g nats a token from the trainer, which is %.2g from itself in fp8", own, offset)
             allowed = max(allowed, min(FP8_MARGIN * offset, FP8_LIMIT))
-        self._check(info, change, served, probes, own, allowed)
+        self._check(info, change, served, worst, allowed)
         if self._noise is None:
             self._noise = own
         return own, allowed
 
-    def _check(
-        self, info: BridgeInfo, change: Change, served: Served, probes: list[Probe], own: float, allowed: float
-    ) -> None:
-        """Raise a `BridgeError` if the server's logprobs are not those of the weights that it should have."""
+    def _check(self, info: BridgeInfo, change: Change, served: Served, asked: _Asked, allowed: float) -> None:
+        """Raise a `BridgeError` if a server's logprobs are not those of the weights that it should have."""
+        own, probes = asked.gap, asked.probes
         if own <= allowed:  # a gap that is not a number is not within the limit
             what = change.hidden_fault(served, probes, own, quantised=self._is_quantised(info))
         else:
@@ -249,16 +276,26 @@ class Proof:
         other, without = change.distance(probes), "base model" if isinstance(change.model, PeftModel) else "old weights"
         raise BridgeError(
             f"the server {what}",
-            field=f"{FAILED} ({served.words})",
+            field=": ".join(filter(None, [asked.url and f"server {asked.url}", f"{FAILED} ({served.words})"])),
             got=f"mean |server - trainer| of {own:.3g} nats a token"
             + ("" if other == own else f", |server - {without}| {other:.3g}"),
             wanted=f"at most {allowed:.2g}",
             fix=change.fix,
         )
 
-    def _ask(self, info: BridgeInfo, served: Served) -> list[Probe]:
-        prompts = self._prompts(info)
-        return ask(self._server, prompts, self._completion(info), name=served.name, version=served.version)
+    def _ask(self, info: BridgeInfo, served: Served) -> list[_Asked]:
+        """Ask all servers, and compare what each sampled with the trainer's own logprobs."""
+        prompts, tokens = self._prompts(info), self._completion(info)
+        several = len(self._servers) > 1
+
+        def probes_of_all() -> dict[str, list[Probe]]:
+            return {
+                url if several else "": ask(server, prompts, tokens, name=served.name, version=served.version)
+                for url, server in self._servers.items()
+            }
+
+        probes = self._world.lead(probes_of_all)
+        return [_Asked(url, its, common_gap(self._world, self.model, its)) for url, its in probes.items()]
 
     def _prompts(self, info: BridgeInfo) -> list[list[int]]:
         return probe_prompts(self.model.config.vocab_size, info.max_model_len - self._completion(info))
@@ -282,16 +319,31 @@ class Proof:
         return info.in_8_bits or bool(getattr(self.model, "is_loaded_in_4bit", False))
 
 
-def enlarge(model: Any, prompts: list[list[int]], before: Tensor, move: float, change: Callable[[float], None]) -> None:
+def common_gap(world: World, model: Any, probes: list[Probe]) -> float:
+    """Return `gap` as rank 0 has it, so that all processes decide alike; all make the passes."""
+    own = gap(model, probes)
+    return world.lead(lambda: own)
+
+
+def enlarge(
+    model: Any,
+    prompts: list[list[int]],
+    before: Tensor,
+    move: float,
+    change: Callable[[float], None],
+    world: World | None = None,
+) -> None:
     """Make a synthetic change so large that it moves the trainer's own logprobs by `move` nats a token on average.
 
     Args:
         before: logprobs of the prompts without the change.
         change: makes the change of a size in `RELATIVE_SIZES`, of which the largest is used if none is enough.
+        world: the processes that make the change together.
     """
     for size in RELATIVE_SIZES:
         change(size)
-        if float((logprobs_of(model, prompts) - before).abs().mean()) >= move:
+        moved = float((logprobs_of(model, prompts) - before).abs().mean())
+        if (world or World()).lead(lambda moved=moved: moved >= move):
             return
 
 
@@ -304,7 +356,6 @@ class WeightChange(Change):
     Args:
         writing: returns the context in which the weights are changed; afterwards the server has them as the given
             version.
-        tell: has the other trainer processes change their shards by a size, or undo that (None).
     """
 
     fix = f"nothing was trained, and the weights are those of before: restart the server, or {SAME_MODEL}"
@@ -314,11 +365,10 @@ class WeightChange(Change):
         model: Any,
         version: int,
         writing: Callable[[int], AbstractContextManager[None]],
-        tell: Callable[[float | None], None] = lambda size: None,
+        world: World | None = None,
     ) -> None:
-        super().__init__(model, version)
+        super().__init__(model, version, world)
         self._writing = writing
-        self._tell = tell
         self._rows = SyntheticRows(model)
 
     def deliver(self, stage: Stage) -> Served:
@@ -330,16 +380,12 @@ class WeightChange(Change):
     def made(self, prompts: list[list[int]], move: float) -> Iterator[Served]:
         try:
             with self._writing(PROOF_VERSION):
-                enlarge(self.model, prompts, logprobs_of(self.model, prompts), move, self._make)
+                before = logprobs_of(self.model, prompts)
+                enlarge(self.model, prompts, before, move, self._rows.make, self.world)
             yield Served("synthetic", "synthetic change", version=PROOF_VERSION)
         finally:  # even if the server has ended: a run may go on with others
             with self._writing(self.version):
-                self._tell(None)
                 self._rows.restore()
-
-    def _make(self, size: float) -> None:
-        self._tell(size)
-        self._rows.make(size)
 
     def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
         if served.stage == "synthetic":

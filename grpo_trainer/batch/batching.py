@@ -49,10 +49,10 @@ class ReadyBatch:
     policy_version: int | None = None  # of the weights that train on it; samples of it are fresh. None: not known
     shown: tuple[int, ...] = ()  # numbers of the samples whose logprobs the step returns
 
-    def shares_of_others(self) -> list[ReadyBatch]:
-        """Return the share of each other process, by rank, without what concerns the whole batch."""
+    def shares(self) -> list[ReadyBatch]:
+        """Return each process's share, by rank. Only the first, this batch itself, has the groups and their metrics."""
         part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=())
-        return [replace(part, microbatches=theirs) for theirs in self.others]
+        return [self, *(replace(part, microbatches=theirs) for theirs in self.others)]
 
 
 def ready(

@@ -198,25 +198,23 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
     import torch
 
     from grpo_trainer.engine.allocator import grow_segments
-    from grpo_trainer.follower import run_worker
     from grpo_trainer.parallel.world import join
 
     on_gpu = torch.cuda.is_available()
     world = join(DistributedConfig(), on_gpu=on_gpu)
     grow_segments()
     device = torch.device("cuda" if on_gpu else "cpu")
-    if not world.leads:
-        run_worker(world, build_trainer(options, device, world))
-        return None
     with world:
-        with world.working():
-            trainer = build_trainer(options, device, world)
+        trainer = build_trainer(options, device, world)
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         batches = [synthetic_batch(options, options.seed + n) for n in range(options.warmup + options.steps)]
         done = [timed_step(trainer, batch, number) for number, batch in enumerate(batches)][options.warmup :]
         lengths = [lengths_of(batch) for batch in batches[options.warmup :]]
+        phases = _phases(trainer, batches[-1], len(batches))
+        if not world.leads:
+            return None
         shape, readers = SHAPES[options.shape], GROUP if trainer.forward.shared else 1
         flops = fmean(step_flops(shape, each, options.lora_r, readers=readers) for each in lengths)
         middle = median(seconds for seconds, _ in done)
@@ -236,7 +234,7 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
             "mfu": round(flops / middle / options.peak_tflops / 1e12 / world.size, 4),
             "tflops": round(flops / middle / 1e12, 1),
             "peak_tflops": options.peak_tflops,
-            "phases": _phases(trainer, batches[-1], len(batches)),
+            "phases": phases,
             "processes": world.size,
             "cut": not trainer.holding.whole,
             **trainer.forward.facts(),
@@ -261,7 +259,7 @@ def timed_step(
     from grpo_trainer.metrics.types import reduce
 
     started = _now()
-    result = trainer.step(trainer.ready(batch), number, updating)
+    result = trainer.step(batch, number, updating)
     seconds = _now() - started
     row = reduce(result.metrics)
     log.info("step %d: %.3f s, loss %.3g", number, seconds, row["train/loss"])
@@ -282,7 +280,7 @@ def _phases(trainer: Trainer, batch: RolloutBatch, number: int) -> dict[str, flo
 
         return clocked
 
-    ready = timed("prepare", trainer.ready)(batch)
+    ready = timed("prepare", trainer.share)(batch)
     with (
         mock.patch.object(trainer.forward, "scores", timed("forward", trainer.forward.scores)),
         mock.patch.object(trainer, "optimizer_step", timed("optimizer", trainer.optimizer_step)),

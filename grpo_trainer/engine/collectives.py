@@ -14,7 +14,7 @@ All processes must make the same calls in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from torch.nn import functional
 
 from grpo_trainer.errors import PeerGoneError
 
+LAST_WORDS = "grpo_last_words"
+"""Key of the processes' common store under which one that fails says why."""
+
 
 @contextmanager
 def peers() -> Iterator[None]:
@@ -33,13 +36,29 @@ def peers() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as gone:
-        raise PeerGoneError(
-            "another one has ended, its log says why",
-            field="trainer processes",
-            got=str(gone).strip().partition("\n")[0],
-            fix="continue with --resume auto",
-        ) from None
+    except RuntimeError as error:
+        raise peer_gone(last_words() or str(error).strip().partition("\n")[0]) from None
+
+
+def peer_gone(why: str) -> PeerGoneError:
+    return PeerGoneError(
+        "another one has ended, its log says why", field="trainer processes", got=why, fix="continue with --resume auto"
+    )
+
+
+def leave_words(text: str) -> None:
+    """Say to the other processes why this one ends; they read it when they find that it is gone."""
+    with suppress(RuntimeError, ValueError):  # rank 0, which keeps the words, is gone as well
+        dist.distributed_c10d._get_default_store().set(LAST_WORDS, text)
+
+
+def last_words() -> str:
+    """Return why another process has ended; empty: it has not said so."""
+    with suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([LAST_WORDS]):
+            return store.get(LAST_WORDS).decode(errors="replace")
+    return ""
 
 
 def spread(hidden: Tensor) -> Tensor:

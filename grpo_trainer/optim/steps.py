@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
-from grpo_trainer.errors import CommonWeightsError
+from grpo_trainer.errors import WeightsError
 
 SAMPLED_ENTRIES = 1 << 16
 
@@ -101,9 +101,9 @@ def first_not_finite(values: Sequence[Tensor], targets: Sequence[Tensor]) -> int
     return None if all(fits) else fits.index(False)
 
 
-def not_finite(name: str, when: str) -> CommonWeightsError:
+def not_finite(name: str, when: str) -> WeightsError:
     """Return the error that ends a run whose weights must not be published."""
-    return CommonWeightsError(
+    return WeightsError(
         "trained weights are not finite: they are not published",
         field=name,
         got=f"nan or inf {when}",

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -33,7 +32,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
 from grpo_trainer.optim.eight_bits import SCALE, SIGNED, Scaled, recoded
-from grpo_trainer.parallel.world import SaveStates, World
+from grpo_trainer.parallel.world import World
 
 STATES_FOLDER = "optimizer_states"
 FLAT = "flat"
@@ -102,38 +101,19 @@ class Place:
 def save_states(
     world: World, folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place
 ) -> None:
-    """Have all processes write their parts; rank 0 sends the others its order. All parts are on the disk on return.
+    """Write this process's part. All processes call this together, and all parts are on the disk on return.
 
     Raises:
-        OSError: a process could not write; all processes raise it.
-    """
-    if world.leads:
-        world.give_all(SaveStates(folder))
-    failed: OSError | None = None
-    with world.working(), peers():
-        try:
-            write_states(folder, parts, optimizer, place, world.control)
-        except OSError as error:
-            failed = error
-    if failed is not None:
-        raise failed
-
-
-def write_states(
-    folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place, group: dist.ProcessGroup | None
-) -> None:
-    """Write this process's part. All processes call this together, and all are done when it returns.
-
-    Raises:
-        OSError: a process could not write. All processes raise it, with `filename`.
+        OSError: a process could not write; all processes raise it, with `filename`.
     """
     tensors = {key: value for part in parts for key, value in _named(part, optimizer.state[part.own], place)}
     writer = FileSystemWriter(folder / STATES_FOLDER)
     writer.fs = _HonestFiles()
     try:
-        save(tensors, storage_writer=writer, process_group=group)
+        with peers():
+            save(tensors, storage_writer=writer, process_group=world.control)
     except CheckpointException as failed:
-        raise _as_os_error(failed, folder / STATES_FOLDER) from None
+        raise world.common(_as_os_error(failed, folder / STATES_FOLDER)) from None
 
 
 def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ optimizer states.
 
 `Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are sharded over the
 processes. A layer's weights are gathered while it computes, and its gradients are summed and sharded again
-(reduce-scatter). So every pass needs all processes (`common_passes.py`).
+(reduce-scatter). So every pass needs all processes (`Divided`).
 
 `TensorShards` (`tensor_parallel.py`): every process has a shard of every matrix, in the memory of its worker of a
 server, and computes with it.
@@ -24,19 +24,16 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.fitting import fit
 from grpo_trainer.engine.forward import Forward, build_forward
-from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import architecture
-from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.shards import with_rest
-from grpo_trainer.parallel.strategy import ParallelStrategy, names_in
+from grpo_trainer.parallel.strategy import Divided, ParallelStrategy, names_in
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import World
 
@@ -63,7 +60,7 @@ class Replicas(ParallelStrategy):
         self._world.check_agreement(samples)
 
 
-class Shards(CommonPasses):
+class Shards(Divided):
     """A shard of every weight in each process.
 
     Args:
@@ -78,6 +75,7 @@ class Shards(CommonPasses):
         self.loss_factor = float(world.size)  # FSDP2 averages gradients, and gloo can't scale while it reduces
         setattr(forward.model, METHOD, forward.scores)
         register_fsdp_forward_method(forward.model, METHOD)
+        forward.scores = getattr(forward.model, METHOD)  # type: ignore[method-assign]
         super().__init__(world, forward)
         self.place = Place(world.rank, world.size)
         trained = [(name, whole) for name, whole in self._model.named_parameters() if whole.requires_grad]
@@ -100,9 +98,6 @@ class Shards(CommonPasses):
 
     def clip(self, limit: float) -> float:
         return self._world.clip(self.parameters, limit)
-
-    def _scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from grpo_trainer.engine.forward import Forward
+from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.parallel.world import World
 
 
 class ParallelStrategy(ABC):
@@ -63,6 +65,38 @@ class ParallelStrategy(ABC):
     def mean(self, value: float, weight: float) -> float:
         """Return the weighted mean over the processes. All processes call it."""
         return value
+
+
+class Divided(ParallelStrategy):
+    """Weights of which each process has a part, so that every pass of the model takes all processes."""
+
+    whole = False
+
+    def __init__(self, world: World, forward: Forward) -> None:
+        self._world = world
+        self._model = forward.model
+        self.forward = forward
+
+    @abstractmethod
+    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a whole tensor of the model. All processes call it."""
+
+    def mean(self, value: float, weight: float) -> float:
+        said = self._world.gather((value, weight))
+        return sum(each * share for each, share in said) / sum(share for _, share in said)
+
+    def tensors(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
+        """Gather a checkpoint's whole tensors, one at a time; return what rank 0 keeps of each. All processes call it.
+
+        Args:
+            keep: returns a copy of a gathered tensor, whose memory the next one needs.
+        """
+        found: dict[str, Tensor] = {}
+        for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
+            whole = self._gathered(name, tensor)
+            if self._world.leads:
+                found[name] = keep(whole.detach())
+        return found
 
 
 def names_in(model: nn.Module, parameters: Sequence[Parameter]) -> list[str]:

@@ -17,19 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.engine.forward import Forward
-from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.engine.tensor_shards import ModelShard
 from grpo_trainer.optim.eight_bits import SCALE, SIGNED, decoded, encoded, levels_of
 from grpo_trainer.optim.steps import sampled
-from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, States
-from grpo_trainer.parallel.strategy import names_in
-from grpo_trainer.parallel.world import CollectStates, World, in_buckets
+from grpo_trainer.parallel.strategy import Divided, names_in
+from grpo_trainer.parallel.world import World, in_buckets
 
 
-class TensorShards(CommonPasses):
+class TensorShards(Divided):
     """This process's shard.
 
     Args:
@@ -42,9 +39,7 @@ class TensorShards(CommonPasses):
     same_batch = True
 
     def __init__(self, world: World, forward: Forward, trained: Sequence[Parameter], shard: ModelShard) -> None:
-        scores = forward.scores
         super().__init__(world, forward)
-        self._own_scores = scores
         self._prepared = False  # the gradients' memory has new weights that are not written yet
         self._shard = shard
         self.parameters = self.written = list(trained)
@@ -53,9 +48,6 @@ class TensorShards(CommonPasses):
         self._everywhere = [parameter for name, parameter in pairs if name not in shard.cuts]
         self._partial = [parameter for name, parameter in pairs if name in shard.partial]
         self._counted = [parameter for name, parameter in pairs if world.leads or name in shard.cuts]
-
-    def _scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        return self._own_scores(microbatch, entropy_gradient=entropy_gradient)
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         own = tensor if tensor.grad is None or not self._prepared else tensor.grad.to(tensor.dtype)
@@ -90,15 +82,15 @@ class TensorShards(CommonPasses):
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's `state_dict` as one process with all weights has it, in rank 0's main memory.
 
-        The other ranks return no states. States in 8 bits are encoded again, in blocks of the whole tensors.
+        All processes call it; the other ranks return no states. States in 8 bits are encoded again, in blocks of the
+        whole tensors.
         """
         found: States = {}
-        with self.together(CollectStates):
-            for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-                state = dict(optimizer.state.get(parameter, {}))
-                whole = _changed(state, parameter.shape, lambda own, name=name: self._shard.gathered(name, own))
-                if self._world.leads and whole:
-                    found[number] = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in whole.items()}
+        for number, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            state = dict(optimizer.state.get(parameter, {}))
+            whole = _changed(state, parameter.shape, lambda own, name=name: self._shard.gathered(name, own))
+            if self._world.leads and whole:
+                found[number] = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in whole.items()}
         return {**optimizer.state_dict(), "state": found}
 
     def own_states(self, whole: States) -> States:

@@ -1,14 +1,18 @@
 """Several trainer processes as one: each has a GPU and a share of each batch. `strategies.py` has the weights of each.
 
-Rank 0 leads. It runs the loop as if it were alone, and only rank 0 uses the rollout API, the server and the disk.
-Work of all ranks begins with an *order* that rank 0 sends to the others, which only wait for orders (`follower.py`):
+All ranks run the same program (`loop.py`), so they make the same calls in the same order. What only one may do, because
+it concerns the rollout API, a server or the disk, is done within `lead`: rank 0 does it, and all get its value or raise
+its error.
 
-    rank 0   lease ─▶ give(Step) ─▶ own share ─┐                      ┌─▶ update ─▶ publish, save
-                          │                    ├─ gradients are summed ┤
-    rank 1…            receive  ─▶ own share ──┘                      └─▶ update ─▶ receive
+    rank 0   lease ─▶ scatter ─▶ own share ─┐                      ┌─▶ update ─▶ lead: publish, log, save
+                         │                  ├─ gradients are summed ┤                │
+    rank 1…           scatter ─▶ own share ─┘                      └─▶ update ─▶ lead: wait for rank 0
 
 Every token's weight in the loss is that of the whole batch, so gradients are summed, not averaged. After that all ranks
 do the same arithmetic on the same numbers. Each step checks that replicas still agree.
+
+An error that all ranks raise (`common`) leaves them in step: they can still save together. Any other error is one
+rank's alone. The exit of its process then ends the others, which say what it said.
 """
 
 from __future__ import annotations
@@ -16,31 +20,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import BUCKET_BYTES, DistributedConfig
-from grpo_trainer.engine.collectives import peers
-from grpo_trainer.errors import (
-    CommonDriftError,
-    CommonError,
-    CommonWeightsError,
-    ConfigError,
-    DriftError,
-    PeerGoneError,
-    TrainingError,
-)
+from grpo_trainer.engine.collectives import last_words, leave_words, peer_gone, peers
+from grpo_trainer.errors import ConfigError, GrpoError, PeerGoneError, TrainingError, WeightsError
 from grpo_trainer.optim.adamw import hand_out, joined
 
 log = logging.getLogger(__name__)
@@ -49,86 +42,14 @@ PEER_SECONDS = 600.0
 """Time limit for other ranks to arrive, at the start and in each collective operation on tensors."""
 
 PATIENCE = timedelta(days=30)
-"""Time limit of followers for an order: practically none, because rank 0's wait for rollouts has its own limit."""
+"""Time limit for what rank 0 leads: practically none, because its waits, as for rollouts, have their own limits."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Step:
-    """Train on a share of a batch."""
-
-    share: ReadyBatch
-    step: int
-
-
-@dataclass(frozen=True)
-class Restore:
-    """Load a checkpoint."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class ModelPass:
-    """Sharded weights only: a forward pass of the model itself, without gradient; the tokens are in main memory."""
-
-    tokens_BT: Tensor
-
-
-@dataclass(frozen=True)
-class Score:
-    """Sharded weights only: compute scores of a microbatch, without gradient."""
-
-    microbatch: MicroBatch
-
-
-@dataclass(frozen=True)
-class Collect:
-    """Sharded weights only: gather the tensors one after the other, for rank 0 to save."""
-
-
-@dataclass(frozen=True)
-class CollectStates:
-    """Tensor parallel only: gather the optimizer's states one after the other, for rank 0 to save."""
-
-
-@dataclass(frozen=True)
-class SaveStates:
-    """Sharded weights only: write this process's part of the optimizer's states into a folder."""
-
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Tend:
-    """Shared weights only: do for the own server what rank 0's bridge does for its own (`PairedBridge.tend`).
-
-    Attributes:
-        version: the version of the trainer's weights, by rank 0's count.
-    """
-
-    what: Literal["connect", "prove"]
-    version: int = 0
-
-
-@dataclass(frozen=True)
-class Vary:
-    """Sharded weights only: make the synthetic change of a bridge's proof, of this size; None: undo it."""
-
-    size: float | None
-
-
-@dataclass(frozen=True)
-class End:
-    """The last order."""
-
-
-Command = Step | Restore | ModelPass | Score | Collect | CollectStates | SaveStates | Tend | Vary | End
+Failed = TypeVar("Failed", bound=Exception)
 
 
 class World:
-    """The processes of one trainer. A context manager: its exit on rank 0 ends the others.
+    """The processes of one trainer. A context manager, which all ranks leave together.
 
     Attributes:
         rank: rank of this process, from 0.
@@ -142,88 +63,128 @@ class World:
         self.size = size
         self.control = control
         self.gpus: list[str] = []
-        self._is_working = False
+        self._is_leading = False
+        self._common: BaseException | None = None
 
     @property
     def leads(self) -> bool:
-        """Whether this process sends the orders."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
         return self.size == 1
 
-    @property
-    def is_working(self) -> bool:
-        """Whether all processes are within common work, where the others receive no order."""
-        return self._is_working and not self.alone
-
     def __enter__(self) -> World:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.alone or self._is_working or (error is not None and not self.leads):
-            return  # the others don't wait for an order; the exit of this process ends them
+    ) -> bool:
+        """Leave with the other ranks. An error that all have raised is rank 0's to report."""
+        if self.alone:
+            return False
+        if error is not None and not self.is_common(error):
+            if isinstance(error, RuntimeError) and not isinstance(error, GrpoError) and (why := last_words()):
+                raise peer_gone(why) from error  # an operation of FSDP's own with a process that is gone
+            if not isinstance(error, PeerGoneError):
+                leave_words(f"rank {self.rank}: {error or type(error).__name__}")
+            return False  # the exit of this process ends the others
         try:
-            if self.leads:
-                self.give_all(End())
-            self.gather(None)  # no operation may be running when the groups are destroyed
-        except PeerGoneError as gone:  # that ended the run before this
-            log.warning("could not end the other trainer processes in order: %s", gone)
+            self.barrier()  # no operation may be running when the groups are destroyed
+        except PeerGoneError as gone:
+            log.warning("could not end in order with the other trainer processes: %s", gone)
         dist.destroy_process_group()
         # Dropping the last reference waits for the group's threads. A thread that frees a Python tensor while the
         # interpreter shuts down would end the process by SIGABRT.
         self.control = None
+        if error is not None and not self.leads:
+            log.info("all trainer processes end, as rank 0 reports: %s", error)
+            return True
+        return False
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Enter a block of common work: all processes run it, and leave it normally or all by the same `CommonError`.
+    # ------------------------------------------------------------------------------------------- what one does
 
-        Any other error concerns a single process, whose exit then ends the others.
-        """
-        self.begin()
-        try:
-            yield
-        except CommonError:
-            self.end()
-            raise
-        self.end()
+    def lead(self, do: Callable[[], T]) -> T:
+        """Return on all ranks what `do` returns on rank 0, or raise what it raises there.
 
-    def begin(self) -> None:
-        """Begin common work of all processes, as `working` does."""
-        self._is_working = True
-
-    def end(self) -> None:
-        """End common work: all processes are done, or have raised the same error."""
-        self._is_working = False
-
-    # ------------------------------------------------------------------------------------------- orders
-
-    def give(self, orders: Sequence[Command]) -> None:
-        """On rank 0: send each of the others its order, by rank."""
-        if not self.alone:
-            assert self.leads and len(orders) == self.size - 1
-            with peers():
-                dist.scatter_object_list([None], [None, *orders], src=0, group=self.control)
-
-    def give_all(self, order: Command) -> None:
-        """On rank 0: send the same order to all others."""
-        self.give([order] * (self.size - 1))
-
-    def receive(self) -> Command:
-        """On the others: wait for the next order.
+        Within `do`, `lead` is a plain call; `do` must not call what takes the other ranks.
 
         Raises:
-            TrainingError: rank 0 has exited without a last order.
+            PeerGoneError: another rank has ended.
         """
+        if self.alone or self._is_leading:
+            return do()
+        (outcome,) = self._spread([self._outcome(do)] if self.leads else None)
+        return self._result(outcome)
+
+    def scatter(self, do: Callable[[], Sequence[T] | None]) -> T | None:
+        """Return on each rank its own of the values that `do` returns on rank 0, by rank, or raise what it raises.
+
+        None on all ranks if `do` returns None.
+        """
+        if self.alone:
+            values = do()
+            return None if values is None else values[0]
+        outcomes: list[Any] | None = None
+        if self.leads:
+            values, error = self._outcome(do)
+            outcomes = [(None, error)] * self.size if values is None else [(value, None) for value in values]
         said: list[Any] = [None]
         with peers():
-            dist.scatter_object_list(said, None, src=0, group=self.control)
-        return said[0]
+            rest = None if outcomes is None else [(None, None), *map(_portable, outcomes[1:])]
+            dist.scatter_object_list(said, rest, src=0, group=self.control)
+        return self._result(said[0] if outcomes is None else outcomes[0])
 
-    # ----------------------------------------------------------------------------------------- together
+    def only_first(self, make: Callable[[], T]) -> T:
+        """On rank 0, return what only it has, for use within `lead`; on the others None, which nothing uses."""
+        return make() if self.leads else cast(T, None)
+
+    def _outcome(self, do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        self._is_leading = True
+        try:
+            return do(), None
+        except Exception as error:
+            return None, error
+        finally:
+            self._is_leading = False
+
+    def _spread(self, own: list[Any] | None) -> list[Any]:
+        """Return rank 0's list on all ranks; rank 0 keeps its own objects."""
+        said = [None] if own is None else [_portable(outcome) for outcome in own]
+        with peers():
+            dist.broadcast_object_list(said, src=0, group=self.control)
+        return said if own is None else own
+
+    def _result(self, outcome: tuple[Any, Exception | None]) -> Any:
+        value, error = outcome
+        if error is not None:
+            raise self.common(error)
+        return value
+
+    # ------------------------------------------------------------------------------------------- errors of all
+
+    def common(self, error: Failed) -> Failed:
+        """Note that all ranks raise this error at the same place, so that they remain in step; return it."""
+        self._common = error
+        return error
+
+    def is_common(self, error: BaseException) -> bool:
+        """Return whether all ranks have raised an error, so that they can still do something together."""
+        return self.alone or error is self._common
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Enter a block in which all ranks do the same with the same values, and so raise the same errors."""
+        try:
+            yield
+        except PeerGoneError:
+            raise
+        except GrpoError as error:
+            self.common(error)
+            raise
+
+    # ------------------------------------------------------------------------------------------- together
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank, on every rank; for small objects in main memory."""
@@ -234,23 +195,9 @@ class World:
             dist.all_gather_object(said, value, group=self.control)
         return said
 
-    def raise_together(self, look: Callable[[], None]) -> None:
-        """Call `look` on rank 0; if it raises a `DriftError`, raise that on all ranks.
-
-        Raises:
-            CommonDriftError: the samples have drifted; on all ranks.
-        """
-        if self.alone:
-            look()
-            return
-        said = None
-        if self.leads:
-            try:
-                look()
-            except DriftError as drift:
-                said = drift.problems
-        if (verdict := self.gather(said)[0]) is not None:
-            raise CommonDriftError.of(verdict)
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -296,18 +243,20 @@ class World:
             when: completes the message.
 
         Raises:
-            CommonWeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.
+            WeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.
         """
         if self.alone:
             return
         own_sums = torch.stack([_checksum(sample) for sample in samples])
         sums = self.gather([str(value) for value in own_sums.tolist()])  # as text, so that NaN equals NaN
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
-            raise CommonWeightsError(
-                f"other weights than rank 0 {when}",
-                field="trainer processes",
-                got=f"rank {', '.join(map(str, different))}",
-                fix="resume from the last checkpoint with --resume auto",
+            raise self.common(
+                WeightsError(
+                    f"other weights than rank 0 {when}",
+                    field="trainer processes",
+                    got=f"rank {', '.join(map(str, different))}",
+                    fix="resume from the last checkpoint with --resume auto",
+                )
             )
 
 
@@ -373,6 +322,16 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
     if on_gpu:
         world.gpus = world.gather(str(torch.cuda.get_device_properties(local).uuid))
     return world
+
+
+def _portable(outcome: tuple[Any, Exception | None]) -> tuple[Any, Exception | None]:
+    """Return an outcome whose error other processes can read; one that can't be sent is told in words."""
+    value, error = outcome
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return value, TrainingError(f"rank 0: {type(error).__name__}: {error}")
+    return outcome
 
 
 def _checksum(sample: Tensor) -> Tensor:

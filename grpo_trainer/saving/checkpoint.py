@@ -8,6 +8,9 @@ step_12/                      the prefix depends on what is trained, see `policy
 
 A thread writes them from a copy in main memory while training continues (`background.py`). If a checkpoint is due while
 another is being written, it waits until that one is complete. Training never waits for the disk.
+
+Of several trainer processes, all call the same methods together. Rank 0 writes. If each has a part of the weights or of
+the optimizer's states, all gather the former for rank 0, and each writes its part of the latter.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +36,11 @@ from grpo_trainer.files import folders_named, remove_remains, whole_folder, writ
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory
-from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
 from grpo_trainer.parallel.strategies import ShardedStates
+from grpo_trainer.parallel.strategy import Divided
 from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.background import BackgroundWriter, Schedule, Snapshot
 from grpo_trainer.saving.manifest import (
@@ -67,9 +71,10 @@ class Checkpoints:
         shards: this process's shards; None: neither weights nor optimizer states are sharded.
         snapshot: the copy that is written in the background.
         clock: clock in seconds, for checkpoints by time.
+        world: the processes that train together.
 
     Attributes:
-        safe: progress of the newest complete checkpoint; None: there is none yet.
+        safe: progress of the newest complete checkpoint; None: there is none yet. As the next, only rank 0 knows it.
         safe_path: folder of that checkpoint.
     """
 
@@ -82,10 +87,12 @@ class Checkpoints:
         shards: ShardedStates | None = None,
         snapshot: Snapshot | None = None,
         clock: Callable[[], float] = time.monotonic,
+        world: World | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
         self._shards = shards
+        self._world = world or World()
         self._optimizer = optimizer
         self._norms = norms or NormHistory(0.0)
         self._device = next(policy.model.parameters()).device
@@ -109,10 +116,23 @@ class Checkpoints:
         Raises:
             OSError: the last checkpoint could not be written.
         """
-        self._writer.check()
-        self._forget_deleted()
-        due = not self._writer.is_busy and self._schedule.is_due(progress.step)
-        return {**self._start(progress), **self._took()} if due else self._took()
+
+        def is_due() -> bool:
+            self._writer.check()
+            self._forget_deleted()
+            return not self._writer.is_busy and self._schedule.is_due(progress.step)
+
+        if self._shards is None:
+            return self._world.lead(lambda: {**(self._start(progress) if is_due() else {}), **self._took()})
+        if not self._world.lead(is_due):
+            return self._took()
+        started = time.perf_counter()
+        self._write(self._path(progress.step), progress, self._tree())
+        return {**self._begun(progress.step, time.perf_counter() - started), **self._took()}
+
+    def _begun(self, step: int, waited: float) -> Metrics:
+        self._schedule.begun(step, waited)
+        return {"train/save_time": Sum(waited)}
 
     def _took(self) -> Metrics:
         seconds, self._write_seconds = self._write_seconds, None
@@ -122,7 +142,7 @@ class Checkpoints:
         started = time.perf_counter()
         path = self._path(progress.step)
         tree = self._tree()
-        in_background = self._config.background_writes and self._shards is None
+        in_background = self._config.background_writes
         if in_background and self._snapshot.wants_room(tree):
             self._writer.start(lambda: self._make_room(tree))
             return {}  # postponed until there is room
@@ -132,9 +152,7 @@ class Checkpoints:
         else:
             self._optimizer.hold = copy.precede
             self._writer.start(lambda: self._write(path, progress, copy.whole()))
-        waited = time.perf_counter() - started
-        self._schedule.begun(progress.step, waited)
-        return {"train/save_time": Sum(waited)}
+        return self._begun(progress.step, time.perf_counter() - started)
 
     def _make_room(self, tree: dict[str, Any]) -> None:
         """Allocate the copy's memory. A thread uses the first GPU by default, so select the trainer's."""
@@ -147,11 +165,21 @@ class Checkpoints:
         Raises:
             OSError: this checkpoint or the last one could not be written.
         """
-        self._writer.wait()
-        self._forget_deleted()
         path = self._config.save_path / self._policy.final_name if final else self._path(progress.step)
-        if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
-            return self.safe_path  # a complete checkpoint is never written again
+
+        def complete() -> Path | None:
+            """Return the folder of a complete checkpoint, which is never written again."""
+            self._writer.wait()
+            self._forget_deleted()
+            if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
+                return self.safe_path
+            if self._shards is None:
+                self._write(path, progress, self._tree())
+                return path
+            return None
+
+        if (written := self._world.lead(complete)) is not None:
+            return written
         self._write(path, progress, self._tree())
         return path
 
@@ -207,15 +235,15 @@ class Checkpoints:
     @property
     def gathers(self) -> bool:
         """Whether `weights_now` gathers weights that are sharded over processes."""
-        return isinstance(self._shards, CommonPasses)
+        return isinstance(self._shards, Divided)
 
     def weights_now(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
         """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered.
 
         Args:
-            keep: see `CommonPasses.tensors`.
+            keep: see `Divided.tensors`.
         """
-        return self._shards.tensors(keep) if isinstance(self._shards, CommonPasses) else self._policy.tensors()
+        return self._shards.tensors(keep) if isinstance(self._shards, Divided) else self._policy.tensors()
 
     def _prepared(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that the optimizer's states belong to: prepared ones that a fence did not let in."""
@@ -225,17 +253,30 @@ class Checkpoints:
         return {name: new.get(own.data_ptr(), own).to(own.dtype) for name, own in weights.items()}
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
+        """Write a checkpoint: rank 0 alone, possibly in a thread, or all processes if each writes its part."""
         started = time.perf_counter()
         weights: dict[str, Tensor] = tree["weights"]
-        with stage("save", step=progress.step), self._with_weights(progress.policy_version, path, weights) as folder:
-            write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
-            if self._shards is not None:
+        with stage("save", step=progress.step), ExitStack() as opened:
+
+            def begin() -> Path:
+                folder = opened.enter_context(self._with_weights(progress.policy_version, path, weights))
+                write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
+                return folder
+
+            def end(folder: Path) -> None:
+                seal(folder, progress)
+                opened.close()
+                self.safe, self.safe_path = progress, path
+                self._write_seconds = time.perf_counter() - started
+                log.info("checkpoint saved: %s", path, extra=NOTICE)
+                self._prune(path)
+
+            if self._shards is None:
+                end(begin())
+            else:
+                folder = self._world.lead(begin)
                 self._shards.save_states(folder, self._optimizer)
-            seal(folder, progress)
-        self.safe, self.safe_path = progress, path
-        self._write_seconds = time.perf_counter() - started
-        log.info("checkpoint saved: %s", path, extra=NOTICE)
-        self._prune(path)
+                self._world.lead(lambda: end(folder))
 
     @contextmanager
     def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
@@ -257,15 +298,25 @@ class Checkpoints:
 
         A version equals its step unless steps were skipped. A checkpoint of that step is never overwritten.
         """
-        self._writer.wait()
-        if self._weights is None or self._weights[0] != version or not self._weights[1].is_dir():
+
+        def written() -> Path | None:
+            self._writer.wait()
+            kept = self._weights
+            return kept[1] if kept is not None and kept[0] == version and kept[1].is_dir() else None
+
+        def write(weights: Mapping[str, Tensor]) -> Path:
             path = self._path(version)
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
-                self._policy.write(folder, self.weights_now())
+                self._policy.write(folder, weights)
             self._weights = (version, path)
-        return self._weights[1]
+            return path
+
+        if (path := self._world.lead(written)) is not None:
+            return path
+        weights = self.weights_now()
+        return self._world.lead(lambda: write(weights))
 
     def serving(self, path: Path) -> None:
         """Record that a server has loaded this folder: keep it, and delete the last one."""
@@ -304,10 +355,24 @@ class Checkpoints:
                 mode; or `--save-path` has newer checkpoints.
             FormatError: a newer version of this program wrote a checkpoint. The folder is as it was.
         """
+        found = self._world.lead(lambda: self._found(say))
+        if found is None:
+            return Progress()
+        self.load(found.path)
+        progress = found.state.progress
+        self._schedule.begun(progress.step)
+        if self._world.leads:
+            self.safe, self.safe_path = progress, found.path
+            self._weights = (progress.policy_version, found.path)
+            say(said_of(found))
+        return progress
+
+    def _found(self, say: Callable[[str], None]) -> Found | None:
+        """Return the checkpoint to load; None: a new run starts."""
         self._make_folder()
         saved_checkpoints(self._config.save_path)  # before anything is moved or deleted: all are of a known format
         if self._config.resume == "never":
-            return Progress()
+            return None
         for kind in (Adapter, AllWeights):
             remove_remains(self._config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
         self._remove_exports()
@@ -318,14 +383,9 @@ class Checkpoints:
         )
         if found is None:
             say(f"--resume auto: no checkpoint in {self._config.save_path}, starting at step 0")
-            return Progress()
-        self._check_kind(found.path)
-        self.load(found.path)
-        self.safe, self.safe_path = found.state.progress, found.path
-        self._schedule.begun(self.safe.step)
-        self._weights = (self.safe.policy_version, found.path)
-        say(said_of(found))
-        return self.safe
+        else:
+            self._check_kind(found.path)
+        return found
 
     def _make_folder(self) -> None:
         folder = self._config.save_path
@@ -373,15 +433,6 @@ class Checkpoints:
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
         self._norms.restore(tensors["gradient_norms"])
         restore_generators(tensors["generators"], self._device)
-
-    def save_states(self, folder: Path) -> None:
-        """Take part in writing the optimizer's states of sharded weights.
-
-        Raises:
-            OSError: a process could not write; all processes raise it.
-        """
-        assert self._shards is not None
-        self._shards.save_states(folder, self._optimizer)
 
     def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
         """Return this process's optimizer states, whatever the number of processes that wrote them.

@@ -13,6 +13,7 @@ from torch import nn
 from grpo_common.errors import Problem
 from grpo_trainer.engine.forward import evaluating
 from grpo_trainer.metrics.types import Metric, Metrics, Sum
+from grpo_trainer.parallel.world import World
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,10 @@ def quiet(version: int) -> dict[str, Metric]:
 
 
 class WeightBridge(Protocol):
-    """Keeps one inference server on the trainer's weights. A context manager: its exit frees the bridge's resources."""
+    """Keeps one inference server on the trainer's weights. A context manager: its exit frees the bridge's resources.
+
+    If several processes train together, all of them call `connect`, `prove`, `updating`, `publish` and `welcome`.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -92,11 +96,54 @@ class WeightBridge(Protocol):
         """
         ...
 
-    def welcome(self) -> None:
-        """Bring servers that have joined to the newest version; called while the trainer waits for a batch.
+    def has_news(self) -> bool:
+        """Return whether servers have come or gone since the last publish or `welcome`; only rank 0 asks."""
+        return False
 
-        Do nothing if this bridge's servers stay the same.
+    def welcome(self) -> None:
+        """Bring servers that have come to the newest version, and part with those that are gone.
+
+        Called if there is news while the trainer waits for a batch.
         """
+
+
+class FirstsBridge(WeightBridge):
+    """A bridge that only rank 0 has. All ranks call this one together.
+
+    Args:
+        own: on rank 0, the bridge.
+    """
+
+    def __init__(self, world: World, own: WeightBridge) -> None:
+        self._world = world
+        self._own = own
+
+    def __enter__(self) -> Self:
+        if self._world.leads:
+            self._own.__enter__()
+        return self
+
+    def close(self) -> None:
+        if self._world.leads:
+            self._own.close()
+
+    def connect(self, policy_version: int) -> int:
+        return self._world.lead(lambda: self._own.connect(policy_version))
+
+    def prove(self) -> float | None:
+        return self._world.lead(lambda: self._own.prove())
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self._own.updating() if self._world.leads else nullcontext()
+
+    def publish(self, version: int) -> Published:
+        return self._world.lead(lambda: self._own.publish(version))
+
+    def has_news(self) -> bool:
+        return self._own.has_news()
+
+    def welcome(self) -> None:
+        self._world.lead(lambda: self._own.welcome())
 
 
 def problems_of(

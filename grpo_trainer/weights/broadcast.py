@@ -26,6 +26,7 @@ from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.metrics.types import Sum
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
@@ -55,9 +56,13 @@ class PresentWeights:
         own: returns them where they are. Of sharded weights it is called once, here: this process must not end their
             gathering between passes of the model that the others make as well (`state_dict` does).
         gather: gathers them, one at a time, and returns what its argument returned of each; None: they are not sharded.
+        world: the processes over which they are sharded. Rank 0 gets them.
     """
 
-    def __init__(self, own: Callable[[], Mapping[str, Tensor]], gather: Gather | None = None) -> None:
+    def __init__(
+        self, own: Callable[[], Mapping[str, Tensor]], gather: Gather | None = None, world: World | None = None
+    ) -> None:
+        self.world = world or World()
         self._own = own
         self._shards = {} if gather is None else own()
         self._gather = gather
@@ -91,6 +96,17 @@ class PresentWeights:
             self._gathered[dtype] = version
             return places
 
+    def gather(self, version: int) -> None:
+        """Gather sharded weights for `of`, in all dtypes that servers have; all processes call this before a send."""
+        if self._gather is None:
+            return
+        wanted = self.world.lead(lambda: [dtype for dtype in self._places if self._gathered.get(dtype) != version])
+        for dtype in wanted:
+            if self.world.leads:
+                self.of(version, dtype)
+            else:
+                self._gather(Tensor.cpu)
+
     def gathered(self, dtype: torch.dtype) -> Gathered | None:
         """Return where weights are gathered in this dtype; None: they are not sharded."""
         if self._gather is None:
@@ -120,8 +136,8 @@ class BroadcastBridge(WeightBridge):
         folder: for the files of the channel `disk`.
         seq_len: longest sequence of the training.
         dtype: dtype of the trainer's forward pass.
-        tell: see `WeightChange`.
         gpus: UUIDs of the GPUs of several trainer processes.
+        world: the processes over which the weights are sharded; all call this bridge together.
 
     Attributes:
         channel: the open channel.
@@ -138,8 +154,8 @@ class BroadcastBridge(WeightBridge):
         folder: Path,
         seq_len: int,
         dtype: str,
-        tell: Callable[[float | None], None] = lambda size: None,
         gpus: Collection[str] = (),
+        world: World | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -148,8 +164,8 @@ class BroadcastBridge(WeightBridge):
         self._folder = folder
         self._seq_len = seq_len
         self._dtype = dtype
-        self._tell = tell
         self._gpus = gpus
+        self._world = world or World()
         self._fence = ServerFence(server, config.in_flight)
         self._info: BridgeInfo | None = None
         self.layout: ModelLayout | None = None
@@ -174,9 +190,17 @@ class BroadcastBridge(WeightBridge):
         Raises:
             BridgeError: the server does not receive weights, or the channel could not be opened.
         """
+        info = self._info = self._world.lead(self._opened)
+        used = info.update_count > 0 or info.policy_version < 0
+        version = max(policy_version, info.policy_version + 1 if used else info.policy_version)
+        self._send(version)
+        return version
+
+    def _opened(self) -> BridgeInfo:
+        """Wait for the server, check it and open the channel; return the server's description."""
         self._server.wait_until_there()
         state = self._server.wait_until_settled()
-        info = self._info = state.info
+        info = state.info
         self._check(info)
         if state.fault is not None:
             log.warning("the server refuses to generate (%s): this trainer's weights heal it", state.fault)
@@ -185,10 +209,7 @@ class BroadcastBridge(WeightBridge):
             *(info.served_model_name, info.vllm_version, info.device, info.dtype, len(info.workers), info.boot_id),
         )
         self._open(info)
-        used = info.update_count > 0 or info.policy_version < 0
-        version = max(policy_version, info.policy_version + 1 if used else info.policy_version)
-        self._send(version)
-        return version
+        return info
 
     def _check(self, info: BridgeInfo) -> None:
         if not info.receives_weights:
@@ -221,8 +242,8 @@ class BroadcastBridge(WeightBridge):
             return None
         assert self._info is not None, "connect comes first"
         model = self._policy.model
-        change = WeightChange(model, self._version, self._changing, self._tell)
-        self.proved = Proof(model, self._server, self._dtype).prove(self._info, change)
+        change = WeightChange(model, self._version, self._changing, self._world)
+        self.proved = Proof(model, self._server, self._dtype, self._world).prove(self._info, change)
         return self.proved.noise
 
     @contextmanager
@@ -245,11 +266,15 @@ class BroadcastBridge(WeightBridge):
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
+        started = time.perf_counter()
+        self._weights.gather(version)  # before the server waits: all processes take part
+        self._world.lead(lambda: self._deliver(version, started))
+        self._version = version
+
+    def _deliver(self, version: int, started: float) -> None:
         channel, layout, info = self.channel, self.layout, self._info
         assert channel is not None and channel.id is not None and layout is not None and info is not None
-        started = time.perf_counter()
         sent = 0.0
-        # Before the server waits: other processes may have to take part.
         stored = self._weights.of(version, layout.dtype)
 
         def delivered(ask: Callable[[], T]) -> T:
@@ -269,5 +294,4 @@ class BroadcastBridge(WeightBridge):
                 self._server.apply_weights(apply)
             else:
                 delivered(lambda: self._server.apply_weights(apply))
-        self._version = version
         self._fence.metrics |= {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}

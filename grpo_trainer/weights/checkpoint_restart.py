@@ -34,6 +34,7 @@ from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
 from grpo_trainer.model.load import read_tokenizer
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
@@ -140,7 +141,7 @@ class Launched:
     """One of the servers that the trainer starts.
 
     Attributes:
-        server: its process, which the bridge stops on exit.
+        server: its process, which the bridge stops on exit. Only rank 0 has it.
         client: client of that server.
         proof: compares each launch with the trainer; None: no comparison.
     """
@@ -167,6 +168,7 @@ class RestartBridge(WeightBridge):
         launched: the servers, which this bridge starts.
         seq_len: longest sequence of the training.
         last_version: the version after the last step. The servers are not restarted on it, since no rollout needs it.
+        world: the processes over which the weights are sharded; all call this bridge together.
     """
 
     def __init__(
@@ -176,7 +178,9 @@ class RestartBridge(WeightBridge):
         launched: Sequence[Launched],
         seq_len: int,
         last_version: int,
+        world: World | None = None,
     ) -> None:
+        self._world = world or World()
         self._interval = config.vllm_restart_interval
         self._models = models
         self._launched = tuple(launched)
@@ -186,18 +190,12 @@ class RestartBridge(WeightBridge):
 
     def close(self) -> None:
         with ExitStack() as leaving:
-            for one in self._launched:
+            for one in self._launched if self._world.leads else ():
                 leaving.callback(one.server.close)
                 leaving.callback(one.client.close)
 
     def connect(self, policy_version: int) -> int:
         self._launch(policy_version)
-        assert self._served is not None
-        for one, info in zip(self._launched, self._served.infos, strict=True):
-            log.info(
-                "started the inference server: vLLM %s on %s, %s, log %s",
-                *(info.vllm_version, info.device, info.dtype, one.server.log_path),
-            )
         return policy_version
 
     def prove(self) -> float | None:
@@ -212,7 +210,7 @@ class RestartBridge(WeightBridge):
         gaps = []
         for one, info in zip(self._launched, served.infos, strict=True):
             if one.proof is not None:
-                gap, allowed = one.proof.compare(info, Change(one.proof.model, served.version))
+                gap, allowed = one.proof.compare(info, Change(one.proof.model, served.version, self._world))
                 log.info(
                     "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
                     *(served.version, gap, allowed),
@@ -239,10 +237,14 @@ class RestartBridge(WeightBridge):
 
     def _launch(self, version: int) -> dict[str, Metric]:
         """Write the weights, stop the running servers, start new ones, and check that the new ones answer."""
-        before = self._served
         started = time.perf_counter()
         model = self._models.export(version)
         saved = time.perf_counter() - started
+        self._served, metrics = self._world.lead(lambda: self._restart(version, model, saved))
+        return metrics
+
+    def _restart(self, version: int, model: str, saved: float) -> tuple[_Served, dict[str, Metric]]:
+        before = self._served
         with ThreadPoolExecutor(len(self._launched)) as stopping:
             stopped = max(stopping.map(lambda one: one.server.stop(), self._launched))
         if torch.cuda.is_available():
@@ -252,13 +254,22 @@ class RestartBridge(WeightBridge):
         infos = tuple(one.client.wait_until_ready() for one in self._launched)
         for number, (info, path) in enumerate(zip(infos, paths, strict=True)):
             self._check(info, version, path, before.infos[number] if before else None)
-        self._served = _Served(version, model, infos)
+        for one, info in zip(self._launched, infos if before is None else (), strict=before is None):
+            log.info(
+                "started the inference server: vLLM %s on %s, %s, log %s",
+                *(info.vllm_version, info.device, info.dtype, one.server.log_path),
+            )
         self._models.serving(model)
         log.info(
             "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
             *(version, model, saved, stopped, ready),
         )
-        return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
+        metrics: dict[str, Metric] = {
+            "publish/save_time": Sum(saved),
+            "publish/stop_time": Sum(stopped),
+            "publish/start_time": Sum(ready),
+        }
+        return _Served(version, model, infos), metrics
 
     def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
         """Raise a `BridgeError` unless the answering server is the one that was started."""
@@ -281,6 +292,7 @@ def build_restart(
     policy: Policy,
     last_version: int,
     stop: StopSignal,
+    world: World,
 ) -> RestartBridge:
     """Return a bridge that owns its servers; if one of them exits unexpectedly, every wait of the trainer ends.
 
@@ -288,11 +300,14 @@ def build_restart(
         PortBusyError: a server's port is taken.
     """
     on_gpu = torch.cuda.is_available()
-    servers = owned_servers(config, on_gpu=on_gpu, check_stop=stop.check)
     dtype = config.trainer_dtype(on_gpu=on_gpu)
     launched = []
-    for server, vllm in zip(servers, config.server.each, strict=True):
+    own = world.only_first(lambda: owned_servers(config, on_gpu=on_gpu, check_stop=stop.check))
+    for number, vllm in enumerate(config.server.each):
         client = ServerClient(vllm, stop.check)
-        stop.watch(server.check)
-        launched.append(Launched(server, client, Proof(policy.model, client, dtype) if config.proof else None))
-    return RestartBridge(config, models, launched, config.seq_len, last_version)
+        server = world.only_first(lambda number=number: own[number])
+        if world.leads:
+            stop.watch(server.check)
+        proof = Proof(policy.model, client, dtype, world) if config.proof else None
+        launched.append(Launched(server, client, proof))
+    return RestartBridge(config, models, launched, config.seq_len, last_version, world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpo_trainer.errors import BridgeError, ServerError
@@ -20,16 +20,16 @@ class ServerFence:
 
     Args:
         in_flight: what happens to requests in flight.
-        settle: called when the weights have been written, before the server resumes: waits for the trainer's device.
 
     Attributes:
         metrics: of the last update; empty once it was published.
     """
 
-    def __init__(self, server: ServerClient, in_flight: InFlight, settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, server: ServerClient, in_flight: InFlight) -> None:
         self._server = server
         self._in_flight: InFlight = in_flight
-        self._settle = settle
+        self._token = ""
+        self._pause_seconds = self._started = self._begun = 0.0
         self.metrics: dict[str, Metric] = {}
 
     @contextmanager
@@ -48,18 +48,28 @@ class ServerFence:
         Raises:
             BridgeError: the server confirms another version.
         """
-        started = time.perf_counter()
-        asked = UpdateBeginRequest(boot_id=boot_id, in_flight=self._in_flight, timeout_s=seconds)
-        begun = self._server.begin_update(asked)
-        writing = time.perf_counter()
+        token = self.begin(boot_id, seconds)
         try:
-            yield begun.token
-            self._settle()
+            yield token
         except BaseException:
-            self._say_torn(begun.token, version)
+            self.tear(version)
             raise
+        self.end(version)
+
+    def begin(self, boot_id: str, seconds: float) -> str:
+        """Pause the server, and return the update's token; see `hold`."""
+        self._started = time.perf_counter()
+        begun = self._server.begin_update(
+            UpdateBeginRequest(boot_id=boot_id, in_flight=self._in_flight, timeout_s=seconds)
+        )
+        self._token, self._pause_seconds, self._begun = begun.token, begun.pause_seconds, time.perf_counter()
+        return begun.token
+
+    def end(self, version: int) -> None:
+        """Resume the server on the weights that were written; see `hold`."""
         written = time.perf_counter()
-        ended = self._server.end_update(UpdateEndRequest(token=begun.token, version=version))
+        ended = self._server.end_update(UpdateEndRequest(token=self._token, version=version))
+        self._token = ""
         finished = time.perf_counter()
         if ended.policy_version != version:
             raise BridgeError(
@@ -69,14 +79,18 @@ class ServerFence:
                 wanted=str(version),
             )
         self.metrics = {
-            "train/sync_time": Sum(finished - started),
-            "publish/pause_time": Sum(begun.pause_seconds),
-            "publish/write_time": Sum(written - writing),
+            "train/sync_time": Sum(finished - self._started),
+            "publish/pause_time": Sum(self._pause_seconds),
+            "publish/write_time": Sum(written - self._begun),
             "publish/end_time": Sum(finished - written),
             "publish/stall_time": Sum(ended.stall_seconds),
         }
 
-    def _say_torn(self, token: str, version: int) -> None:
+    def tear(self, version: int) -> None:
+        """If the server is paused, tell it that its weights are torn."""
+        if not self._token:
+            return
+        token, self._token = self._token, ""
         try:
             self._server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
         except ServerError as error:  # the server's timeout will detect it; the original error matters more

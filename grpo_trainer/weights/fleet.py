@@ -25,8 +25,10 @@ from grpo_trainer.config.server import Server, server_names
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Sum, reduce
+from grpo_trainer.parallel.world import World
 from grpo_trainer.server_client import at_url
 from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
+from grpo_trainer.weights.broadcast import PresentWeights
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +78,14 @@ class Fleet(WeightBridge):
     Args:
         config: settings of every server, and their addresses. `roster` is the run's folder of servers; None: the list
             never changes.
-        open_bridge: makes the bridge to one server. `shared_vllm` supports a single server only.
+        open_bridge: makes the bridge to one server.
+        weights: what the bridges send. If several processes have parts of it, all of them call the fleet together; they
+            have the same lists, because only rank 0 reads files and clocks. None: one process has all that is sent.
     """
 
-    def __init__(self, config: Server, open_bridge: OpenBridge) -> None:
+    def __init__(self, config: Server, open_bridge: OpenBridge, weights: PresentWeights | None = None) -> None:
+        self._weights = weights
+        self._world = World() if weights is None else weights.world
         self._config, self._open, self._folder = config, open_bridge, config.roster
         self._waiting: dict[str, _Waiting] = {}
         self._published: Published | None = None
@@ -113,10 +119,16 @@ class Fleet(WeightBridge):
     def connect(self, policy_version: int) -> int:
         """Connect to all servers at the same time; return the highest version that any of them requires to begin with.
 
+        If several processes have parts of the weights, connect to one after the other: each gets them as its version.
+
         Raises:
             BridgeError, ServerError: names each server that could not be connected to, and why.
         """
-        answers = self._at_once(lambda bridge: bridge.connect(policy_version))
+        if self._world.alone:
+            answers = self._at_once(lambda bridge: bridge.connect(policy_version))
+        else:
+            bridges = self._bridges.items()
+            answers = {url: _answer(url, partial(bridge.connect, policy_version)) for url, bridge in bridges}
         version = max(self._agreed(answers, strict=self._begins(answers)).values())
         # A server may have restarted while it was waited for.
         listed = self._listed()
@@ -132,7 +144,8 @@ class Fleet(WeightBridge):
     def _begins(self, answers: Mapping[str, object]) -> bool:
         """Return whether no server may fail: as the run begins, or if none is left."""
         is_left = any(not isinstance(answer, Exception) for answer in answers.values())
-        return self._folder is None or not is_left or not read_served(self._folder)
+        folder = self._folder
+        return folder is None or not is_left or self._world.lead(lambda: not read_served(folder))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -152,7 +165,9 @@ class Fleet(WeightBridge):
                 different versions. The message names them.
         """
         self._let_go()
-        answers = self._at_once(lambda bridge: bridge.publish(version))
+        if self._weights is not None:
+            self._weights.gather(version)
+        answers = self._world.lead(lambda: self._at_once(lambda bridge: bridge.publish(version)))
         # If all have failed, and not all are gone, then what is published is at fault.
         none = not any(isinstance(answer, Published) for answer in answers.values())
         at_fault = none and any(isinstance(answer, BridgeError) for answer in answers.values())
@@ -161,7 +176,7 @@ class Fleet(WeightBridge):
         if self._folder is None:
             return one
         self._join()
-        self._note()
+        self._world.lead(self._note)
         return Published(one.version, one.name, {**one.metrics, "publish/servers": Sum(len(self._bridges))})
 
     def _at_once(self, ask: Callable[[WeightBridge], T]) -> dict[str, T | Failed]:
@@ -188,25 +203,33 @@ class Fleet(WeightBridge):
     # ------------------------------------------------------------------------------------------- a list that changes
 
     def _listed(self) -> dict[str, Member]:
-        return {} if self._folder is None else {member.url: member for member in read_members(self._folder)}
+        folder = self._folder
+        if folder is None:
+            return {}
+        return self._world.lead(lambda: {member.url: member for member in read_members(folder)})
+
+    def has_news(self) -> bool:
+        return self._folder is not None and self._published is not None and bool(self._gone() or self._comers())
 
     def welcome(self) -> None:
         """Let servers join that have come, and those leave that are gone."""
         if self._folder is not None and self._published is not None and (self._let_go() | self._join()):
-            self._note()
+            self._world.lead(self._note)
 
-    def _let_go(self) -> bool:
-        """Part with servers that the list no longer has as they were; return whether there were any."""
-        if self._folder is None:
-            return False
+    def _gone(self) -> dict[str, str]:
+        """Return the servers that the list no longer has as they were, and what has become of each."""
         listed = self._listed()
-        gone = [
-            url
+        return {
+            url: f"{listed[url].state}" if url in listed else "gone"
             for url, boot in self._boots.items()
             if (now := listed.get(url)) is None or now.boot != boot or now.state not in ("running", "starting")
-        ]
-        for url in gone:
-            self._part(url, f"{listed[url].state}" if url in listed else "gone")
+        }
+
+    def _let_go(self) -> bool:
+        """Part with servers that are gone; return whether there were any."""
+        gone = {} if self._folder is None else self._gone()
+        for url, why in gone.items():
+            self._part(url, why)
         return bool(gone)
 
     def _part(self, url: str, why: str) -> None:
@@ -221,7 +244,15 @@ class Fleet(WeightBridge):
     def _join(self) -> bool:
         """Bring servers that have come to the newest version; return whether there were any."""
         assert self._published is not None, "publish comes first"
-        joined = False
+        comers = self._world.lead(self._comers)
+        for member in comers:
+            self._try(member, self._published.version)
+        return bool(comers)
+
+    def _comers(self) -> list[Member]:
+        """Return the servers that run and may join; rank 0's clock decides."""
+        assert self._published is not None, "publish comes first"
+        comers = []
         for url, member in self._listed().items():
             waiting = self._waiting.get(url)
             if waiting is not None and waiting.boot == member.boot:
@@ -229,9 +260,8 @@ class Fleet(WeightBridge):
             else:
                 may_join = True
             if member.state == "running" and url not in self._bridges and may_join:
-                self._try(member, self._published.version)
-                joined = True
-        return joined
+                comers.append(member)
+        return comers
 
     def _try(self, member: Member, version: int) -> None:
         """Connect a server, prove it, and publish the newest version to it; if that fails, note why."""

@@ -4,27 +4,47 @@ Nothing is sent. A write happens within a fence: the server finishes its current
 it computed from the old weights and resumes as the next version. If a write fails midway, the weights are torn. The
 trainer reports that to the server; if the trainer has died, the server detects it by a timeout. Then the server refuses
 to generate until another write is complete.
+
+Of several trainer processes, each is in the memory of its own server (a pair), or of its own worker of the only server
+(tensor parallel). All call the bridge together. Rank 0 opens and closes the fences of all servers, and all ranks write
+between two barriers, so all servers get the same version, and none resumes before every rank has written:
+
+    rank 0   open all ─┐           ┌─▶ write ─┐               ┌─▶ close all
+                       ├─ all wait ┤          ├─ all have written ┤
+    rank 1            ─┘           └─▶ write ─┘               └─▶
+
+If a rank ends within the fences, rank 0 reports torn weights to all servers. If rank 0 ends, they detect it by their
+timeouts. `--resume auto` writes a checkpoint's weights to all servers, which heals them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
+from grpo_common.errors import Problem
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import BridgeError
-from grpo_trainer.metrics.types import Metric
+from grpo_trainer.engine.tensor_shards import shard_of
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.metrics.types import Metric, Sum, reduce
+from grpo_trainer.optim.steps import sampled
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
 from grpo_trainer.weights.fence import ServerFence
-from vllm_server.protocol import BridgeInfo
+from vllm_server.protocol import BridgeDebug, BridgeInfo
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WRITE_SECONDS = 60.0
 RESTORE_SECONDS = 600.0
@@ -35,9 +55,10 @@ class SharedBridge(WeightBridge):
     """The `shared_vllm` bridge.
 
     Args:
-        policy: the policy whose model lies in the memory of `server`.
-        seq_len: longest sequence of the training, which the server must be able to serve.
-        all_written: called within a fence once this process has written; returns when all processes have.
+        policy: the policy whose model lies in this process's server, or in its worker of the only server.
+        servers: clients of all servers by their URLs, by rank; only rank 0 uses them.
+        seq_len: longest sequence of the training, which the servers must be able to serve.
+        world: the processes that call this bridge together.
 
     Attributes:
         proved: result of the proof; None: no proof ran.
@@ -47,130 +68,232 @@ class SharedBridge(WeightBridge):
         self,
         config: BridgeConfig,
         policy: SharedWeights,
-        server: ServerClient,
+        servers: Mapping[str, ServerClient],
         seq_len: int,
-        all_written: Callable[[], object] = lambda: None,
+        world: World | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
-        self._server = server
+        self._servers = dict(servers)
         self._seq_len = seq_len
+        self._world = world or World()
         self._device = policy.model.device
-        self._info: BridgeInfo | None = None
+        self._infos: list[BridgeInfo] = []
         self._version = 0
-        self._all_written = all_written
-        self._server_fence = ServerFence(server, config.in_flight, self._settle)
+        self._fences = {url: ServerFence(server, config.in_flight) for url, server in servers.items()}
+        self._metrics: dict[str, Metric] = {}
         self.proved: Proved | None = None
 
     def close(self) -> None:
-        self._server.close()
+        for server in self._servers.values():
+            server.close()
 
     def connect(self, policy_version: int) -> int:
-        """Connect to the server, and write a resumed checkpoint into the server's memory.
+        """Connect to the servers, and write a resumed checkpoint into their memory.
 
         Raises:
-            BridgeError: the model was attached to another server, or the server's weights are torn or synthetic.
+            BridgeError: the model was attached to another server; a server's weights are torn or synthetic; or the
+                servers hold weights of different versions.
+            WeightsError: weights that must be the same on all ranks differ.
         """
-        version = self.look(policy_version)
-        self.begin(version)
-        return version
-
-    def look(self, policy_version: int) -> int:
-        """Wait for the server, check it, and return the version to begin with: `policy_version` or a higher one.
-
-        Raises:
-            BridgeError: as `connect`.
-        """
-        self._server.wait_until_there()
-        state = self._server.wait_until_settled()
-        info = self._info = state.info
-        self._check(info)
-        log.info(
-            "bridge shared_vllm: server %s, vLLM %s on %s, %s, boot %s",
-            *(info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id),
-        )
-        if self._policy.loaded is not None:
-            return policy_version if policy_version > info.policy_version else info.policy_version + 1
-        fault = state.fault
-        if fault is None and info.policy_version < 0:
-            fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
-        if fault is not None:
-            raise BridgeError(
-                "holds no policy's weights",
-                field="the inference server",
-                got=fault,
-                fix="write a checkpoint's weights into it with --resume auto, or restart the server",
-            )
-        if info.update_count:
-            log.warning(
-                "an earlier trainer has written the server's weights: training continues from its version %d, not from "
-                "the model's files",
-                info.policy_version,
-            )
-        return max(policy_version, info.policy_version)
-
-    def begin(self, version: int) -> None:
-        """Begin with a version, and write a resumed checkpoint into the server's memory as that version."""
+        boots = self._world.gather(self._policy.source.boot_id)
+        self._check_pairs(boots)
+        states = self._world.lead(lambda: self._each(self._settled))
+        self._infos = [state.info for state in states]
+        self._check(boots)
+        version = self._world.lead(lambda: self._first_version(policy_version, states))
         if self._policy.loaded is not None:
             with self._fence(version, RESTORE_SECONDS):
                 self._policy.write_loaded()
             log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
         self._version = version
+        self._check_agreement("in its server's memory")
+        return version
 
-    def _check(self, info: BridgeInfo) -> None:
-        """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
-        attached = self._policy.source.boot_id
-        if info.boot_id != attached:
+    def _check_pairs(self, boots: list[str]) -> None:
+        """Check that no two ranks are in the memory of one server, for example if their lists of servers differ."""
+        if len(self._servers) > 1 and len(set(boots)) < len(boots):
             raise BridgeError(
-                "the inference server was restarted after its weights were attached",
+                "several trainer processes are in the memory of one server",
                 field="boot_id",
-                got=info.boot_id,
-                wanted=attached,
-                fix="start the trainer again",
+                got=", ".join(boots),
+                wanted="another server for each process",
+                fix="give all processes the same --server.port and --server.also",
             )
-        if problems := problems_of(info, self._seq_len, model=self._policy.model):
+
+    @staticmethod
+    def _settled(url: str, server: ServerClient) -> BridgeDebug:
+        server.wait_until_there()
+        state = server.wait_until_settled()
+        info = state.info
+        log.info(
+            "bridge shared_vllm: server %s, vLLM %s on %s, %s, boot %s",
+            *(info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id),
+        )
+        return state
+
+    def _check(self, boots: list[str]) -> None:
+        """Raise a `BridgeError` for settings of a server that training would fail on or learn wrongly from."""
+        of_ranks = self._infos if len(self._servers) > 1 else self._infos * len(boots)
+        for boot, info in zip(boots, of_ranks, strict=True):
+            if info.boot_id != boot:
+                raise BridgeError(
+                    "the inference server was restarted after its weights were attached",
+                    field="boot_id",
+                    got=info.boot_id,
+                    wanted=boot,
+                    fix="start the trainer again",
+                )
+        found = [problems_of(info, self._seq_len, model=self._policy.model) for info in self._infos]
+        if problems := self._named(dict(zip(self._servers, found, strict=True))):
             raise BridgeError.of(problems)
 
+    def _first_version(self, policy_version: int, states: list[BridgeDebug]) -> int:
+        """Return the version to begin with: `policy_version` or a higher one.
+
+        Raises:
+            BridgeError: no checkpoint is restored, and the servers do not hold weights of one policy.
+        """
+        infos = [state.info for state in states]
+        if self._policy.loaded is not None:
+            return max(
+                policy_version if policy_version > info.policy_version else info.policy_version + 1 for info in infos
+            )
+        faults = {url: self._faults(state) for url, state in zip(self._servers, states, strict=True)}
+        if problems := self._named(faults):
+            raise BridgeError.of(problems)
+        wanted = [max(policy_version, info.policy_version) for info in infos]
+        if len(set(wanted)) > 1:
+            served = [f"{version} at {url}" for url, version in zip(self._servers, wanted, strict=True)]
+            raise BridgeError(
+                "the servers hold weights of different versions",
+                field="version",
+                got=", ".join(served),
+                wanted="one version",
+                fix="write a checkpoint's weights into them with --resume auto, or restart the servers",
+            )
+        if any(info.update_count for info in infos):
+            log.warning(
+                "an earlier trainer has written the server's weights: training continues from its version %d, not from "
+                "the model's files",
+                infos[0].policy_version,
+            )
+        return wanted[0]
+
+    def _faults(self, state: BridgeDebug) -> list[Problem]:
+        fault = state.fault
+        if fault is None and state.info.policy_version < 0:
+            fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
+        if fault is None:
+            return []
+        fix = "write a checkpoint's weights into it with --resume auto, or restart the server"
+        return [Problem("the inference server", fault, "", fix, "holds no policy's weights")]
+
+    def _named(self, problems: Mapping[str, list[Problem]]) -> list[Problem]:
+        """Return the problems of servers by URL; of several servers, with the URL in front."""
+        several = len(self._servers) > 1
+        return [
+            replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) if several else one
+            for url, found in problems.items()
+            for one in found
+        ]
+
+    def _each(self, do: Callable[[str, ServerClient], T]) -> list[T]:
+        """Return what a function of URL and client returns for all servers, which are asked at the same time.
+
+        Raises:
+            BridgeError: it failed for servers; the message names them. The only server's error is raised as it is.
+        """
+        if len(self._servers) == 1:
+            return [do(url, server) for url, server in self._servers.items()]
+        with ThreadPoolExecutor(len(self._servers), "servers") as threads:
+            asked = {url: threads.submit(do, url, server) for url, server in self._servers.items()}
+        failed: dict[str, list[Problem]] = {}
+        for url, future in asked.items():
+            if isinstance(error := future.exception(), BridgeError | ServerError):
+                failed[url] = list(error.problems)
+        if failed:
+            raise BridgeError.of(self._named(failed))
+        return [future.result() for future in asked.values()]
+
+    def _check_agreement(self, when: str) -> None:
+        """Check the parameters that all ranks have: all of them, or of shards those that every worker has whole."""
+        model = self._policy.model
+        shard = shard_of(model)
+        cut = set() if shard is None else {*shard.cuts}
+        common = [parameter for name, parameter in model.named_parameters() if name not in cut]
+        self._world.check_agreement(sampled(common), when)
+
     def prove(self) -> float | None:
+        """Prove all servers by one change, which all ranks make; each server is compared with what rank 0 computes.
+
+        Raises:
+            BridgeError: a server generates with other weights.
+            WeightsError: weights that must be the same on all ranks differ afterwards.
+        """
         if not self._config.proof:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is written")
             return None
-        assert self._info is not None, "connect comes first"
+        assert self._infos, "connect comes first"
         model = self._policy.model
-        change = WeightChange(model, self._version, self._fence)
-        self.proved = Proof(model, self._server).prove(self._info, change)
+        change = WeightChange(model, self._version, self._fence, self._world)
+        self.proved = Proof(model, self._servers, world=self._world).prove(self._infos[0], change)
+        self._check_agreement("after the proof")
         return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:
         return self._fence(self._version + 1, WRITE_SECONDS)
 
     def publish(self, version: int) -> Published:
-        """Return the version that the last fence has published: the optimizer's write was the whole update."""
-        assert self._info is not None, "connect comes first"
+        """Return the version that the last fence has published: the optimizer's write was the whole update.
+
+        Each metric is the largest of any server.
+        """
+        assert self._infos, "connect comes first"
         if version != self._version:
             raise BridgeError(
                 "the shared weights are of another version", field="version", got=version, wanted=str(self._version)
             )
-        metrics, self._server_fence.metrics = self.last_metrics, {}
-        return Published(version, self._info.served_model_name, quiet(version) | metrics)
-
-    @property
-    def last_metrics(self) -> dict[str, Metric]:
-        """The figures of the last update; empty once it was published."""
-        return self._server_fence.metrics
+        metrics, self._metrics = self._metrics, {}
+        return Published(version, self._infos[0].served_model_name, quiet(version) | metrics)
 
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
-        """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""
-        assert self._info is not None, "connect comes first"
+        """Keep all servers from reading the weights within the block; then they generate with them as `version`.
+
+        All ranks enter it, and each writes its own weights.
+
+        Raises:
+            BridgeError, ServerError: a fence could not be opened or closed.
+        """
+        assert self._infos, "connect comes first"
+        # A fence waits for this rank's device, which never finishes an operation with a rank that has ended. NCCL does
+        # not report that; this call does.
+        self._world.barrier()
         self.finish_kernels()  # so that the server does not pause for kernels queued earlier
-        with self._server_fence.hold(self._info.boot_id, version, seconds):
+        self._world.barrier()
+        try:
+            self._world.lead(lambda: self._open(seconds))
             yield
+            self.finish_kernels()
+            self._world.barrier()  # no server resumes before all ranks have written
+        except BaseException:
+            if self._world.leads:
+                for fence in self._fences.values():
+                    fence.tear(version)
+            raise
+        self._metrics = self._world.lead(lambda: self._close(version))
         self._version = version
 
-    def _settle(self) -> None:
-        self.finish_kernels()
-        self._all_written()
+    def _open(self, seconds: float) -> None:
+        boots = dict(zip(self._servers, (info.boot_id for info in self._infos), strict=True))
+        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
+
+    def _close(self, version: int) -> dict[str, Metric]:
+        """Let all servers resume, and return the largest of each of their figures."""
+        self._each(lambda url, _: self._fences[url].end(version))
+        rows = [reduce(fence.metrics) for fence in self._fences.values()]
+        return {name: Sum(max(row[name] for row in rows)) for name in rows[0]}
 
     def finish_kernels(self) -> None:
         """Wait until the trainer's device has done what was asked of it."""

@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from grpo_trainer.alignment.probes import probe_of, trainer_logprobs
+from grpo_trainer.alignment.probes import probe_of
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError
-from grpo_trainer.follower import run_worker
-from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import World, join
-from grpo_trainer.policy import SharedWeights, build_policy
-from grpo_trainer.saving.checkpoint import Checkpoints
+from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shared.attach import open_handles
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
-from grpo_trainer.weights.build import build_followers_bridge
 from tests.bridge_contract import PROMPT
 from tests.shared_contract import BATCH, DIED, Attached, settings
 from vllm_server.protocol.bridge_config import BridgeConfigFile
@@ -78,48 +74,41 @@ def meet(config: TrainConfig, address: str) -> World:
 def lead(config: TrainConfig, world: World, seen: dict[str, Any]) -> None:
     """Train a few steps, and ask every server after each; then save a checkpoint."""
     memory = Memory()
-    with world:
-        made = Attached(config, world)
+    with world, Attached(config, world) as made:
         memory.watch(made.trainer)
-        with made.bridge:
-            seen["versions"] = [made.bridge.connect(made.progress.policy_version)]
-            seen["noise"] = made.bridge.prove()
-            seen |= {"losses": [], "gaps": [], "answered": []}
-            for step in range(STEPS):
-                one_step(made, step, seen)
-            seen |= memory.counted(made.trainer, made.policy)
-            seen["weights"] = {name: tensor.detach().cpu() for name, tensor in made.checkpoints.weights_now().items()}
-            made.checkpoints.save(Progress(made.progress.step + STEPS, seen["versions"][-1]))
+        seen["versions"] = [made.bridge.connect(made.progress.policy_version)]
+        seen["noise"] = made.bridge.prove()
+        seen |= {"losses": [], "gaps": [], "answered": []}
+        for step in range(STEPS):
+            one_step(made, step, seen)
+        seen |= memory.counted(made.trainer, made.policy)
+        seen["weights"] = {name: tensor.detach().cpu() for name, tensor in made.checkpoints.weights_now().items()}
+        made.checkpoints.save(Progress(made.progress.step + STEPS, seen["versions"][-1]))
 
 
 def one_step(made: Attached, step: int, seen: dict[str, Any]) -> None:
-    row = reduce(made.trainer.step(BATCH, step, made.bridge.updating).metrics)
-    seen["losses"].append(row["train/loss"])
+    seen["losses"].append(made.steps.row(BATCH, step)["train/loss"])
     seen["versions"].append(made.bridge.publish(seen["versions"][-1] + 1).version)
     for client in made.clients:  # all ranks have the weights of rank 0
         answer = client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=step)
         probe = probe_of(answer)
-        own = trainer_logprobs(made.policy.model, probe)
-        seen["gaps"].append(float((probe.server_logprobs - own).abs().mean()))
+        seen["gaps"].append(float((probe.server_logprobs - made.steps.logprobs(probe)).abs().mean()))
         seen["answered"].append(answer.policy_version)
 
 
 def follow(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) -> None:
-    """Carry out rank 0's orders until the last."""
+    """Make the calls of rank 0 until it leaves."""
     memory = Memory()
-    with exchanged_shards() if fault == EXCHANGED else nullcontext(), world.working():
-        policy = build_policy(config, world=world)
-    assert isinstance(policy, SharedWeights)
-    seen["boot"] = policy.source.boot_id
-    trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
-    memory.watch(trainer)
-    plant(fault, trainer, policy)
-    bridge = build_followers_bridge(config, policy, world)
-    assert bridge is not None
-    with bridge:
-        run_worker(world, trainer, checkpoints, bridge)
-    seen |= memory.counted(trainer, policy)
+    with world, ExitStack() as attaching:
+        if fault == EXCHANGED:
+            attaching.enter_context(exchanged_shards())
+        with Attached(config, world) as made:
+            attaching.close()
+            seen["boot"] = made.policy.source.boot_id
+            memory.watch(made.trainer)
+            plant(fault, made.trainer, made.policy)
+            made.follow()
+            seen |= memory.counted(made.trainer, made.policy)
 
 
 # ---------------------------------------------------------------- faults

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.errors import CommonBridgeError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.trainer import Trainer
 from tests.integration.paired import STEPS
@@ -120,7 +120,7 @@ def test_ranks_that_differ(servers: list[Serving], tmp_path: Path) -> None:
 
 def test_two_ranks_in_the_memory_of_one_server_are_refused(servers: list[Serving], tmp_path: Path) -> None:
     pairs = SharedContract(servers, tmp_path)
-    with pairs.attached("another's server") as made, pytest.raises(CommonBridgeError) as refused:
+    with pairs.attached("another's server") as made, pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
     assert refused.value.field == "boot_id"
 
@@ -130,7 +130,7 @@ def test_servers_with_weights_of_different_versions_are_refused(servers: list[Se
     with SharedContract(servers[1:], tmp_path).attached() as made:
         made.bridge.connect(0)
         assert made.step()
-    with SharedContract(servers, tmp_path).attached() as made, pytest.raises(CommonBridgeError) as refused:
+    with SharedContract(servers, tmp_path).attached() as made, pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
     assert refused.value.field == "version"
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.alignment.probes import FAILED
-from grpo_trainer.errors import BridgeError, CommonBridgeError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.policy import build_policy
 from tests.integration.paired import EXCHANGED, STEPS, exchanged_shards
 from tests.integration.serving import Serving, assert_ends_at_one_of_many_stop_ids, serving
@@ -87,7 +87,7 @@ def test_a_shard_in_the_wrong_place_is_seen_before_anything_is_trained(
     monkeypatch.setenv("BRIDGE_FILE", before["bridge_config_path"])
     with exchanged_shards() if fault == EXCHANGED else nullcontext(), shards(server, tmp_path).attached(fault) as made:
         made.bridge.connect(0)
-        with pytest.raises(CommonBridgeError) as refused:
+        with pytest.raises(BridgeError) as refused:
             made.bridge.prove()
     assert FAILED in refused.value.field
     assert server.get("/bridge/info").json()["policy_version"] == before["policy_version"]

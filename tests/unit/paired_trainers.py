@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import partial
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +22,14 @@ import torch
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
-from grpo_trainer.errors import CommonBridgeError, GrpoError, ServerError
-from grpo_trainer.follower import run_worker
+from grpo_trainer.errors import GrpoError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel import sharded_update
-from grpo_trainer.parallel.world import Restore, World, buckets, join
+from grpo_trainer.parallel.world import World, buckets, join
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights.paired import PairedBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.unit.factories import batch, sample
 from tests.unit.test_shared_weights import SharingServer
@@ -57,15 +57,51 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     server.model.to(served)
     if rank == 1:
         plant(fault, server)
+    server.close = lambda: None  # type: ignore[method-assign]
     result: dict[str, Any] = {}
     try:
-        with mock.patch.object(sharded_update, "buckets", partial(buckets, limit=limit)):
+        with mock.patch.object(sharded_update, "buckets", partial(buckets, limit=limit)), world:
             work(config, world, server, fault, result)
     except GrpoError as error:
         problem = error.problems[0]
         result |= {"error": type(error).__name__, "field": problem.field, "got": problem.got}
     result |= {"told": server.told, "weights": {name: p.detach() for name, p in server.model.named_parameters()}}
     torch.save(result, folder / f"rank{rank}of{size}.pt")
+
+
+class Manager(BaseManager):
+    """Lets rank 0 ask the stand-in of another rank, which is in that rank's process."""
+
+
+class Remote:
+    """The stand-in of another rank."""
+
+    def __init__(self, address: Any) -> None:
+        manager = Manager(address, b"")
+        manager.connect()
+        self._server: Any = manager.server()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leave it as it is: its process may be gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any, **more: Any) -> Any:
+            try:
+                return getattr(self._server, name)(*arguments, **more)
+            except (EOFError, ConnectionError) as gone:
+                raise ServerError("no answer") from gone
+
+        return ask
+
+
+def clients(world: World, server: SharingServer) -> dict[str, Any]:
+    """The stand-ins of all ranks by their URLs, as rank 0 reaches them."""
+    Manager.register("server", callable=lambda: server)
+    serving = Manager(("127.0.0.1", 0), b"").get_server()
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    addresses = world.gather(serving.address)
+    own: list[Any] = [server, *(Remote(address) if world.leads else server for address in addresses[1:])]
+    return {f"http://server-{rank}": each for rank, each in enumerate(own)}
 
 
 def plant(fault: str, server: SharingServer) -> None:
@@ -84,44 +120,32 @@ def work(config: TrainConfig, world: World, server: SharingServer, fault: str, r
     policy = SharedWeights(model, None, SimpleNamespace(boot_id=server.info.boot_id))  # type: ignore[arg-type]
     trainer = Trainer(model, config, world=world)
     torch.manual_seed(world.rank)  # so that ranks which round by themselves would differ
-    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards, world=world)
     assert config.weight_bridge_mode == "shared_vllm"
-    own = SharedBridge(config, policy, server, 64)  # type: ignore[arg-type]
-    urls = [f"http://server-{rank}" for rank in range(world.size)]
-    bridge = own if world.alone else PairedBridge(own, policy, world, urls)
-    with mock.patch.object(server, "close", lambda: None, create=True), bridge:
-        if world.leads:
-            if fault == UNREPORTED:
-                report_nothing(own, trainer)
-            with world:
-                lead(config, world, trainer, checkpoints, bridge, result)
-        else:
-            assert isinstance(bridge, PairedBridge)
+    with SharedBridge(config, policy, clients(world, server), 64, world) as bridge:
+        if world.rank == 1:
             plant_later(fault, server, trainer)
-            run_worker(world, trainer, checkpoints, bridge)
+        if world.leads and fault == UNREPORTED:
+            report_nothing(bridge, trainer)
+        steps(world, trainer, checkpoints, bridge, result)
     states = trainer.optimizer.state_dict()["state"].values()
     result["states"] = sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
 
 
-def lead(
-    config: TrainConfig,
-    world: World,
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    bridge: SharedBridge | PairedBridge,
-    result: dict[str, Any],
+def steps(
+    world: World, trainer: Trainer, checkpoints: Checkpoints, bridge: SharedBridge, result: dict[str, Any]
 ) -> None:
     progress = checkpoints.resume()
-    if checkpoints.safe_path is not None:
-        world.give_all(Restore(checkpoints.safe_path))
-    version = bridge.connect(progress.policy_version)
-    result["noise"] = bridge.prove()
+    with world.alike():
+        version = bridge.connect(progress.policy_version)
+        result["noise"] = bridge.prove()
     losses = []
     for step in range(progress.step, progress.step + STEPS):
         try:
             row = reduce(trainer.step(batch(*(GROUPS if step % 2 == 0 else ONE)), step, bridge.updating).metrics)
-        except CommonBridgeError:
-            checkpoints.save(Progress(step + 1, version + 1))
+        except GrpoError as error:
+            if world.is_common(error) and not error.spoils_weights:
+                checkpoints.save(Progress(step + 1, version + 1))
             raise
         losses.append(row["train/loss"])
         version += 1
@@ -138,12 +162,6 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
     def die(*_: object) -> None:
         os._exit(DIED)
 
-    def after(*arguments: Any) -> Any:
-        answer = SharingServer.end_update(server, *arguments)
-        if arguments[0].version > 0:
-            die()
-        return answer
-
     def refuse(request: Any) -> Any:
         if server.told.count("end 0"):  # not within the proof
             raise ServerError("no answer")
@@ -156,7 +174,7 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
         case "dies within the fence":
             holding.finish_update = die
         case "dies after the fence":
-            server.end_update = after  # type: ignore[method-assign]
+            holding.check = die
         case "no fence":
             server.begin_update = refuse  # type: ignore[method-assign]
         case "swapped rows":
@@ -165,7 +183,7 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
             pass
 
 
-def report_nothing(own: SharedBridge, trainer: Trainer) -> None:
+def report_nothing(bridge: SharedBridge, trainer: Trainer) -> None:
     """Behave as NCCL does after a rank's end: an exchange returns at once, and the device never finishes it."""
     queued: list[str] = []
     holding: Any = trainer.holding
@@ -174,7 +192,7 @@ def report_nothing(own: SharedBridge, trainer: Trainer) -> None:
     def wait() -> None:
         assert not queued, "this wait never ends"
 
-    own.finish_kernels = wait  # type: ignore[method-assign]
+    bridge.finish_kernels = wait  # type: ignore[method-assign]
 
 
 def swap(holding: Any) -> None:

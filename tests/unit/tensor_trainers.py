@@ -17,7 +17,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.tensor_shards import cut_model
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.tensor_parallel import TensorShards
-from grpo_trainer.parallel.world import Step, World, join
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import choose_trained
 from grpo_trainer.trainer import Trainer
 from tests.golden.models import ATTENTION, CONFIGS, SIZES
@@ -80,33 +80,23 @@ def trained(name: str, values: dict[str, Any], world: World) -> dict[str, Any]:
 
     trainer.optimizer.step = look_and_write  # type: ignore[method-assign]
     for step in range(STEPS):
-        row = reduce(one_step(trainer, world, step))
+        groups = GROUPS if step % 2 == 0 else [*ONE, [sample([5], [6, 7], 1.0), sample([5], [70], 0.0)]]
+        row = reduce(trainer.step(batch(*groups), step).metrics)
         losses.append(row["train/loss"])
         norms.append(row["train/grad_norm"])
     found: dict[str, Any] = {"losses": losses, "norms": norms, "size": sum(p.numel() for p in model.parameters())}
-    with world.working():
-        found["logprobs"] = logprobs_of(model, PROMPTS)
-        if shard is None:
-            found["weights"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            found["states"] = trainer.optimizer.state_dict()
-        else:
-            assert isinstance(trainer.shards, TensorShards)
-            found["weights"], found["states"] = trainer.shards.tensors(), trainer.shards.states(trainer.optimizer)
-            found["prepared"] = prepared
-            found["everywhere"] = [p.detach() for n, p in model.named_parameters() if n not in shard.cuts]
-            own = trainer.shards.own_states(found["states"]["state"]) if world.leads else {}
-            found["own"], found["kept"] = own, trainer.optimizer.state_dict()["state"]
+    found["logprobs"] = logprobs_of(model, PROMPTS)
+    if shard is None:
+        found["weights"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        found["states"] = trainer.optimizer.state_dict()
+    else:
+        assert isinstance(trainer.shards, TensorShards)
+        found["weights"], found["states"] = trainer.shards.tensors(), trainer.shards.states(trainer.optimizer)
+        found["prepared"] = prepared
+        found["everywhere"] = [p.detach() for n, p in model.named_parameters() if n not in shard.cuts]
+        own = trainer.shards.own_states(found["states"]["state"]) if world.leads else {}
+        found["own"], found["kept"] = own, trainer.optimizer.state_dict()["state"]
     return found
-
-
-def one_step(trainer: Trainer, world: World, step: int) -> Any:
-    """A step on the same batch in all processes."""
-    if world.leads:
-        groups = GROUPS if step % 2 == 0 else [*ONE, [sample([5], [6, 7], 1.0), sample([5], [70], 0.0)]]
-        return trainer.step(batch(*groups), step).metrics
-    order = world.receive()
-    assert isinstance(order, Step)
-    return trainer.step(order.share, order.step).metrics
 
 
 if __name__ == "__main__":

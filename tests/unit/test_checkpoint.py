@@ -20,7 +20,8 @@ from grpo_trainer.config.bridge import ALL_LINEAR
 from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, DiskFullError, from_os_error
 from grpo_trainer.optim.adamw import AdamW
-from grpo_trainer.parallel.shard_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
+from grpo_trainer.parallel.shard_states import STATES_FOLDER, Place, read_states, save_states, whole_parts
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
@@ -281,7 +282,7 @@ def trained(name: str, width: int = 6) -> tuple[nn.Module, AdamW]:
 def test_states_come_back_under_the_names_of_parameters(tmp_path: Path, name: str) -> None:
     model, optimizer = trained(name)
     parts = whole_parts(model)
-    write_states(tmp_path, parts, optimizer, Place(0, 1), group=None)
+    save_states(World(), tmp_path, parts, optimizer, Place(0, 1))
     other = [parts[5], parts[0], parts[2]]  # in another order, and not all; the third has no states
     found = read_states(tmp_path, other, Place(0, 1))
     assert sorted(found) == [0, 1]
@@ -306,14 +307,14 @@ def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_pa
     model, optimizer = trained("adamw", width=128)
     (tmp_path / STATES_FOLDER).write_text("a file, where a folder is to be")
     with pytest.raises(FileExistsError, match=r"\b0: ") as raised:
-        write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+        save_states(World(), tmp_path, whole_parts(model), optimizer, Place())
     assert raised.value.filename == str(tmp_path / STATES_FOLDER)
     (tmp_path / STATES_FOLDER).unlink()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # torch's own word on it: unexpected pos
     try:
         with pytest.raises(OSError, match=rf"\b0: {os.strerror(errno.EFBIG)}") as raised:
-            write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+            save_states(World(), tmp_path, whole_parts(model), optimizer, Place())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = from_os_error(raised.value, "write")
@@ -322,7 +323,7 @@ def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_pa
 
 def test_states_that_can_not_be_read_are_an_error_of_the_house(tmp_path: Path) -> None:
     model, optimizer = trained("adamw")
-    write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+    save_states(World(), tmp_path, whole_parts(model), optimizer, Place())
     (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
     file.unlink()
     with pytest.raises(ConfigError) as refused:

@@ -9,40 +9,27 @@ import pickle
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from grpo_trainer import follower
+from grpo_trainer import loop
 from grpo_trainer.batch.batching import deal, ready
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.engine.tensor_shards import Cut, cut_model, shard_of
-from grpo_trainer.errors import (
-    CommonDriftError,
-    CommonError,
-    CommonTrainingError,
-    ConfigError,
-    DriftError,
-    GrpoError,
-    ModelError,
-    PeerGoneError,
-    TrainingError,
-)
-from grpo_trainer.follower import run_worker, servers_there
+from grpo_trainer.errors import ConfigError, ModelError, TrainingError
+from grpo_trainer.loop import servers_there
 from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.parallel import shard_states
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
-from grpo_trainer.parallel.world import Command, End, Step, World, buckets, join
+from grpo_trainer.parallel.world import World, buckets, join
 from grpo_trainer.rollouts.groups import Sample
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
@@ -95,101 +82,33 @@ def test_one_process_is_alone_and_each_of_several_needs_a_gpu(monkeypatch: pytes
     assert crowded.value.field == "rank 999 of 1000" and "GPU" in crowded.value.wanted
 
 
-class Meeting(World):
-    """One of two processes; the other arrives at once."""
-
-    met = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        self.met += 1
-        return [value] * 2
-
-
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("mode", "waits"),
     [("lora_only", 1), ("broadcast", 1), ("none", 0), ("lora_restart", 0), ("shared_vllm", 0)],
 )
-def test_all_processes_wait_until_the_first_has_found_servers_that_are_there_before_the_memory_is_measured(
-    monkeypatch: pytest.MonkeyPatch, mode: str, waits: int, rank: int
+def test_servers_that_start_elsewhere_are_waited_for_before_the_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch, mode: str, waits: int
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(follower, "wait_for_servers", lambda config, _: asked.append(config))
-    config, world = build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), Meeting(rank, 2)
-    servers_there(config, world)()
-    assert (len(asked), world.met) == (waits * (1 - rank), waits)
+    monkeypatch.setattr(loop, "wait_for_servers", lambda config, _: asked.append(config))
+    servers_there(build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), World(), lambda: None)()
+    assert len(asked) == waits
 
 
-def test_a_world_of_one_gives_no_orders() -> None:
+def test_one_process_leads_by_plain_calls() -> None:
     with World() as world:
-        world.give([])
-
-
-class Recording(World):
-    """One of two processes, whose other does not exist: its commands come from `orders`."""
-
-    def __init__(self, rank: int, *orders: Command) -> None:
-        super().__init__(rank, 2)
-        self.orders = list(orders)
-        self.given: list[Command] = []
-
-    def give(self, orders: Sequence[Command]) -> None:
-        self.given += orders
-
-    def receive(self) -> Command:
-        return self.orders.pop(0)
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value]
-
-
-@pytest.mark.parametrize("error", [CommonTrainingError("all"), CommonDriftError("all")])
-def test_what_all_have_met_is_passed_over_by_those_who_follow(
-    monkeypatch: pytest.MonkeyPatch, error: CommonError
-) -> None:
-    ended: list[bool] = []
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
-    trainer = trainer_that_raises(error)
-    world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
-    run_worker(world, trainer)
-    assert ended and not world.orders
-
-
-def test_who_ends_well_waits_for_the_threads_of_what_was_said(tmp_path: Path) -> None:
-    """They are the group's, which goes with the last reference to it."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    world = Recording(1, End())
-    world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
-    group = weakref.ref(world.control)
-    run_worker(world, mock.Mock())
-    assert group() is None and not dist.is_initialized()
-
-
-@pytest.mark.parametrize("error", [TrainingError("this one"), DriftError("this one"), PeerGoneError("the other")])
-def test_what_one_has_met_alone_ends_it(error: GrpoError) -> None:
-    trainer = trainer_that_raises(error)
-    world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
-    with pytest.raises(type(error)) as met:
-        run_worker(world, trainer)
-    assert met.value is error
-    assert len(world.orders) == 1
-    leader = Recording(0)
-    with pytest.raises(type(error)), leader, leader.working():
-        raise error
-    assert not leader.given  # it leaves without a word, which nobody would hear
-
-
-def trainer_that_raises(error: GrpoError) -> Trainer:
-    trainer = Trainer(tiny_lora(), build(TrainConfig, {"model": "x"}))
-    trainer.step = mock.Mock(side_effect=error)
-    return trainer
+        assert world.lead(lambda: "led") == "led" and world.scatter(lambda: ["own"]) == "own"
+        assert world.scatter(lambda: None) is None
+        world.barrier()
+        with pytest.raises(ZeroDivisionError) as failed:
+            world.lead(lambda: 1 // 0)
+        assert world.is_common(failed.value)
 
 
 @pytest.mark.parametrize("has_head", [True, False])
-def test_a_teachers_unknown_token_is_found_before_anybody_has_a_share(has_head: bool) -> None:
+def test_a_teachers_unknown_token_is_found_before_a_pass(has_head: bool) -> None:
     """Of a model, too, whose configuration has the size of the vocabulary in that of its text."""
-    world = Recording(0)
-    trainer = Trainer(tiny_lora(), build(TrainConfig, {"model": "x", "distill_coef": 1.0}), world=world)
+    trainer = Trainer(tiny_lora(), build(TrainConfig, {"model": "x", "distill_coef": 1.0}))
     assert trainer.forward.head is not None
     base = trainer.model.get_base_model()  # type: ignore[operator]
     base.config = Gemma3Config(text_config={"vocab_size": 64})
@@ -200,7 +119,6 @@ def test_a_teachers_unknown_token_is_found_before_anybody_has_a_share(has_head: 
     with pytest.raises(TrainingError) as refused:
         trainer.step(batch(unknown), 0)
     assert (refused.value.field, refused.value.got) == ("distill_token_ids", "64")
-    assert not world.given
 
 
 # ---------------------------------------------------------------- real processes
@@ -331,12 +249,22 @@ def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("how", ["the first is killed", "the second is killed", "the first fails in what all compute"])
+ENDS = {
+    "the first is killed": ("", ""),
+    "the second is killed": ("", ""),
+    "the first fails": ("MemoryError: a layer has failed", ""),
+    "the second fails": ("rank 1: a layer has failed", "MemoryError: a layer has failed"),
+}
+"""What ends one of two processes -> what each then says."""
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_if_one_process_ends_none_waits_for_ever(tmp_path: Path, how: str) -> None:
+    """A process that finds the other gone says what that one has said."""
     save_tiny_model(tmp_path / "model")
-    fails = how == "the first fails in what all compute"
+    fails, of_it = how.endswith("fails"), int(how.startswith("the second"))
     if fails:
-        (tmp_path / "fail").touch()
+        (tmp_path / f"fail{of_it}").touch()
     mode = ("weight_bridge_mode=none",) if fails else ("weight_bridge_mode=lora_only", "lora_r=8")
     processes = start(2, tmp_path, *mode)
     try:
@@ -344,22 +272,38 @@ def test_if_one_process_ends_none_waits_for_ever(tmp_path: Path, how: str) -> No
             for process in processes:
                 assert process.stdout is not None
                 assert any(line == "joined\n" for line in process.stdout), "they have met"
-            os.kill(processes[how.startswith("the second")].pid, signal.SIGKILL)
+            os.kill(processes[of_it].pid, signal.SIGKILL)
         said = [process.communicate(timeout=100)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert not fails or "MemoryError: " in said[0]
     assert all(process.returncode for process in processes), said[1][-2000:]
+    for words, text in zip(ENDS[how], said, strict=True):
+        assert words in text, text[-2000:]
+
+
+def test_all_processes_get_what_the_first_does_or_its_error(tmp_path: Path) -> None:
+    """They stay in step, and only the first reports an error that all have."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.leading", str(rank), str(port), str(tmp_path)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 0], said
+    assert "TrainingError: ending" in said[0] and "TrainingError" not in said[1]
 
 
 def test_a_process_is_told_its_share_and_no_more() -> None:
     config = build(TrainConfig, {"model": "x", "seq_len": 10_000, "batch_size": 2})
     long = [[sample([5], [*range(2000)], 1.0), sample([5], [*range(2000)], 0.0)] for _ in range(4)]
     whole = ready(batch(*long), config, processes=4)
-    (second, *_) = whole.shares_of_others()
-    assert len(whole.shares_of_others()) == 3 and second.microbatches == whole.others[0]
+    first, second, *_ = whole.shares()
+    assert len(whole.shares()) == 4 and first is whole and second.microbatches == whole.others[0]
     (microbatch,) = second.microbatches
     tensors = [value for value in vars(microbatch).values() if isinstance(value, torch.Tensor)]
     assert 2 * 2001 * 8 < sum(tensor.nbytes for tensor in tensors) < len(pickle.dumps(second))

@@ -101,7 +101,7 @@ ROOMS = {
         *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
         *("model", "memory", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
-        *("trainer", "follower", "feed", "logs"),
+        *("trainer", "feed", "logs"),
         *("watchdog", "shutdown", "loop", "run_defaults", "doctor", "bench", "report"),
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),

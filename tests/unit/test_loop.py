@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,28 +16,25 @@ import pytest
 
 from grpo_trainer import loop
 from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.bench import step as bench_step
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import (
     BridgeError,
-    CommonWeightsError,
     ConfigError,
     GrpoError,
     HungError,
-    ModelError,
     PeerGoneError,
     ProcessFailedError,
     ServerError,
     StoppedError,
     TrainingError,
+    WeightsError,
 )
-from grpo_trainer.files import METRICS_FILE, held_folder
-from grpo_trainer.loop import run_steps
+from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.loop import Desk, run_steps
 from grpo_trainer.losses import BatchCounts
-from grpo_trainer.parallel import world as parallel_world
-from grpo_trainer.parallel.world import Command, World
+from grpo_trainer.parallel.world import World
 from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult
@@ -152,7 +149,7 @@ START = Progress(0, 5)
 
 def run(fakes: Any, steps: int, interval: str = "10m", start: Progress = START, **others: Any) -> None:
     config = TrainConfig(model_name="m", training_steps=steps, checkpoint_interval=interval)
-    run_steps(config, start, fakes, fakes, fakes, fakes, fakes, **others)
+    run_steps(config, start, fakes, fakes, Desk(fakes, fakes), fakes, **others)
 
 
 def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_the_disk() -> None:
@@ -283,7 +280,9 @@ def test_a_prepared_step_counts_though_no_fence_let_it_in(prepared: bool) -> Non
     assert fakes.events[-2:] == (["stop 1/6", "settle b5"] if prepared else ["last batch 5", "release b5"])
 
 
-@pytest.mark.parametrize("spoilt_by", ["bad weights", "a torn write", "a process that works", "a process that ended"])
+@pytest.mark.parametrize(
+    "spoilt_by", ["bad weights", "a torn write", "an error of one process", "a process that ended"]
+)
 def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
     world = World()
 
@@ -293,13 +292,13 @@ def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
         def step(self, batch: Any, step: int, writing: Any) -> StepResult:
             match spoilt_by:
                 case "bad weights":
-                    raise CommonWeightsError("the loss is not finite")
+                    raise WeightsError("the loss is not finite")
                 case "a torn write":
                     with writing():
                         raise ServerError("gone")
                 case "a process that ended":
                     raise PeerGoneError("gone")
-            world.size, _ = 2, world.begin()
+            world.size = 2
             raise ServerError("gone")
 
     fakes: Any = Spoiling(True, True)
@@ -358,37 +357,6 @@ def test_an_adapter_is_not_sent_again_under_a_name_that_was_used() -> None:
     names = [swap.publish(version).name for version in (0, 0, 1, 1, 1, 2)]
     assert names == [f"policy-v{version}" for version in (0, 0, 1, 1, 1, 2)]
     assert sent == [0, 1, 2]
-
-
-class Leader(World):
-    """Rank 0 of two, whose orders nobody hears."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 2)
-        self.given: list[Command] = []
-
-    def give(self, orders: Sequence[Command]) -> None:
-        self.given += orders
-
-
-def out_of_memory(*_: Any) -> None:
-    raise MemoryError("no room for the model")
-
-
-def test_a_first_process_that_fails_in_building_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may be within what takes all processes, where they hear no order."""
-    leader, measuring = Leader(), Leader()
-    folders = {"log_dir": str(tmp_path), "save_path": str(tmp_path / "checkpoints")}
-    config = build(TrainConfig, {"model": str(tmp_path / "none"), "device": "cpu", **folders})
-    with pytest.raises(ModelError):
-        loop.train(config, lambda _: leader)
-    with held_folder(tmp_path / "checkpoints", "--save-path"), pytest.raises(ConfigError):
-        loop.train(config, lambda _: leader)
-    monkeypatch.setattr(parallel_world, "join", lambda *_, **__: measuring)
-    monkeypatch.setattr(bench_step, "build_trainer", out_of_memory)
-    with pytest.raises(MemoryError):
-        bench_step.measure(bench_step.StepOptions())
-    assert not leader.given and not measuring.given
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_the_others_are_met(tmp_path: Path) -> None:

@@ -227,8 +227,7 @@ def test_the_end_of_a_run(error: Callable[[], Exception], saves: bool, text: str
     root, end = Path("runs"), error()
     safe = root / "adapter_step_10" if saves else None
     saving: Any = SimpleNamespace(save=lambda _: root / "adapter_step_12", safe_path=safe)
-    feed: Any = SimpleNamespace(settle=lambda *_, **__: None)
-    save_on_exit(end, RunState(Progress(), Progress(12, 12), None, saves=saves), saving, feed, World())
+    save_on_exit(end, RunState(Progress(), Progress(12, 12), None, saves=saves), saving, lambda _: None, World())
     assert str(end) == text
 
 

@@ -88,23 +88,23 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
 @pytest.mark.parametrize(
     ("fault", "error", "named"),
     [
-        ("other weights", "CommonWeightsError", "trainer processes"),
-        ("one server", "CommonBridgeError", "boot_id"),
-        ("other version", "CommonBridgeError", "version"),
-        ("a copy", "CommonBridgeError", "http://server-1"),
-        ("other place", "CommonWeightsError", "trainer processes"),
+        ("other weights", "WeightsError", "trainer processes"),
+        ("one server", "BridgeError", "boot_id"),
+        ("other version", "BridgeError", "version"),
+        ("a copy", "BridgeError", "http://server-1"),
+        ("other place", "WeightsError", "trainer processes"),
     ],
 )
 def test_the_proof_sees_every_ranks_server(tmp_path: Path, fault: str, error: str, named: str) -> None:
     first, second = run(2, tmp_path, f"fault={fault}")
     assert first["error"] == error and named in first["field"]
-    assert "error" not in second, "it runs until rank 0 ends it"
+    assert "error" not in second, "rank 0 reports what all have met"
     assert not any(said.startswith("end 1") for said in first["told"] + second["told"]), "nothing was trained"
 
 
 def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> None:
     first, second = run(2, tmp_path, "fault=no fence")
-    assert first["error"] == "CommonBridgeError" and "http://server-1" in first["field"]
+    assert first["error"] == "BridgeError" and "http://server-1" in first["field"]
     assert "end 1" not in first["told"] + second["told"]
     (alone,) = run(1, tmp_path, f"save_path={tmp_path / 'one'}")
     (resumed,) = run(1, tmp_path, "resume=auto")
@@ -114,7 +114,7 @@ def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> N
 
 def test_rows_in_the_wrong_place_end_the_run(tmp_path: Path) -> None:
     first, _ = run(2, tmp_path, "fault=swapped rows")
-    assert first["error"] == "CommonWeightsError" and "1" in first["got"]
+    assert first["error"] == "WeightsError" and "1" in first["got"]
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,11 @@ from grpo_trainer.engine import fitting
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import build_without_weights, compute_in, freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
 from grpo_trainer.parallel.strategies import Shards
-from grpo_trainer.parallel.world import Command, End, ModelPass, Vary, World
+from grpo_trainer.parallel.world import World
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 
@@ -195,60 +194,22 @@ def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
     assert graphs["unique_graphs"] == graphs_before == 3 and not counters["graph_break"]
 
 
-def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the others can compute; another kind of pass is not for them."""
-    world = World()
-    given: list[Command] = []
-    monkeypatch.setattr(world, "give_all", given.append)
-    model = cut_model(APART)
+def test_the_change_of_a_proof_is_made_in_a_shard_and_undone() -> None:
+    model = cut_model(FUSED)
     draw_weights(model, seed=3)
-    trainer = Trainer(model, config_with(), world=world)
-    assert isinstance(trainer.shards, Shards)
-    tokens_BT = torch.arange(5, 9)[None]
-    logits_BTV = trainer.model(input_ids=tokens_BT, use_cache=False).logits
-    (order,) = given
-    assert isinstance(order, ModelPass) and order.tokens_BT.tolist() == [[5, 6, 7, 8]]
-    seen: list[torch.Tensor] = []
-    trainer.model.register_forward_hook(lambda *call: seen.append(call[-1].logits))
-    trainer.shards.follow(order)
-    assert torch.equal(seen[0], logits_BTV)
-    with pytest.raises(AssertionError):
-        trainer.model(input_ids=tokens_BT, use_cache=True)
-
-
-def test_the_change_of_a_proof_is_made_in_every_shard_and_undone() -> None:
-    """What rank 0 tells the others while it changes its own shard makes the same of theirs."""
-    model, other = (cut_model(FUSED) for _ in range(2))
-    for each in (model, other):
-        draw_weights(each, seed=3)
-    given: list[Command] = []
-    change = WeightChange(model, 0, lambda _: contextlib.nullcontext(), lambda size: given.append(Vary(size)))
-    wanted = [own_weights(model)]
+    change = WeightChange(model, 0, lambda _: contextlib.nullcontext())
+    before = own_weights(model)
     with change.made([[5, 6, 7, 8]], move=0.1):
-        wanted.append(own_weights(model))
-    wanted.append(own_weights(model))
-    *sizes, undone = given
-    assert sizes and undone == Vary(None)
+        changed = own_weights(model)
     # In the first, middle and last layer, half of attention's first matrix and of the first expert's last one.
-    changed = {name: (wanted[1][name] != each).reshape(len(each), -1).any(1) for name, each in wanted[0].items()}
-    assert {name.split(".", 3)[3] for name, rows in changed.items() if rows.any()} == {
+    rows = {name: (changed[name] != each).reshape(len(each), -1).any(1) for name, each in before.items()}
+    assert {name.split(".", 3)[3] for name, of_matrix in rows.items() if of_matrix.any()} == {
         "self_attn.q_proj.weight",
         "mlp.experts.down_proj",
     }
-    first = changed["model.layers.0.self_attn.q_proj.weight"]
+    first = rows["model.layers.0.self_attn.q_proj.weight"]
     assert first.tolist() == [True] * (len(first) // 2) + [False] * (len(first) // 2)
-
-    seen: list[dict[str, Tensor]] = []
-    orders = iter([sizes[-1], Vary(None), End()])
-
-    class Following(World):
-        def receive(self) -> Command:
-            seen.append(own_weights(other))
-            return next(orders)
-
-    run_worker(Following(), Trainer(other, config_with()))
-    for got, expected in zip(seen, wanted, strict=True):
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert all(torch.equal(each, before[name]) for name, each in own_weights(model).items())
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:

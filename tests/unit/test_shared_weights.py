@@ -18,6 +18,7 @@ from grpo_trainer.alignment.proof import OTHER_WEIGHTS, UNSEEN
 from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError, TrainingError
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
@@ -138,7 +139,7 @@ class Made:
         source: Any = SimpleNamespace(boot_id=self.server.info.boot_id)
         self.policy = SharedWeights(self.model, None, source)
         client: Any = self.server
-        self.bridge = SharedBridge(self.config, self.policy, client, 64)
+        self.bridge = SharedBridge(self.config, self.policy, {"http://server": client}, 64)
         self.trainer = Trainer(self.model, self.config)
 
     def checkpoints(self, folder: Path) -> Checkpoints:
@@ -182,31 +183,34 @@ def test_a_step_is_a_fence_and_a_version(in_flight: str) -> None:
     assert made.server.told == [begin, "end 1", begin, "end 2", "close"]
 
 
-def test_fence_ends_when_all_processes_have_written() -> None:
+class Meeting(World):
+    """A process that is alone, and notes at each meeting whether its server is paused."""
+
+    def __init__(self, server: SharingServer, fails: bool = False) -> None:
+        super().__init__()
+        self.server = server
+        self.fails = fails
+        self.paused: list[bool] = []
+
+    def barrier(self) -> None:
+        self.paused.append(self.server.held)
+        if self.fails and self.server.held:
+            raise TrainingError("another process ended")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_servers_resume_when_all_processes_have_written(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made()
-    held: list[bool] = []
-    client: Any = made.server
-    bridge = SharedBridge(made.config, made.policy, client, 64, all_written=lambda: held.append(made.server.held))
+    world, client = Meeting(made.server, fails), made.server
+    done: list[bool] = []
+    bridge = SharedBridge(made.config, made.policy, {"http://server": client}, 64, world)  # type: ignore[dict-item]
+    monkeypatch.setattr(bridge, "finish_kernels", lambda: done.append(made.server.held))
     with bridge:
         bridge.connect(0)
-        with bridge.updating():
-            assert held == []
-    assert held == [True]  # waited for once, while the server was still held
-    assert made.server.told == ["begin keep", "end 1", "close"]
-
-
-def test_fence_is_torn_if_another_process_has_not_written() -> None:
-    made = Made()
-
-    def fail() -> None:
-        raise TrainingError("another process ended")
-
-    client: Any = made.server
-    with SharedBridge(made.config, made.policy, client, 64, all_written=fail) as bridge:
-        bridge.connect(0)
-        with pytest.raises(TrainingError), bridge.updating():
-            pass
-    assert made.server.told == ["begin keep", "torn", "close"]
+        with pytest.raises(TrainingError) if fails else nullcontext(), bridge.updating():
+            assert world.paused == [False, False] and done == [False], "no server waits for a process that is late"
+    assert world.paused == [False, False, True] and done == [False, True]
+    assert made.server.told == ["begin keep", "torn" if fails else "end 1", "close"]
 
 
 def test_a_step_that_is_skipped_is_no_version() -> None:

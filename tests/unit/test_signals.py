@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from grpo_trainer import cli, follower, phases, run, signals, watchdog
+from grpo_trainer import cli, loop, phases, run, signals, watchdog
 from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, HungError, StoppedError
@@ -55,7 +55,22 @@ def test_what_is_sent_for_each_thread_of_a_killed_parent_counts_once(monkeypatch
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+class Second(World):
+    """The second of two processes; the first one is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+
+
+def trained_by_the_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build_policy: Callable[..., object], trainer: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(loop, "build_policy", build_policy)
+    monkeypatch.setattr(loop, "Trainer", trainer)
+    loop.train(TrainConfig(model_name="m", log_dir=tmp_path), lambda _: Second())
+
+
+def test_another_trainer_process_leaves_signals_to_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also that of a closed terminal: the first needs the others to save."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
@@ -65,25 +80,22 @@ def test_a_trainer_process_that_follows_leaves_signals_to_the_first(monkeypatch:
         found.extend(map(signal.getsignal, numbers))
         raise ConfigError(field="the test's end")
 
-    monkeypatch.setattr(follower, "build_policy", lambda *_: SimpleNamespace(model=None))
-    monkeypatch.setattr(follower, "Trainer", trainer)
     try:
         with pytest.raises(ConfigError):
-            follower.follow(TrainConfig(model_name="m"), World())
+            trained_by_the_second(monkeypatch, tmp_path, lambda *_: SimpleNamespace(model=None), trainer)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert found == [signal.SIG_IGN] * 3
 
 
-def test_signal_ends_the_wait_of_a_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_of_another_trainer_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def build_policy(_: object, check_stop: Callable[[], None], __: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         check_stop()
 
-    monkeypatch.setattr(follower, "build_policy", build_policy)
     with pytest.raises(StoppedError):
-        follower.follow(TrainConfig(model_name="m"), World())
+        trained_by_the_second(monkeypatch, tmp_path, build_policy, lambda: None)
 
 
 # the watch over a step --------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ import torch
 from grpo_trainer.alignment.probes import Probe, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.follower import follow
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.parallel.common_passes import CommonPasses
-from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.parallel.strategy import Divided
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints, seed_generators
 from grpo_trainer.saving.manifest import Progress
@@ -46,34 +45,31 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     seed_generators(config.seed)
     world = join(config, on_gpu=False)
     print("joined", flush=True)
-    if world.leads:
-        with world:
-            lead(config, world, folder / f"led_by_{size}.pt")
-    else:
-        follow(config, world)
+    with world:
+        work(config, world, folder)
 
 
-def lead(config: TrainConfig, world: World, written: Path) -> None:
+def work(config: TrainConfig, world: World, folder: Path) -> None:
     policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    checkpoints = Checkpoints(config, policy, trainer.optimizer, trainer.norms, trainer.shards, world=world)
     progress = checkpoints.resume()
-    if checkpoints.safe_path is not None:
-        world.give_all(Restore(checkpoints.safe_path))
     rows = train(trainer, progress.step)
     checkpoints.save(Progress(progress.step + STEPS))
     weights = weights_of(trainer)
-    with torch.no_grad():  # what rank 0 computes between steps: the bridge's proof, logged samples
+    with torch.no_grad():  # what all compute between steps, as a bridge's proof
         microbatch, *_ = trainer.ready(batch(*ONE)).microbatches
         scores = trainer.forward.scores(microbatch).logprobs_N
-    if written.with_name("fail").exists():  # in the middle of what the others take part in
+    if (folder / f"fail{world.rank}").exists():  # in the middle of what the others take part in
         first, _ = policy.model.model.layers
         first.register_forward_hook(fail)
     probe = trainer_logprobs(policy.model, Probe([5, 6, 7, 8], 2, torch.zeros(2)))
     train(trainer, progress.step + STEPS)
     later = weights_of(trainer)
     metrics = json.dumps(rows)
-    torch.save({"weights": weights, "later": later, "metrics": metrics, "probe": probe, "scores": scores}, written)
+    found = {"weights": weights, "later": later, "metrics": metrics, "probe": probe, "scores": scores}
+    if world.leads:
+        torch.save(found, folder / f"led_by_{world.size}.pt")
 
 
 def fail(*_: object) -> None:
@@ -82,7 +78,7 @@ def fail(*_: object) -> None:
 
 def train(trainer: Trainer, start: int) -> list[dict[str, float]]:
     return [
-        reduce(trainer.step(trainer.ready(batch(*groups)), step).metrics)
+        reduce(trainer.step(batch(*groups), step).metrics)
         for step in range(start, start + STEPS)
         for groups in (GROUPS, ALIKE, ONE)
     ]
@@ -90,8 +86,9 @@ def train(trainer: Trainer, start: int) -> list[dict[str, float]]:
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     model = trainer.model
-    whole = trainer.shards.tensors() if isinstance(trainer.shards, CommonPasses) else dict(model.named_parameters())
-    return {name: whole[name].detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    whole = trainer.shards.tensors() if isinstance(trainer.shards, Divided) else dict(model.named_parameters())
+    return {name: whole[name].detach().clone() for name in trained if name in whole}  # none but on rank 0
 
 
 if __name__ == "__main__":
