@@ -14,7 +14,7 @@ from vllm_server.adapters import check_config, check_header
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import BridgeStatus, WeightsApplyRequest, WeightsDone, WeightsStageRequest
-from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse, CudaIpcSpec, GroupSpec
 from vllm_server.protocol.flat import Header, decode_header
 
 POLL_S = 0.002
@@ -51,7 +51,7 @@ class Channels:
 
         Raises:
             ServeError: 409 the server does not receive weights, or another one was meant; 422 the layout is damaged,
-                the adapter is not servable, or a worker cannot open the channel.
+                the adapter is not servable or comes in another way, or a worker cannot open the channel.
         """
         self._check(asked)
         async with self.changing:
@@ -86,6 +86,10 @@ class Channels:
             raise ServeError(422, "buckets", error, wanted, "encode them") from error
         if config is not None:
             check_header(headers[0], config["r"])
+            whole = isinstance(asked.spec, CudaIpcSpec) and not asked.spec.tensors
+            if not whole and not isinstance(asked.spec, GroupSpec):  # no door to files or memory of the caller's choice
+                got, fix = f"{asked.transport} for adapters", "name a folder, or send the adapter, by /lora/load"
+                raise ServeError(422, "spec", got, "cuda_ipc of a whole bucket, nccl or gloo", fix)
 
     async def close(self, asked: ChannelCloseRequest) -> BridgeStatus:
         """Close the channel. A channel that is not open needs no closing."""

@@ -359,6 +359,7 @@ class Group(Channel):
 
     Raises:
         NcclError: this process has no NCCL.
+        ServerError: the server does not listen any more.
     """
 
     def __init__(self, way: Way, backend: Literal["nccl", "gloo"]) -> None:
@@ -372,7 +373,10 @@ class Group(Channel):
             self._stream: torch.cuda.Stream = new(self._device)
         at, host = urlsplit(way.url), LOOPBACK
         if backend == "gloo" and at.hostname and at.port:
-            host = address_towards(at.hostname, at.port)
+            try:
+                host = address_towards(at.hostname, at.port)
+            except OSError as error:
+                raise ServerError("the inference server is gone", field=way.url, got=error) from None
         self.spec, store = meeting(backend, 1 + len(way.info.workers), host)
         seconds = ADAPTER_SECONDS if self.is_ahead else BROADCAST_SECONDS
         self._make = functools.partial(Ranks, self.spec, 0, self._device, store, seconds)

@@ -9,6 +9,7 @@ import socket
 import threading
 from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -258,6 +259,13 @@ def test_a_server_that_refuses_the_last_channel_is_an_error_of_the_server(openin
         with refusing(ServerError, "weights"):
             opening.open(wanted, model_way())
     assert all(each.closed for each in opening.made)
+
+
+def test_a_server_that_ends_before_gloo_meets_it_is_an_error_of_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with refusing(ServerError, url):
+        Group(replace(model_way(), url=url), "gloo")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

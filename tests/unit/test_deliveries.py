@@ -20,11 +20,20 @@ from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import LoraLoadRequest
 from vllm_server.protocol.adapter_config import SERVABLE, refusals
-from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, CudaIpcSpec, GroupSpec
+from vllm_server.protocol.channels import (
+    ChannelCloseRequest,
+    ChannelRequest,
+    CudaIpcSpec,
+    FolderSpec,
+    GroupSpec,
+    MainMemorySpec,
+    MappedTensor,
+)
 from vllm_server.publisher import Bodies, Delivery, delivered
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+PLACE = MappedTensor(storage=0, offset=0, shape=[1], stride=[1], dtype="float32")
 TENSORS = {f"{MODULE}.lora_A.weight": torch.ones(4, 6), f"{MODULE}.lora_B.weight": torch.ones(6, 4)}
 
 
@@ -40,8 +49,8 @@ def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
     spec: Any = CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]])
     if kind != "cuda_ipc":
         spec = GroupSpec(backend=kind, meet="", world_size=2)  # pyright: ignore[reportArgumentType]
-    fields: dict[str, Any] = {"buckets": [header(adapter())], "adapter_config": CONFIG, **changed}
-    return ChannelRequest(boot_id="b", spec=spec, **fields)
+    fields: dict[str, Any] = {"spec": spec, "buckets": [header(adapter())], "adapter_config": CONFIG, **changed}
+    return ChannelRequest(boot_id="b", **fields)
 
 
 class Workers:
@@ -113,6 +122,9 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
         ({"adapter_config": {**CONFIG, "lora_alpha": None}}, "lora_alpha", {"got": "None"}),
         ({"adapter_config": CONFIG | {"use_dora": True}}, "use_dora", {"got": "true", "fix": "use_dora=False"}),
         ({"adapter_config": None}, "weights", {"fix": "--receive-weights"}),
+        ({"spec": FolderSpec(folder="/home/other")}, "spec", {"got": "disk for adapters"}),
+        ({"spec": MainMemorySpec(name="m", path="/proc/1/fd/3", nbytes=8, tensors={})}, "spec", {"got": "main_memory"}),
+        ({"spec": CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]], tensors={"x": PLACE})}, "spec", {"got": "cuda_ipc"}),
     ],
 )
 @story

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.unit.factories import refusing
-from vllm_server.protocol.channels import ChannelRequest, FolderSpec, Staging
+from vllm_server.protocol.channels import (
+    ChannelRequest,
+    FolderSpec,
+    MainMemorySpec,
+    MappedTensor,
+    Spec,
+    Staging,
+)
 from vllm_server.protocol.flat import encode_header, lay_out, with_version
+from vllm_server.worker.extension import SharingWorker
 from vllm_server.worker.packed import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
 
@@ -234,3 +245,33 @@ def test_another_version_than_the_staged_one_is_not_applied(tmp_path: Path) -> N
     assert model.values() == [0.0] * 5
     with pytest.raises(FileNotFoundError):  # the folder has version 3 only
         staged(channel, 4)
+
+
+class Worker(SharingWorker):
+    """One without an engine."""
+
+    rank, device = 0, torch.device("cpu")
+    parallel_config = SimpleNamespace(tensor_parallel_size=1, data_parallel_index=0, world_size=1)
+
+    def get_model(self) -> nn.Module:
+        return Merged()
+
+
+def test_a_worker_refuses_numbers_that_fit_nothing() -> None:
+    """An exception would be a fault of the engine."""
+    memory = os.memfd_create("grpo-numbers")
+    try:
+        os.truncate(memory, 4096)
+        name, path = "grpo-numbers", f"/proc/{os.getpid()}/fd/{memory}"
+        beyond = {"q": MappedTensor(storage=1, offset=0, shape=[4, 8], stride=[8, 1], dtype="float32")}
+        specs: list[tuple[str, Spec]] = [
+            ("IndexError", MainMemorySpec(name=name, path=path, nbytes=4096, tensors=beyond)),
+            ("OverflowError", MainMemorySpec(name=name, path=path, nbytes=1 << 70, tensors={})),
+        ]
+        for reason, spec in specs:
+            buckets = [b64encode(header(SHAPES)).decode()]
+            request = ChannelRequest(boot_id="b", spec=spec, buckets=buckets, staging="off")
+            answer = Worker().grpo_open_channel("c", msgspec.json.encode(request).decode())
+            assert answer["refused"].startswith(reason), answer
+    finally:
+        os.close(memory)

@@ -87,8 +87,8 @@ class ChannelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`POST /channels`: open a channel; it replaces the open one.
 
     `boot_id` must be the server's own (409 otherwise). `buckets` has the header of each bucket, in base64.
-    `adapter_config` is the adapter_config.json of the adapters to come; null: the channel carries all weights, and
-    `staging` says whether they are staged.
+    `adapter_config` is the adapter_config.json of the adapters to come, by a group or by `cuda_ipc` without `tensors`;
+    null: the channel carries all weights, and `staging` says whether they are staged.
     """
 
     boot_id: str

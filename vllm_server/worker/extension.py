@@ -40,8 +40,9 @@ class PolicyState:
     files: AdapterFiles
 
 
-REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError)
-"""What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
+REFUSALS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, OSError)
+"""What becomes of a damaged layout, a number that is too large, a missing partner, a file that can't be read, a tensor
+that vLLM refuses."""
 
 
 def _refusing(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
