@@ -85,6 +85,7 @@ def save_on_exit(
         try:
             saved = checkpoints.save(state.progress)
         except Exception as error:
+            world.failed_after(end, error)
             log.warning("the run's end could not be saved", exc_info=error)
             why = f"nothing could be saved ({type(error).__name__}: {error})"
         else:

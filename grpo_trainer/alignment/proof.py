@@ -241,7 +241,7 @@ class Proof:
             "bridge proved: the server is within %.2g nats a token of the trainer; a %s moved it by %.3g and it stayed "
             "within %.2g%s; undone, it is within %.2g",
             *(noise, served.words, moved, own, note, restored),
-            extra=NOTICE,
+            extra=NOTICE if self._world.leads else {},
         )
         return Proved(noise, moved, own, restored)
 
@@ -383,9 +383,15 @@ class WeightChange(Change):
                 before = logprobs_of(self.model, prompts)
                 enlarge(self.model, prompts, before, move, self._rows.make, self.world)
             yield Served("synthetic", "synthetic change", version=PROOF_VERSION)
-        finally:  # even if the server has ended: a run may go on with others
-            with self._writing(self.version):
-                self._rows.restore()
+        except BaseException as error:
+            if self.world.is_common(error):  # the server may have ended: a run may go on with others
+                self._undo()
+            raise  # a process that fails alone ends: the others are in another operation than that of `_writing`
+        self._undo()
+
+    def _undo(self) -> None:
+        with self._writing(self.version):
+            self._rows.restore()
 
     def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
         if served.stage == "synthetic":

@@ -12,7 +12,8 @@ Every token's weight in the loss is that of the whole batch, so gradients are su
 do the same arithmetic on the same numbers. Each step checks that replicas still agree.
 
 An error that all ranks raise (`common`) leaves them in step: they can still save together. Any other error is one
-rank's alone. The exit of its process then ends the others, which say what it said.
+rank's alone. The exit of its process then ends the others, which say what it said. On its way out that rank must not
+take part in any operation: the others are in another one, and the two would wait for each other.
 """
 
 from __future__ import annotations
@@ -172,6 +173,13 @@ class World:
     def is_common(self, error: BaseException) -> bool:
         """Return whether all ranks have raised an error, so that they can still do something together."""
         return self.alone or error is self._common
+
+    def failed_after(self, error: BaseException, later: BaseException) -> None:
+        """Note that `later` was met, and not raised, while all handled an error that all had raised.
+
+        They are still in step only if all have met `later`.
+        """
+        self._common = error if self.is_common(later) else None
 
     @contextmanager
     def alike(self) -> Iterator[None]:

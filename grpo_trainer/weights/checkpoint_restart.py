@@ -214,7 +214,7 @@ class RestartBridge(WeightBridge):
                 log.info(
                     "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
                     *(served.version, gap, allowed),
-                    extra=NOTICE,
+                    extra=NOTICE if self._world.leads else {},
                 )
                 gaps.append(gap)
         return gaps

@@ -234,7 +234,7 @@ class Fleet(WeightBridge):
 
     def _part(self, url: str, why: str) -> None:
         """Close the bridge to a server. What can't be closed because the server is gone is not an error."""
-        log.warning("server %s leaves: %s", url, why)
+        self._say("server %s leaves: %s", url, why)
         bridge, boot = self._bridges.pop(url), self._boots.pop(url)
         with suppress(ServerError, BridgeError):
             bridge.close()
@@ -281,7 +281,7 @@ class Fleet(WeightBridge):
         if wanted <= version:
             self._bridges[url], self._boots[url] = bridge, member.boot
             self._waiting.pop(url, None)
-            log.warning("server %s joins with version %d, after %.1f s", url, version, time.monotonic() - started)
+            self._say("server %s joins with version %d, after %.1f s", url, version, time.monotonic() - started)
             return
         if not self._bridges:
             raise OnlyAheadError(
@@ -301,8 +301,12 @@ class Fleet(WeightBridge):
         if not for_ever:
             known = before is not None and before.boot == member.boot
             pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and known else FIRST_PAUSE_SECONDS
-        log.warning("server %s can't join%s: %s", member.url, " until it restarts" if for_ever else "", why)
+        self._say("server %s can't join%s: %s", member.url, " until it restarts" if for_ever else "", why)
         self._waiting[member.url] = _Waiting(member.boot, time.monotonic() + pause, pause, why, version)
+
+    def _say(self, text: str, *values: object) -> None:
+        """Log what all processes do; only rank 0 warns of it, so that a user sees it once."""
+        log.log(logging.WARNING if self._world.leads else logging.INFO, text, *values)
 
     def _note(self) -> None:
         """Write which servers environments may ask."""

@@ -37,6 +37,7 @@ from grpo_trainer.losses import BatchCounts
 from grpo_trainer.parallel.world import World
 from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
+from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import VersionOffset, VersionOffsets
 from grpo_trainer.watchdog import StepWatch
@@ -320,6 +321,20 @@ def test_an_end_that_can_not_be_saved_says_both() -> None:
     fakes: Any = Fakes(True, True, faults=faults)
     with pytest.raises(TrainingError, match=r"^batchless\b.*\b1\b.*\bOSError: disk full\b"):
         run(fakes, 2)
+
+
+@pytest.mark.parametrize("is_common", [True, False])
+def test_after_a_save_that_failed_in_one_process_none_waits_for_it(is_common: bool) -> None:
+    world, end = World(1, 2), StoppedError(15)
+    error = OSError("disk full") if is_common else MemoryError("no room")
+
+    def fail(_: Progress) -> None:
+        raise world.common(error) if is_common else error
+
+    checkpoints: Any = SimpleNamespace(save=fail, safe_path=None)
+    state = RunState(Progress(), Progress(1, 1), None)
+    save_on_exit(world.common(end), state, checkpoints, lambda _: None, world)
+    assert world.is_common(end) == is_common
 
 
 def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped() -> None:

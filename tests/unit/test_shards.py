@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from grpo_trainer.alignment import proof
 from grpo_trainer.alignment.proof import WeightChange
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -34,6 +35,7 @@ from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import World
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
+from vllm_server.protocol import PROOF_VERSION
 
 CPU = torch.device("cpu")
 ROLLOUTS = batch(
@@ -210,6 +212,29 @@ def test_the_change_of_a_proof_is_made_in_a_shard_and_undone() -> None:
     first = rows["model.layers.0.self_attn.q_proj.weight"]
     assert first.tolist() == [True] * (len(first) // 2) + [False] * (len(first) // 2)
     assert all(torch.equal(each, before[name]) for name, each in own_weights(model).items())
+
+
+@pytest.mark.parametrize("is_common", [True, False])
+def test_the_change_of_a_proof_is_undone_by_all_processes_or_none(
+    monkeypatch: pytest.MonkeyPatch, is_common: bool
+) -> None:
+    """A process that fails alone would wait for the others, which are in another operation."""
+    written: list[int] = []
+
+    @contextlib.contextmanager
+    def writing(version: int) -> Iterator[None]:
+        written.append(version)
+        yield
+
+    monkeypatch.setattr(proof, "enlarge", lambda *_: None)
+    model, world = cut_model(FUSED), World(0, 2)
+    draw_weights(model, seed=3)
+    error = MemoryError("no room")
+    if is_common:
+        world.common(error)
+    with pytest.raises(MemoryError), WeightChange(model, 7, writing, world).made([[5, 6, 7, 8]], move=0.1):
+        raise error
+    assert written == [PROOF_VERSION, *([7] if is_common else [])]
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
