@@ -8,7 +8,6 @@ child that watches itself is never too late, however slow the test is. Nothing i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_all_weights
 from grpo_trainer.policy import AllWeights, Policy, build_policy
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from tests.processes import ROOT, tail
 from tests.rollout_api import ServerProcess
 from tests.runs import rows
@@ -46,26 +44,17 @@ from tests.unit.tiny_lora import VOCAB, save_tiny
 # the training process ----------------------------------------------------------------------------------------
 
 
-class NoBridge(contextlib.nullcontext[Any]):
+class NoBridge(WeightBridge):
     """A server that takes every version and is never asked."""
 
-    def connect(self, version: int) -> int:
-        return version
+    def connect(self, policy_version: int) -> int:
+        return policy_version
 
     def prove(self) -> None:
         return None
 
-    def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def publish(self, version: int) -> Published:
         return Published(version, "nobody", {})
-
-    def welcome(self) -> None:
-        pass
-
-    def __enter__(self) -> NoBridge:
-        return self
 
 
 def policy_of(config: TrainConfig, *_: Any) -> Policy:
