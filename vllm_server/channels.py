@@ -158,7 +158,7 @@ class Channels:
         for rank, answer in enumerate(answers):
             if "refused" in answer:
                 got, fix = f"worker {rank}: {answer['refused']}", "see the trainer's log, or open the channel again"
-                raise ServeError(422, part, got, "tensors of the served model", fix)
+                raise ServeError(422, part, got, "tensors of the served model, where this worker reaches them", fix)
         return answers
 
 

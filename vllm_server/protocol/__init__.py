@@ -195,8 +195,8 @@ class PauseRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class BridgeStatus(msgspec.Struct, frozen=True):
-    """Answer of `/bridge/pause`, `/bridge/resume`, `/bridge/sleep`, `/bridge/wake_up`, `/bridge/weights/close` and
-    `/lora/channel/close`."""
+    """Answer of `/bridge/pause`, `/bridge/resume`, `/bridge/sleep`, `/bridge/wake_up` and
+    `/channels/close`."""
 
     status: Literal["paused", "resumed", "asleep", "awake", "closed"]
 
