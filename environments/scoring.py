@@ -179,7 +179,9 @@ async def limited(seconds: float, work: Awaitable[T], late: Callable[[], Excepti
     async def run() -> T:
         try:
             return await work
-        except (KeyboardInterrupt, SystemExit) as error:  # they would end the event loop
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # it would end the process: an interrupt, or a panic of a library in Rust
             raise as_exception(error) from error
 
     task, why = asyncio.create_task(run()), LATE

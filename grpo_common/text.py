@@ -68,7 +68,10 @@ class PrintableRecords(logging.Filter):
             parts = record.args if isinstance(record.args, tuple) else ()
             record.args = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
         else:
-            text = record.getMessage()
+            try:
+                text = record.getMessage()
+            except Exception:  # arguments that do not fit: logging prints them with the call, and raises nothing
+                return True
             one_line = record.name.startswith(self._ours)
             record.msg, record.args = printable(text.rstrip(), None) if one_line else printable_lines(text), None
         vars(record).pop("color_message", None)  # uvicorn's second form of the message, with the same arguments

@@ -59,7 +59,7 @@ class ListedServers:
     Args:
         config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
             it, the servers are those of its `base_url`, and none leaves or joins.
-        patience: seconds that the list may be empty, or that no server may answer a request.
+        patience: seconds that the list may be empty, or that no server may answer a request after the first did not.
     """
 
     def __init__(self, config: ServerConfig, *, patience: float) -> None:
@@ -87,7 +87,7 @@ class ListedServers:
         await asyncio.gather(*self._closing, *(server.client.close() for server in self._servers.values()))
 
     async def _ask(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
-        began = time.monotonic()
+        since: float | None = None  # an answer may take longer than the patience
         while True:
             server, limit = await self._free_server(), asyncio.timeout(None)
             server.requests[limit] = n
@@ -100,7 +100,9 @@ class ListedServers:
                 if not limit.expired():
                     raise
             except PeerGone as gone:
-                if (now := time.monotonic()) - began >= self._patience:
+                now = time.monotonic()
+                since = now if since is None else since
+                if now - since >= self._patience:
                     summary = f"not done within {self._patience:.0f} s"
                     raise PeerGone(summary, field=gone.field, got=gone.got) from None
                 if not server.ask_at:

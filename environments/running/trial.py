@@ -153,11 +153,11 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         closing, env = env, None
         await closing.close()
         return found
-    except NeedsServer:
-        return f"{report().step} asks a server, where the trial ends"
-    except UserError as error:
-        raise ConfigError.of(error.problems) from error
     except Exception as error:
+        if _needs_server(error):
+            return f"{report().step} asks a server, where the trial ends"
+        if isinstance(error, UserError):
+            raise ConfigError.of(error.problems) from error
         raise user_code_failed(error, report().step) from error
     finally:
         if env is not None:
@@ -171,11 +171,21 @@ async def _try_evaluation(env: BaseEnv[Any, Any]) -> str:
     try:
         metrics = await env.evaluate()
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, EnvironmentFailed) else error
-        if isinstance(cause, NeedsServer):
+        if _needs_server(error):
             return ""
-        raise cause or error from None
+        raise (error.__cause__ if isinstance(error, EnvironmentFailed) else None) or error from None
     return f"; evaluate() returns {', '.join(map(str, metrics))}"
+
+
+def _needs_server(error: BaseException | None) -> bool:
+    """Return whether a request to a server is behind an error, which the user's code may have wrapped or grouped."""
+    seen: list[BaseException] = []  # a cause may have its effect as its context
+    while error is not None and error not in seen:
+        if isinstance(error, NeedsServer | BaseExceptionGroup):
+            return isinstance(error, NeedsServer) or all(map(_needs_server, error.exceptions))
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def _try_items(env: BaseEnv[Any, Any]) -> str:

@@ -352,6 +352,8 @@ async def raises(task, client):
     raise ValueError("mine")
 async def exits(task, client):
     sys.exit(3)
+async def panics(task, client):
+    raise type("Panic", (BaseException,), {})
 async def cancels(task, client):
     raise asyncio.CancelledError
 def stops(task, client):
@@ -387,8 +389,8 @@ async def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("leaves", RuntimeError), ("raises", ValueError), ("exits", RuntimeError), ("cancels", EpisodeFailed),
-     ("stops", RuntimeError), ("clings", EpisodeFailed)],
+    [("leaves", RuntimeError), ("raises", ValueError), ("exits", RuntimeError), ("panics", RuntimeError),
+     ("cancels", EpisodeFailed), ("stops", RuntimeError), ("clings", EpisodeFailed)],
 )  # fmt: skip
 async def test_functions_that_fail_lose_their_episode_alone(
     agents: Path, name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -192,6 +192,28 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     assert tried_here(asks, model, monkeypatch)["found"].endswith(" 0 and 0")
 
 
+WRAPS = """
+
+    async def evaluate(self):
+        import asyncio
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(20):
+                    group.create_task(self.complete("x", 1))
+        except Exception as error:
+            raise RuntimeError("no evaluation") from error
+"""
+
+
+def test_an_evaluation_that_needs_a_server_may_say_so_by_another_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tried_here(CAPITALS + WRAPS, model, monkeypatch)["found"].endswith(" 0 and 0")
+    wrong = WRAPS.replace("range(20)", "range(2)").replace('self.complete("x", 1)', "self.no_answer(1)")
+    (problem,) = tried_here(CAPITALS + wrong, model, monkeypatch)["problems"]
+    assert "evaluate()" in str(Problem(**problem))
+
+
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     (problem,) = tried(write("import os\nos._exit(7)\n"), model).problems
     assert problem.field == "--env mine.py" and "import" in problem.summary and "exit code 7" in problem.got

@@ -389,6 +389,20 @@ def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch:
     asyncio.run(scenario())
 
 
+async def test_a_server_that_fails_after_a_long_answer_has_begun_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Server):
+        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+            await asyncio.sleep(0.1)
+            raise PeerGone("not done within 0 s", field=self.url, got="refused")
+
+    good = Server(B)
+    good.let.set()
+    several = named([Slow(A), good], monkeypatch)
+    monkeypatch.setattr(several, "_patience", 0.01)
+    assert (await several.generate([1], 1, ONE))[0].text == B
+    await several.close()
+
+
 def test_several_servers_are_named_with_commas() -> None:
     config = ServerConfig(base_url="http://a:9001/v1/, http://b:9002/v1", model_name="m")
     assert config.base_url == "http://a:9001/v1,http://b:9002/v1"

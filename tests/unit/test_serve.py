@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -282,6 +283,14 @@ def test_logs_on_a_terminal_have_their_arguments() -> None:
     record = logging.makeLogRecord({"name": "uvicorn.error", "msg": "[%d]", "args": (7,), "color_message": "<%d>"})
     assert PrintableRecords("uvicorn").filter(record)
     assert DefaultFormatter("%(message)s", use_colors=True).format(record) == "[7]"
+
+
+def test_logs_with_wrong_arguments_raise_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    handler, logger = logging.StreamHandler(io.StringIO()), logging.Logger("vllm.grpo")
+    handler.addFilter(PrintableRecords("vllm.grpo"))
+    logger.addHandler(handler)
+    logger.log(logging.WARNING, *("%d of %d", 7))
+    assert "%d of %d" in capsys.readouterr().err
 
 
 def test_every_route_of_the_protocol_has_one_handler() -> None:
