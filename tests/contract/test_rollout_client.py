@@ -61,8 +61,8 @@ def do_nothing() -> None: ...
 
 def feed(
     api: Api, *, check_stop: Callable[[], None] = do_nothing, at: Progress | None = None, **options: object
-) -> BatchFeed:
-    """Registered, and one batch at a time unless `prefetch` is given."""
+) -> Any:
+    """A feed that is registered, and has one batch at a time unless `prefetch` is given."""
     progress = at or Progress()
     config = RolloutConfig.model_validate({"atropos_url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
     client = RolloutClient(config, registration(BATCH, **RUN, starting_step=progress.step), check_stop)
@@ -81,7 +81,7 @@ def trained(batch: ReadyBatch) -> list[int]:
     return sorted(int(sequence.tokens_T[-1]) for sequence in batch.sequences)
 
 
-def finish(rollouts: BatchFeed, batch: ReadyBatch, step: int) -> None:
+def finish(rollouts: Any, batch: ReadyBatch, step: int) -> None:
     """Trained, and on the disk."""
     done = rollouts.trained(batch)
     rollouts.report(step)
@@ -420,7 +420,7 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
     ]
     httpx.post(api.url + "/scored_data_list", json=groups, trust_env=False, timeout=60).raise_for_status()
 
-    def take_all(rollouts: BatchFeed) -> list[list[list[int]]]:
+    def take_all(rollouts: Any) -> list[list[list[int]]]:
         taken = []
         for step in range(1, count + 1):
             batch = rollouts.next(0, last=True)

@@ -131,7 +131,9 @@ def test_a_batch_that_was_made_ready_lies_in_page_locked_memory(packed: bool) ->
     device = torch.device("cuda", torch.cuda.current_device())
     make = partial(ready, config=CONFIG, packed=packed)
     with BatchFeed(client, RolloutConfig(), GroupFilter(None, str), make, lambda: None, device) as feed:
-        (microbatch,) = feed.next(0, last=True).microbatches
+        found = feed.next(0, last=True)
+    assert found is not None
+    (microbatch,) = found.microbatches
     assert microbatch.tokens_BT.is_pinned() and microbatch.advantages_N.is_pinned()
     if packed:
         assert microbatch.packed is not None

@@ -166,6 +166,23 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
     assert fakes.metrics == [1, 2, 3]
 
 
+def test_servers_that_come_are_let_in_while_a_batch_is_waited_for() -> None:
+    """After the copy of weights for a checkpoint: the proof of a server changes them."""
+
+    class News(Fakes):
+        def next(self, version: int, *, last: bool) -> Any:
+            self.meet("wait")
+            return None if self.calls["wait"] == 1 else super().next(version, last=last)
+
+        def welcome(self) -> None:
+            self.events.append("welcome")
+
+    fakes: Any = News(True)
+    fakes.optimizer = SimpleNamespace(wait_for_copy=lambda: fakes.events.append("copied"))
+    run(fakes, 1)
+    assert fakes.events[3:7] == ["clock", "copied", "welcome", "last batch 5"]
+
+
 def said_of(end: BaseException) -> set[str]:
     """The words that reach the user."""
     return set(re.findall(r"[^\s;,.:]+", " ".join([str(end), *getattr(end, "__notes__", ())])))

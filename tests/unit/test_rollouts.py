@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -183,9 +184,10 @@ class Api:
         return f"environment sums_{env_id}"
 
 
-def feed(api: Any) -> BatchFeed:
+def feed(api: Any, config: RolloutConfig | None = None, **others: Any) -> Any:
+    config = config or RolloutConfig(prefetch=False)
     groups = GroupFilter(VOCAB, api.environment_name, CONFIG.seq_len)
-    return BatchFeed(api, RolloutConfig(prefetch=False), groups, lambda one: ready(one, CONFIG), lambda: None)
+    return BatchFeed(api, config, groups, lambda one: ready(one, CONFIG), lambda: None, **others)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[Any]:
@@ -207,6 +209,27 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     ((problem,),) = warned(caplog)
     assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
     assert Trainer(TinyModel(), CONFIG).step(first, 0).updated
+
+
+def test_a_wait_that_is_interrupted_goes_on_with_the_same_lease_and_counts() -> None:
+    poison, arrives = UNFIT[0][0], threading.Event()
+
+    class Slow(Api):
+        def lease(self, check_stop: Any) -> RolloutBatch:
+            leased = super().lease(check_stop)
+            assert leased.groups != (poison, GOOD) or arrives.wait(60)
+            return leased
+
+    api: Any = Slow(iter([(poison, poison), (poison, GOOD)]))
+    with feed(api, is_needed=lambda: True) as batches:
+        while not api.dropped:
+            assert batches.next(0) is None
+        assert batches.next(0) is None
+        arrives.set()
+        while (found := batches.next(0)) is None:
+            pass
+    assert found.rollouts.groups == (GOOD,) and len(api.dropped) == 1
+    assert reduce(found.metrics)["rollout/refused_groups"] == 3
 
 
 def test_each_environment_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -281,8 +304,7 @@ def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
 def test_a_batch_that_was_fetched_ahead_weighs_by_the_version_that_trains_on_it() -> None:
     api: Any = Api(iter([(group(3, 3),), (group(2, 2),)]))
     config = RolloutConfig(prefetch=True, max_staleness=1, on_stale="downweight")
-    groups = GroupFilter(VOCAB, api.environment_name)
-    with BatchFeed(api, config, groups, lambda one: ready(one, CONFIG), lambda: None) as batches:
+    with feed(api, config) as batches:
         batches.next(3)  # fetches the next batch for version 4, at which it is 2 versions old: 1 / 2
         again = batches.next(3, last=True)  # the step was skipped, so it is 1 version old
     assert [one.share for one in again.sequences] == [1.0, 1.0]
