@@ -184,7 +184,11 @@ def _file(field: str, path: Path) -> Data:
         rows = _json_rows(field, {"": path}, whole=whole)
     elif kind in TABLE_ENDS:
         options = {"data_files": str(path.absolute()), "split": "train", **_options_of([path])}
-        rows = _table_rows(field, _load(field, lambda library: library.load_dataset(TABLE_ENDS[kind], **options), path))
+
+        def load(library: Any, **parser: str) -> Any:
+            return library.load_dataset(TABLE_ENDS[kind], **options, **parser)
+
+        rows = _table_rows(field, _load_table(field, load, path, [path]))
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
         raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
@@ -207,11 +211,14 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
         rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
     else:
 
-        def load(library: Any) -> Any:
+        def load(library: Any, **parser: str) -> Any:
             options = {} if cards else _options_of(files)
-            return library.load_from_disk(source) if saved else library.load_dataset(source, subset, **options)
+            return (
+                library.load_from_disk(source) if saved else library.load_dataset(source, subset, **options, **parser)
+            )
 
-        table, part = _split_of(field, _load(field, load, path), split, split_flag)
+        loaded = _load_table(field, load, path, [] if cards or saved else files)
+        table, part = _split_of(field, loaded, split, split_flag)
         rows = _table_rows(field, table)
     return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
 
@@ -335,6 +342,21 @@ def _decode(text: bytes) -> Any:
 
 
 # ---------------------------------------------------------------- the library `datasets`
+
+
+def _load_table(field: str, load: Callable[..., Any], path: Path, files: Sequence[Path]) -> Any:
+    """Return what `_load` returns. pandas reads a CSV file in pieces of 2^18 rows or less, each with its own types;
+    where these differ, its slower parser reads all rows at once.
+    """
+    try:
+        return _load(field, load, path)
+    except ConfigError as error:
+        chain, cause = "", error.__cause__
+        while cause is not None:
+            chain, cause = f"{chain} {type(cause).__name__}", cause.__cause__
+        if "Arrow" not in chain or not _options_of(files):
+            raise
+        return _load(field, lambda library: load(library, engine="python"), path)
 
 
 def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:

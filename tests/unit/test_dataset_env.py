@@ -479,7 +479,10 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
 
 
 def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> None:
-    """The library `datasets` decides by the first 10,000 rows, and names no row in its error."""
+    """`datasets` decides by the first 10,000 rows and names no row in its error; pandas decides by 2^18 rows."""
+    (tmp_path / "longer.csv").write_text("prompt,answer\n" + "a,1\n" * 2**19 + "b,many\n")
+    data = opened(tmp_path / "longer.csv")
+    assert (data.rows[0]["answer"], data.rows[2**19]["answer"]) == ("1", "many")
     (folder := tmp_path / "rows").mkdir()
     (folder / "long.csv").write_text("prompt,answer\n" + "a,1\n" * 20_000 + "b,many\n")
     for path in (folder / "long.csv", folder):
