@@ -231,6 +231,7 @@ def _end(pytest: subprocess.Popen[bytes]) -> None:
 
 def _end_with_parent() -> None:
     """Have the kernel interrupt this pytest when the thread that started it ends, however it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background ignores it
     LIBC.prctl(1, signal.SIGINT)  # 1: PR_SET_PDEATHSIG
 
 

@@ -74,8 +74,9 @@ class OddEnv(ArithmeticEnv):
         return group
 
     async def evaluate(self) -> dict[str, float]:
-        if self.config.blocked_once is not None and not self.config.blocked_once.exists():
-            self.config.blocked_once.touch()
+        blocked_once = self.config.blocked_once
+        if self._is("hostile") and blocked_once is not None and not blocked_once.exists():
+            blocked_once.touch()
             time.sleep(3600)
         return await super().evaluate()
 

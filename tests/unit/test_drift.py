@@ -32,7 +32,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
-from grpo_trainer.loop import run_steps
+from grpo_trainer.loop import Desk, run_steps
 from grpo_trainer.metrics.types import Max, reduce
 from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.rollouts.groups import Sample
@@ -310,7 +310,7 @@ def test_stop_gives_the_batch_back_and_saves_a_checkpoint() -> None:
 
     one, fakes = trainer(), cast(Any, Drifted())
     with pytest.raises(DriftError, match=r"\b4\b.*\bcheckpoint\b.*--resume auto"):
-        run_steps(one.config, Progress(4, 7), one, fakes, fakes, fakes, fakes)
+        run_steps(one.config, Progress(4, 7), one, fakes, Desk(fakes, fakes), fakes)
     assert fakes.events == ["prove", "publish 7", "begin at 4", "clock", "release b", "stop 4/7", "settle "]
 
 

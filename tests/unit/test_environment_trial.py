@@ -99,8 +99,7 @@ def test_the_smallest_environment_makes_a_group() -> None:
     server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
     env = namespace["Capitals"](base.BaseEnvConfig(tokenizer_name="demo", group_size=2), server, tokenizer)
     group = asyncio.run(env.scored(("France", "Paris")))
-    assert group is not None and group.scores == [1.0, 0.0]  # it says Paris, then Rome
-    assert env.sampling(room=100).max_tokens == 32 and env.name == "capitals"
+    assert group is not None and group.scores == [1.0, 0.0] and env.name == "capitals"
     assert asyncio.run(env.evaluate()) == {}
 
 
@@ -410,6 +409,7 @@ async def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
     await settled(env.setup())
     group = await env.collect_trajectories({"country": "France", "capital": "Paris"})
     assert group is not None and group.scores == [1.0, 0.0]
+    assert env.sampling(room=100).max_tokens == 32
 
 
 @pytest.mark.parametrize(("said", "heard"), [("20", "Higher."), ("90", "Lower."), ("50", None), ("what?", None)])

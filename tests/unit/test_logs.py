@@ -41,7 +41,7 @@ from grpo_trainer.logs.console import (
 )
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.logs.sinks import TensorBoardSink, TrackioSink, WandbSink, build_metric_log, run_id
-from grpo_trainer.loop import run_steps
+from grpo_trainer.loop import Desk, run_steps
 from grpo_trainer.metrics.rows import NewRows, a_sample, keep_steps, read_file
 from grpo_trainer.metrics.types import Mean
 from grpo_trainer.rollouts.groups import Group, Sample
@@ -460,7 +460,7 @@ def test_the_loop_logs_them_with_the_step(capsys: pytest.CaptureFixture[str]) ->
 
     fakes: Any = FakesWithSamples(True, True)
     two = TrainConfig(model_name="m", training_steps=2)
-    run_steps(two, Progress(0, 0), fakes, fakes, fakes, fakes, fakes, fakes)
+    run_steps(two, Progress(0, 0), fakes, fakes, Desk(fakes, fakes, fakes), fakes)
     seen = [event for event in fakes.events if event.startswith(("samples", "choose")) or event == "write"]
     assert seen == ["choose", "write", "samples 1", "choose", "write", "samples 2"]
     assert capsys.readouterr().out.count("of step") == 1, "only the first"
