@@ -219,6 +219,22 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=N
 
 
 @story
+async def test_fence_lets_a_request_wait_on_if_the_next_update_begins_before_it_wakes() -> None:
+    """The state machine meets this only now and then: nothing may run between the two updates."""
+    fence = fence_on(Engine())
+    first = await fence.begin(begin())
+    waiting = asyncio.create_task(fence.passage())
+    await asyncio.sleep(0)
+    await fence.end(end(first.token))
+    second = await fence.begin(begin())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await fence.end(end(second.token, 2))
+    await waiting
+
+
+@story
 async def test_fence_lets_requests_wait_from_when_the_engine_is_held_and_ends_once() -> None:
     fence = fence_on(engine := Engine())
     engine.gate.clear()
