@@ -122,7 +122,7 @@ CHANGING = frozenset(
 """vLLM's routes, most of them of its development mode, that change the engine under a trainer."""
 
 ADAPTERS = {"/v1/load_lora_adapter": "lora_name", "/v1/unload_lora_adapter": "lora_name", "/adapters": "name"}
-"""vLLM's routes for adapters of its own, and the key of the name. With a version's name they would write other weights
+"""vLLM's own routes for adapters, and the key of the name. With a version's name they would write other weights
 into its slot, or take the name away. `DELETE /adapters/NAME` has it in the path."""
 
 

@@ -333,7 +333,7 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
 
 
 def _portable(outcome: tuple[Any, Exception | None]) -> tuple[Any, Exception | None]:
-    """Return an outcome whose error other processes can read; one that can't be sent is told in words."""
+    """Return an outcome whose error other processes can read; an error that can't be pickled becomes its text."""
     value, error = outcome
     try:
         pickle.loads(pickle.dumps(error))
