@@ -217,8 +217,7 @@ def doctor(
     """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
     from rich.console import Console
 
-    from grpo_trainer.doctor import command
-    from grpo_trainer.doctor.checks import examine
+    from grpo_trainer.doctor import checks
     from grpo_trainer.machine import look
 
     run_config: RunConfig | ConfigError | None = None
@@ -228,12 +227,12 @@ def doctor(
         except ConfigError as error:
             run_config = error
     with stopped_at_once():  # it ends the processes that it has started
-        findings, memory = examine(look(), run_config)
+        findings, memory = checks.examine(look(), run_config)
     if as_json:
-        typer.echo(command.as_json(findings, memory))
+        typer.echo(checks.as_json(findings, memory))
     else:
-        command.print_findings(findings, memory, Console())
-    raise typer.Exit(1 if command.fails(findings) else 0)
+        checks.print_findings(findings, memory, Console())
+    raise typer.Exit(1 if checks.fails(findings) else 0)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -378,25 +377,16 @@ def _become(module: str, arguments: list[str], called: str | None = None) -> Non
 
 
 def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
-    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't.
-
-    A trainer that is started by hand also names the commands of what is not there yet; it waits for it.
-    """
+    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
     from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
-    from grpo_trainer.launch.by_hand import commands_to_start
-    from grpo_trainer.machine import look
 
-    log = logging.getLogger(__name__)
     if by_hand:
         refuse_missing(config.model_name)
         warn_of_lr(config)
     found = refuse_without_room(config, config.save_path, "--save-path", on_gpu=config.device != "cpu")
     if found.status == "warn":
         text = "the disk will be full before the last step: got %s, wanted %s; %s"
-        log.warning(text, found.got, found.wanted, found.fix)
-    for missing, commands in (commands_to_start(config, on_gpu=look().on_gpu) if by_hand else {}).items():
-        lines = "".join(f"\n    {command}" for command in commands)
-        log.warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
+        logging.getLogger(__name__).warning(text, found.got, found.wanted, found.fix)
 
 
 def _in_utf8() -> None:

@@ -11,8 +11,8 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,13 +25,13 @@ from grpo_trainer.config.run import GPUS_PER_NODE
 from grpo_trainer.doctor.before_start import refuse_missing
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
-from grpo_trainer.launch.places import NO_PLACES, Node, place_run, trainer_names
+from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
-from grpo_trainer.machine import Machine, look
-from grpo_trainer.memory import GB, Server, Setup
-from grpo_trainer.model.shape import ModelShape, shape_of
+from grpo_trainer.machine import look
+from grpo_trainer.memory import Server
+from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
@@ -50,8 +50,6 @@ class PlannedProcess:
     """Numbers of its GPUs among the visible ones; empty: it uses none."""
     port: int | None
     """Where it listens; None: nowhere."""
-    memory: int | None
-    """Estimated bytes on each of its GPUs, or of main memory; None: not known."""
     command: tuple[str, ...]
     """Its command line; values of secret flags are hidden."""
     variables: tuple[str, ...]
@@ -72,8 +70,8 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
     refuse_missing(config.trainer.model_name)
-    machine, shape = look(), shape_of(config.trainer.model_name)
-    config = chosen(config, machine, shape)
+    machine = look()
+    config = chosen(config, machine, shape_of(config.trainer.model_name))
     missing: list[str] = []
     if config.options.cluster:
         try:
@@ -89,10 +87,8 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
         problems = check(config, hardware_of(machine, on_gpu=on_gpu))
         missing = [] if check(config, Hardware(on_gpu=True)) else [str(problem) for problem in problems]
         on_gpu = on_gpu or bool(missing)
-    here = None if missing else machine
-    plan = planned(config, ports, places, on_gpu=on_gpu, machine=here)
-    memory = memory_by_process(config, shape, machine) if here and on_gpu == machine.on_gpu else {}
-    return [*rows_of(config, plan, memory, on_gpu=on_gpu)], missing
+    plan = planned(config, ports, places, on_gpu=on_gpu, machine=None if missing else machine)
+    return [*rows_of(config, plan, on_gpu=on_gpu)], missing
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
@@ -113,7 +109,7 @@ def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence
     return job
 
 
-def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_gpu: bool) -> Iterator[PlannedProcess]:
+def rows_of(config: RunConfig, plan: RunPlan, *, on_gpu: bool) -> Iterator[PlannedProcess]:
     """Yield a row for each process of a plan, and for the servers that its trainer starts."""
     head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
 
@@ -124,7 +120,6 @@ def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_g
             spec.place.node.name if spec.place.node else head,
             _gpus(config, spec) if on_gpu else (),
             plan.ports.get("trainers" if spec.name == "trainer" else spec.name),
-            memory.get(spec.name),
             redacted_arguments(spec.argv),
             tuple(sorted(spec.env)),
             started_by,
@@ -156,27 +151,6 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     return ()
 
 
-def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Machine) -> dict[str, int]:
-    """Return the estimated bytes of trainers and servers, by the memory plan of `grpo doctor`.
-
-    They are the bytes on one of a process's GPUs, where all have the same, or those of main memory.
-    """
-    if shape is None:
-        return {}
-    setup, ranks = Setup.of(config, shape, machine), config.options.trainer_gpus
-    if config.options.cluster and machine.on_gpu:  # each server has its own GPUs, or one with the trainer
-        first = 0 if config.trainer.shares_weights else ranks
-        placed = tuple(range(first, first + setup.server.workers))
-        setup = replace(setup, server=replace(setup.server, placed=placed))
-    held: dict[str, dict[int, int]] = {"trainer": {}, "server": {}}  # by owner and device
-    for row in setup.plan().rows:
-        held[row.owner][row.device] = held[row.owner].get(row.device, 0) + row.nbytes
-    trainers, server = [size for _, size in sorted(held["trainer"].items())], next(iter(held["server"].values()))
-    if not machine.on_gpu:  # a CPU's rows are those of all ranks and servers
-        trainers, server = [trainers[0] // ranks] * ranks, server // config.server.replicas
-    return {**dict(zip(trainer_names(ranks), trainers, strict=True)), **dict.fromkeys(config.server.names, server)}
-
-
 def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: Console) -> None:
     """Print a table, each process's command line below it, and what this machine lacks."""
     table = Table(box=None, pad_edge=False)
@@ -184,11 +158,9 @@ def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: 
     for column in ("process", "node", "GPUs"):
         table.add_column(column)
     table.add_column("port", justify="right")
-    table.add_column("GB on each GPU" if any(row.gpus for row in rows) else "GB", justify="right")
     for row in rows:
         gpus, port = ",".join(map(str, row.gpus)), str(row.port or "")
-        size = "" if row.memory is None else f"{row.memory / GB:.1f}"
-        table.add_row(str(row.stage), row.name, row.node, gpus, port, size)
+        table.add_row(str(row.stage), row.name, row.node, gpus, port)
     console.print(table)
     for row in rows:
         by = f" (started by {row.started_by})" if row.started_by else ""
@@ -197,13 +169,13 @@ def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: 
     for what in missing:
         console.print(f"\nnot here: {what}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(
-        "\nnothing was started. Memory is an estimate; a port that was to be any free one may differ in the run",
+        "\nnothing was started. A port that was to be any free one may differ in the run",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def as_json(rows: Sequence[PlannedProcess], missing: Sequence[str]) -> str:
-    """Return one object: `{"processes": [...], "missing": [...]}` with the attributes of `PlannedProcess`, memory in
-    bytes; and a text for each thing that a run needs and that is not here."""
+    """Return one object: `{"processes": [...], "missing": [...]}` with the attributes of `PlannedProcess`; and
+    a text for each thing that a run needs and that is not here."""
     return json.dumps({"processes": [asdict(row) for row in rows], "missing": list(missing)})

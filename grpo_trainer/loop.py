@@ -235,7 +235,7 @@ def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
 def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
     """Write a step's row of metrics; after the first step, report how long the start took."""
     desk.metrics.log(step, *rows)
-    report_start(config.log_dir, _say)
+    report_start(_say)
 
 
 def settle(desk: Desk, progress: Progress, checkpoints: Checkpoints | None = None) -> None:

@@ -9,7 +9,7 @@ The trainer counts its own parameters by `update_bytes`, `head_bytes` and `gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,8 +42,6 @@ STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
 """Bytes of optimizer states for each trained number: two in fp32, or in 8 bits with an fp32 scale for each 256."""
 SHARES = tuple(round(0.1 + 0.05 * n, 2) for n in range(17))
 """Of a GPU, what `--server.gpu-memory-utilization` is tried with."""
-USEFUL = 0.01
-"""A hint must save this part of a device's memory to be proposed together with others."""
 NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine with more memory"
 
 
@@ -235,16 +233,6 @@ class Server:
     def workers(self) -> int:
         return self.parts * self.replicas
 
-    @property
-    def wanted_by(self) -> str:
-        """The options that ask for more than one GPU."""
-        names = {
-            "--server.tensor-parallel-size": self.tensor_parallel,
-            "--server.pipeline-parallel-size": self.pipeline_parallel,
-            "--server.data-parallel-size or --server.replicas": self.replicas,
-        }
-        return " and ".join(name for name, degree in names.items() if degree > 1)
-
 
 @dataclass(frozen=True)
 class MemoryRow:
@@ -267,8 +255,10 @@ class MemoryPlan:
     max_model_len: int
     recomputed: tuple[int, int]
     """Layers whose activations are recomputed in the backward pass, of how many."""
-    saved: Mapping[int, int]
-    """By device, the bytes that a trainer which chooses this number would save by recomputing all layers."""
+    least: int
+    """Bytes on the tightest of the trainer's devices if a trainer that may choose recomputes all layers."""
+    tightest: int
+    """That device."""
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -284,16 +274,6 @@ class MemoryPlan:
         return self.least > NEARLY_FULL * self.devices.total
 
     @property
-    def least(self) -> int:
-        """Bytes on the tightest device if all layers are recomputed."""
-        return self._least(self.tightest)
-
-    @property
-    def tightest(self) -> int:
-        """The trainer's device with the least room left if all layers are recomputed."""
-        return max(self.saved, key=self._least)
-
-    @property
     def fits(self) -> bool:
         """Whether it works, with room for a wrong estimate."""
         return not self.problems and not self.is_tight
@@ -301,9 +281,6 @@ class MemoryPlan:
     def largest_rows(self, device: int) -> list[MemoryRow]:
         """Return the three largest parts of what lies on a device."""
         return sorted((row for row in self.rows if row.device == device), key=lambda row: -row.nbytes)[:3]
-
-    def _least(self, device: int) -> int:
-        return self.used(device) - self.saved[device]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -345,7 +322,7 @@ class Setup:
     def plan(self) -> MemoryPlan:
         """Lay out a run's memory."""
         rows, kv_tokens = self._server_rows()
-        recomputed, saved = 0, {}
+        recomputed, saved = 0, dict[int, int]()  # by device: bytes that recomputing all layers would save
         _, _, number = self.config.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
         several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
@@ -358,14 +335,11 @@ class Setup:
             spare = parts["activations"] - self._activations(self.model.layers) if self.chooses else 0.0
             saved[device] = max(0, int(spare))
             rows += [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
-        return MemoryPlan(
-            rows=tuple(rows),
-            devices=self.devices,
-            kv_tokens=kv_tokens,
-            max_model_len=self.server.max_model_len,
-            recomputed=(recomputed, self.model.layers),
-            saved=saved,
-        )
+        least = {device: sum(row.nbytes for row in rows if row.device == device) - saved[device] for device in saved}
+        tightest = max(least, key=least.__getitem__)
+        recomputation = recomputed, self.model.layers
+        longest = self.server.max_model_len
+        return MemoryPlan(tuple(rows), self.devices, kv_tokens, longest, recomputation, least[tightest], tightest)
 
     def _server_rows(self) -> tuple[list[MemoryRow], int]:
         """The server's rows on each of its devices, and the tokens of its cache."""
@@ -428,20 +402,13 @@ class Setup:
 
 
 def advice(setup: Setup) -> str:
-    """Return what makes a run fit, at most three ways: hints that do alone, and before them the first ones together."""
-    ways = [flags for flags, changed in hints(setup) if changed.plan().fits]
-    together, now = list[str](), setup
-    while not now.plan().fits:
-        least = now.plan().least - USEFUL * now.devices.total
-        useful = (hint for hint in hints(now) if hint[1].plan().fits or hint[1].plan().least < least)
-        flags, now = next(useful, ("", now))
-        if not flags or flags.split()[0] in {way.split()[0] for way in ways}:
-            together = []
-            break
-        if "--device" in flags:  # an earlier hint may have said another one
-            together = [hint for hint in together if "--device" not in hint]
-        together.append(flags)
-    ways = [" with ".join(together), *ways] if together else ways
+    """Return at most three ways to make a run fit: a hint, or a hint with another share for the server."""
+    ways: list[str] = []
+    for flags, changed in hints(setup):
+        if changed.plan().fits:
+            ways.append(flags)
+        elif (other := other_share(changed)) is not None:
+            ways.append(f"{flags} with --server.gpu-memory-utilization {other.server.gpu_share:g}")
     return "; or ".join(ways[:3]) or NOTHING_HELPS
 
 
@@ -454,7 +421,7 @@ def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
     on_servers, alone = config.shares_weights, setup.trainers == 1
     if last and alone and not on_servers and config.device != f"cuda:{last}":
         yield f"--device cuda:{last}", _with(setup, device=f"cuda:{last}")
-    if setup.on_gpu and (other := other_share(setup)) is not None:
+    if (other := other_share(setup)) is not None:
         yield f"--server.gpu-memory-utilization {other.server.gpu_share:g}", other
     if config.largest_pass > longest:
         smaller = _with(setup, max_tokens_per_microbatch=longest)
@@ -474,13 +441,14 @@ def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
-    """Return the setup with the share of a GPU for the server that is nearest to the present one and fits.
+    """Return the setup with the share of a GPU for the server that is nearest to the present one and fits; None: there
+    is none, as on a CPU.
 
     Args:
         smaller: larger shares are not tried.
     """
     present = now.server.gpu_share
-    shares = [share for share in SHARES if share < present or not smaller]
+    shares = [share for share in SHARES if now.on_gpu and (share < present or not smaller)]
     tried = (replace(now.server, gpu_share=share) for share in sorted(shares, key=lambda share: abs(share - present)))
     return next((setup for setup in (replace(now, server=server) for server in tried) if setup.plan().fits), None)
 

@@ -10,21 +10,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from grpo_common.status import OWN, TRAINED
-from grpo_trainer.files import replace_file
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "start.json"
-"""Name of the report in a run's folder; it is written after the first trained step."""
-REPORT_FORMAT = 1
-"""Number of the report's format."""
 SERVER = "server"
 """The phase in which a trainer waits for an inference server."""
 FIRST_STEP = "step"
@@ -155,49 +148,11 @@ def process_start() -> float:
     return time.time() - max(0.0, age)
 
 
-class StartReport(msgspec.Struct, frozen=True):
-    """Durations of one start: `start.json`, which the trainer writes and the supervisor completes."""
-
-    seconds: float
-    """From the command to the first trained step."""
-    phases: dict[str, float]
-    """Seconds of each of the trainer's phases, which sum to `seconds`."""
-    servers: dict[str, dict[str, float]] = {}
-    """For each server, `ready`: the seconds from its start to its first answer."""
-    format: int = REPORT_FORMAT
-
-
-def report_start(folder: Path, say: Callable[[str], None]) -> None:
-    """Report once, at the first trained step, how long the start took, and write that into the run's folder."""
-    seconds = START.end()
-    if seconds is None:
-        return
-    say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
-    phases = {name: round(taken, 3) for name, taken in seconds.items()}
-    try:
-        _write_report(folder / REPORT_FILE, StartReport(round(sum(seconds.values()), 3), phases))
-    except OSError as error:  # the run does not depend on the report
-        log.warning("could not write the report on the start: %s", error)
-    OWN.update(phase=TRAINED, since=time.time())
-
-
-def complete_report(path: Path, servers: dict[str, dict[str, float]]) -> None:
-    """Add the servers' times to the report that a trainer has written, if it has."""
-    if (report := read_report(path)) is not None:
-        with suppress(OSError):
-            _write_report(path, msgspec.structs.replace(report, servers=servers))
-
-
-def read_report(path: Path) -> StartReport | None:
-    """Return the report in a file; None: there is no such file, or it is no report."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=StartReport)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
-def _write_report(path: Path, report: StartReport) -> None:
-    replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1))
+def report_start(say: Callable[[str], None]) -> None:
+    """Say once, at the first trained step, how long the start took."""
+    if (seconds := START.end()) is not None:
+        say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
+        OWN.update(phase=TRAINED, since=time.time())
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -18,7 +17,7 @@ import tomli_w
 from rich.console import Console
 
 from environments.api.wire import STORE_FORMAT
-from grpo_common.formats import check_format, check_sqlite
+from grpo_common.formats import check_sqlite
 from grpo_common.http import address
 from grpo_common.locks import HeldError, hold
 from grpo_common.roster import FOLDER as SERVERS
@@ -27,6 +26,7 @@ from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
+from grpo_trainer.config.stored import write_record
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
@@ -44,8 +44,7 @@ from grpo_trainer.machine import Machine, look
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows
 from grpo_trainer.model.shape import shape_of
-from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, REPORT_FORMAT, process_start
-from grpo_trainer.record import write_record
+from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.run_defaults import chosen, described, planned_cache
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
 
@@ -216,7 +215,6 @@ def supervise(
         servers=config.roster,
         replanner=replanner,
         saves=saves,
-        report=config.run_dir / REPORT_FILE,
     )
     view = RunConsole(console, config.trainer.training_steps, lambda: supervisor.waits)
     where = {process.name: process.place.address for process in plan.processes}
@@ -257,8 +255,6 @@ def refuse_newer(config: RunConfig) -> None:
     for state in folder.glob(f"checkpoints/*/{STATE_FILE}"):
         with suppress(DamagedError):  # the trainer moves it aside
             read_state(state.parent)
-    with suppress(FileNotFoundError, ValueError, RecursionError):
-        check_format(str(folder / REPORT_FILE), json.loads((folder / REPORT_FILE).read_bytes()), REPORT_FORMAT)
     read_members(folder / SERVERS)
     read_served(folder / SERVERS)
     if config.store is not None:

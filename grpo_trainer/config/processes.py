@@ -44,11 +44,6 @@ class EnvironmentProcess(Section):
     data: dict[str, Any] = Field(default_factory=dict)
     rewards: tuple[Any, ...] = ()
 
-    @property
-    def reward_sources(self) -> list[str]:
-        """The files and modules of its reward functions."""
-        return settings_check.reward_sources(self.rewards)
-
 
 class ApiProcess(Section):
     """Rollout API."""

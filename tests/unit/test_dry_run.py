@@ -20,13 +20,10 @@ from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
-from grpo_trainer.memory import SERVER_CONTEXT
-from grpo_trainer.model.shape import ModelShape
 
 GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124}
-SHAPE = ModelShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True)
 CPU = Machine(python="3.11", memory=64 * GB)
 FOUR_GPUS = Machine(
     python="3.11", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
@@ -40,8 +37,7 @@ def a_run(**flags: Any) -> RunConfig:
 def rows(config: RunConfig, machine: Machine = CPU) -> dict[str, dry_run.PlannedProcess]:
     together = {"trainers": 7000} if config.options.trainer_gpus > 1 else {}
     plan = plan_run(config, {**PORTS, **together}, python="py", on_gpu=machine.on_gpu)
-    memory = dry_run.memory_by_process(config, SHAPE, machine)
-    return {row.name: row for row in dry_run.rows_of(config, plan, memory, on_gpu=machine.on_gpu)}
+    return {row.name: row for row in dry_run.rows_of(config, plan, on_gpu=machine.on_gpu)}
 
 
 def test_every_process_has_a_row_with_its_stage_port_and_command() -> None:
@@ -64,17 +60,6 @@ def test_gpus_of_servers_and_trainers() -> None:
     assert wide["server"].gpus == (0, 1, 2, 3) and wide["trainer"].gpus == (3,)
 
 
-def test_memory_is_that_of_each_process() -> None:
-    one, two = rows(a_run()), rows(a_run(server__replicas="2"))
-    assert one["api"].memory is None and one["trainer"].memory == two["trainer"].memory
-    assert one["server"].memory == two["server"].memory == two["server-2"].memory
-    assert one["server"].memory is not None and one["server"].memory > SHAPE.parameters * 4
-    on_gpu = rows(a_run(server__gpu_memory_utilization="0.5"), FOUR_GPUS)["server"].memory
-    # Its share, half of 140 GB, holds weights and cache; what CUDA takes is extra.
-    assert on_gpu == pytest.approx(0.5 * 140 * GB + SERVER_CONTEXT, rel=1e-6)
-    assert dry_run.memory_by_process(a_run(), None, CPU) == {}
-
-
 def test_servers_that_the_trainer_starts_have_rows_too() -> None:
     found = rows(a_run(weight_bridge_mode="none", server__replicas="2"))
     assert [(row.name, row.started_by) for row in found.values()] == [
@@ -84,21 +69,15 @@ def test_servers_that_the_trainer_starts_have_rows_too() -> None:
 
 
 def test_on_a_cluster_every_process_has_its_node_and_gpus_of_its_own() -> None:
-    config = a_run(cluster="auto", server__replicas="2", server__gpu_memory_utilization="0.5")
+    config = a_run(cluster="auto", server__replicas="2")
     nodes = [Node("n0", "10.0.0.1", 2, is_head=True), Node("n1", "10.0.0.2", 2)]
     places = place_run(config, nodes, on_gpu=True)
     plan = plan_run(config, PORTS, python="py", on_gpu=True, places=places)
-    memory = dry_run.memory_by_process(config, SHAPE, FOUR_GPUS)
-    found = {row.name: row for row in dry_run.rows_of(config, plan, memory, on_gpu=True)}
+    found = {row.name: row for row in dry_run.rows_of(config, plan, on_gpu=True)}
     assert {name: (row.node, row.gpus) for name, row in found.items()} == {
         "api": ("n0", ()), "env-arithmetic": ("n0", ()), "trainer": ("n0", (0,)), "server": ("n0", (1,)),
         "server-2": ("n1", (0,)),
     }  # fmt: skip
-    # A server has its share of a GPU to itself, and the trainer nothing of a server's.
-    assert (
-        found["server"].memory == found["server-2"].memory == pytest.approx(0.5 * 140 * GB + SERVER_CONTEXT, rel=1e-6)
-    )
-    assert found["trainer"].memory == dry_run.memory_by_process(a_run(device="cuda:1"), SHAPE, FOUR_GPUS)["trainer"]
 
 
 def test_no_secret_is_shown() -> None:

@@ -45,7 +45,6 @@ from grpo_trainer.logs.sinks import JsonlSink
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import adapter_state
-from grpo_trainer.phases import read_report
 from grpo_trainer.policy import Policy, SharedWeights, build_policy
 from grpo_trainer.report.read import read_run, read_series
 from grpo_trainer.report.runs import list_runs
@@ -117,7 +116,6 @@ def command(*words: object) -> None:
     [
         ("metrics.jsonl", numbered_2),
         ("samples.jsonl", numbered_2),
-        ("start.json", numbered_2),
         ("checkpoints/step_3/state.json", numbered_2),
         ("queue.sqlite", newer_sqlite),
         ("servers/members.json", write_numbered_2),
@@ -356,10 +354,7 @@ def test_rows_samples_and_options() -> None:
     assert unfinished.numbers("reward/mean") == [0.25, 0.4375, 0.375, 0.4375, 0.25]
 
 
-def test_start_roster_and_state_of_an_environment() -> None:
-    report = read_report(FINISHED / "start.json")
-    assert report is not None and (report.seconds, report.phases["imports"]) == (188.47, 47.365)
-    assert report.servers["server"]["ready"] == 104.351
+def test_roster_and_state_of_an_environment() -> None:
     url = "http://127.0.0.1:28911"
     assert read_members(FINISHED / "servers") == (Member("server", url, "this machine", "running", 1),)
     assert read_served(FINISHED / "servers") == {url: Served(1, 4, "")}

@@ -20,7 +20,7 @@ from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.before_start import Finding, fail, ok, warn
-from grpo_trainer.doctor.command import print_findings
+from grpo_trainer.doctor.checks import print_findings
 from grpo_trainer.errors import HungError, ServerError, StoppedError, TrainingError
 from grpo_trainer.launch.process import Process
 from grpo_trainer.logs.console import RunConsole, live_line, step_line, waits_line

@@ -20,7 +20,7 @@ from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, HungError, StoppedError
 from grpo_trainer.parallel.world import World
-from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, StartReport, Wait, read_report, report_start
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_start
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.watchdog import StepWatch
 from tests.processes import ROOT
@@ -217,29 +217,18 @@ def test_the_present_phase_is_what_the_trainer_waits_for() -> None:
     assert counted.waits() == []
 
 
-def test_what_a_start_took_is_written_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_start_took_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Phases(Clock(4, 9))
     monkeypatch.setattr(phases, "START", counted)
     said: list[str] = []
-    report_start(tmp_path, said.append)
-    assert not said and not list(tmp_path.iterdir()), "nothing has begun"
+    report_start(said.append)
+    assert not said, "nothing has begun"
     counted.begin("imports", 1)
     counted.enter(FIRST_STEP)
-    report_start(tmp_path, said.append)
-    report_start(tmp_path, said.append)
-    assert len(said) == 1
-    assert read_report(tmp_path / phases.REPORT_FILE) == StartReport(8, {"imports": 3, FIRST_STEP: 5})
-
-
-def test_report_that_cannot_be_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "START", counted := Phases())
-    counted.begin("imports", 1)
-    report_start(tmp_path / "not there", lambda _: None)
-
-    report = tmp_path / "start.json"
-    for content in ("", "{", "[]", '{"seconds": "x", "phases": {}}'):
-        report.write_text(content)
-        assert read_report(report) is None
+    report_start(said.append)
+    report_start(said.append)
+    (line,) = said
+    assert all(part in line for part in ("8.0 s", "imports 3.0", f"{FIRST_STEP} 5.0"))
 
 
 def test_a_process_knows_when_it_was_started() -> None:
@@ -247,9 +236,6 @@ def test_a_process_knows_when_it_was_started() -> None:
     before = time.time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert before - 0.1 <= float(done.stdout) <= time.time()  # the kernel counts hundredths of seconds
-
-
-# the supervisor's side ---------------------------------------------------------------------------------------
 
 
 # compilers' caches -------------------------------------------------------------------------------------------

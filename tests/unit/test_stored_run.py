@@ -19,11 +19,10 @@ from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
 from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest, newest_run, next_folder
 from grpo_trainer.config.run import build_run
-from grpo_trainer.config.stored import OLD_OPTIONS, RUN_FILE, run_file
+from grpo_trainer.config.stored import OLD_OPTIONS, RUN_FILE, run_file, write_record
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
-from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
 from grpo_trainer.run_defaults import chosen
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
@@ -421,39 +420,16 @@ def test_stored_run_keeps_words_like_secrets(tmp_path: Path, monkeypatch: pytest
 # what a run can be repeated from ----------------------------------------------------------------------------
 
 
-def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine").mkdir()
-    Path("mine/sums.py").write_text("raise SystemExit('is not imported')\n")
-    config = build_run({}, {"model_name": "m", "run_dir": str(tmp_path / "r"), "env": "mine.sums"})
+def test_versions_of_each_start_are_in_the_folder(tmp_path: Path) -> None:
+    config = build_run({}, {"model_name": "m", "run_dir": str(tmp_path / "r"), "env": "word_problems"})
     (tmp_path / "r").mkdir()
-    for gpus in (["H200"], ["H200"], ["H100", "H100"]):
+    for gpus in (["H200"], ["H100", "H100"]):
         write_record(config, gpus)
-    first, second = json.loads((tmp_path / "r" / "versions.json").read_text())
+    first, second = map(json.loads, (tmp_path / "r" / "versions.jsonl").read_text().splitlines())
     assert first["grpo"] == __version__ and {"torch", "vllm", "transformers", "python"} <= set(first)
     assert (first["gpus"], second["gpus"]) == (["H200"], ["H100", "H100"])
-    assert (tmp_path / "r" / "code" / "sums.py").read_text() == Path("mine/sums.py").read_text()
-    assert continued(tmp_path / "r").environments[0].name == "mine.sums"
+    assert continued(tmp_path / "r").environments[0].name == "word_problems"
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
-
-
-def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("a", "b"):
-        Path(folder).mkdir()
-        Path(folder, "my.py").write_text(f"raise SystemExit('{folder} is not imported')\n")
-    Path("in_a_module.py").write_text("x = 1\n")
-    rewards = ["a/my.py:f", "b/my.py:g=0.5", "in_a_module:h", "math", "regex:a:b.py"]
-    flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": rewards}
-    config = build_run({}, flags)
-    (tmp_path / "r").mkdir()
-    for _ in range(2):
-        write_record(config, [])
-    code = tmp_path / "r" / "code"
-    assert len(list(code.glob("my*.py"))) == 2 and (code / "in_a_module.py").read_text() == "x = 1\n"
-    Path("in_a_module.py").write_text("x = 2\n")
-    write_record(config, [])
-    assert sorted(path.read_text() for path in code.glob("in_a_module*.py")) == ["x = 1\n", "x = 2\n"]
 
 
 def test_data_and_rewards_are_stored_and_the_permission_to_change_them_is_not(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from grpo_trainer.launch import supervisor as supervisor_module
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.process import START_STOP_SECONDS, Process
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
-from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait, read_report
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from grpo_trainer.phases import SERVER as WAITS_FOR_SERVER
 from tests.processes import found_in, free_port, once, wait_for
 
@@ -209,16 +209,13 @@ def test_supervisor_server_that_is_never_ready(tmp_path: Path) -> None:
 
 
 def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
-    """And completes the report on it, which the trainer writes at its first trained step."""
-    report, shown, loading = tmp_path / "start.json", tmp_path / "shown", tmp_path / "loading"
-    report.write_text("of an earlier start")
+    shown, loading = tmp_path / "shown", tmp_path / "loading"
     trains = f"""
         OWN.update(phase={WAITS_FOR_SERVER!r}, since=time.time())
         pathlib.Path({str(loading)!r}).touch()
         until({str(shown)!r}, "ready after")
         OWN.update(phase="compile", since=time.time())
         until({str(shown)!r}, {IN_WORDS["compile"]!r})
-        open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
         OWN.update(phase={TRAINED!r}, since=time.time())
         until({str(shown)!r}, "begun: True")
     """
@@ -233,16 +230,13 @@ def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
         seen.extend(supervisor.waits)
         shown.write_text(f"{supervisor.said} {seen} begun: {supervisor.begun}")
 
-    supervisor = Recorded(tmp_path, show=show, report=report)
+    supervisor = Recorded(tmp_path, show=show)
     with supervisor:
-        assert not report.exists()
         supervisor.run([[served(loads), speaking(tmp_path, "trainer", trains, ends_run=True)]])
     assert Wait("server", STARTING, 0, "INFO loads") in {replace(wait, seconds=0) for wait in seen}
     found = {wait.what for wait in seen if wait.name == "trainer"} - {STARTING}  # before it has said anything
     assert found == {IN_WORDS["compile"]}, "its wait for the server is that server's"
     assert supervisor.begun and not supervisor.waits
-    known = read_report(report)
-    assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
 
 
 def test_supervisor_trainer_before_its_first_step_has_little_time_to_end(tmp_path: Path) -> None:
