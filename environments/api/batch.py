@@ -7,12 +7,15 @@ sequences can be made.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
+
+MOST_RUNS = 64
+"""Up to this many runs of bits are added one by one. Sums of many sizes have few runs: only the ends have gaps."""
 
 
 class Pool(NamedTuple):
@@ -62,15 +65,18 @@ def _take_in_order(target: int, pools: Sequence[Pool]) -> list[int] | None:
 def _search(target: int, pools: Sequence[Pool]) -> list[int] | None:
     """Take the oldest groups, as long as the younger ones can complete the batch.
 
-    If they can complete it after the first m groups, then also after fewer: so m is found by bisection. Once a
-    group cannot be taken, no younger one of its kind (pool and size) can: the older could stand in its place. So there
-    are no more rounds than kinds.
+    If they can complete it after the first m groups, then also after fewer: so m is found by steps that double, and
+    bisection. Once a group cannot be taken, no younger one of its kind (pool and size) can: the older could stand in
+    its place. So there are no more rounds than kinds.
     """
     line = sorted((group, size, p) for p, pool in enumerate(pools) for group, size in pool.groups)
     unit = reduce(gcd, (size for _, size, _ in line), target)
     taken: list[tuple[int, int, int]] = []
+    # From one group to the next most pools have the same groups left.
+    sums_of = lru_cache(4 * len(pools))(lambda counts: _with_sums(1, dict(counts), target // unit))
 
     def fails(count: int) -> bool:
+        """Return whether no batch holds the groups taken and the next `count`."""
         left, need = target, [pool.minimum for pool in pools]
         for _, size, p in chain(taken, line[:count]):
             left -= size
@@ -78,24 +84,23 @@ def _search(target: int, pools: Sequence[Pool]) -> list[int] | None:
         rest: list[Counter[int]] = [Counter() for _ in pools]
         for _, size, p in line[count:]:
             rest[p][size // unit] += 1
-        return left < 0 or not _completes(left // unit, [-(-each // unit) for each in need], rest)
+        left, sums = left // unit, 1
+        for minimum, counts in zip(need, rest, strict=True):
+            least = max(0, -(-minimum // unit))
+            own = sums_of(tuple(counts.items())) & (2 << left) - 1 if left >= 0 else 0
+            sums = _added(sums, own >> least << least, left)
+        return left < 0 or not sums >> left & 1
 
     if fails(0):
         return None
     while line and sum(size for _, size, _ in taken) < target:
-        count = bisect_left(range(1, len(line) + 1), True, key=fails)
+        most = 1
+        while most <= len(line) and not fails(most):
+            most *= 2
+        count = bisect_left(range(min(most, len(line) + 1)), True, lo=most // 2 + 1, key=fails) - 1
         taken += line[:count]
         line = [each for each in line[count:] if each[1:] != line[count][1:]]
     return [group for group, _, _ in taken]
-
-
-def _completes(left: int, need: Sequence[int], rest: Sequence[Mapping[int, int]]) -> bool:
-    """Return whether some groups of `rest`, which has each pool's number by size, hold exactly `left` sequences, and of
-    each pool no fewer than it needs."""
-    sums = 1
-    for minimum, counts in zip(need, rest, strict=True):
-        sums = _with_sums(sums, counts, left, minimum)
-    return bool(sums >> left & 1)
 
 
 def can_make(target: int, sizes: Iterable[int]) -> bool:
@@ -121,35 +126,47 @@ def feasible_minima(target: int, reservations: Mapping[int, Reservation], others
             over -= units[env]
     kept: dict[int, int] = {}
     held = 1  # sums of the kept ones
-    for env, minimum in minima.items():
+    for env, minimum in ((env, minimum) for env, minimum in minima.items() if minimum > 0):
         free = others.union(*(each.sizes for other, each in reservations.items() if other not in kept and other != env))
-        trial = _with_sums(held, dict.fromkeys(reservations[env].sizes, target), target, minimum)
-        if minimum > 0 and _with_sums(trial, dict.fromkeys(free, target), target) >> target & 1:
+        own = _with_sums(1, dict.fromkeys(reservations[env].sizes, target), target) >> minimum << minimum
+        trial = _added(held, own, target)
+        if _with_sums(trial, dict.fromkeys(free, target), target) >> target & 1:
             kept[env], held = minimum, trial
     return dict.fromkeys(reservations, 0) | kept
 
 
-def _with_sums(sums: int, counts: Mapping[int, int], limit: int, minimum: int = 0) -> int:
-    """Return every sum up to `limit` of one of `sums` and of some groups that hold `minimum` or more.
-
-    Args:
-        counts: the number of groups by size.
-    """
-    if minimum > 0 and len(counts) != 1:
-        own = _with_sums(1, counts, limit) >> minimum << minimum
-        # Polynomials with these powers: those of their product are the sums.
-        width = 1 << (2 * limit + 1).bit_length()
-        powers = (np.frombuffer(each.to_bytes(limit // 8 + 1, "little"), "u1") for each in (sums, own))
-        first, second = (np.fft.rfft(np.unpackbits(each, bitorder="little"), width) for each in powers)
-        found = np.packbits(np.fft.irfft(first * second, width)[: limit + 1] > 0.5, bitorder="little")
-        return int.from_bytes(found.tobytes(), "little")
-    for size, count in counts.items():
-        least, many = max(0, -(-minimum // size)), 1
-        left = count - least
-        sums = sums << least * size if left >= 0 else 0
+def _with_sums(sums: int, counts: Mapping[int, int], limit: int) -> int:
+    """Return every sum up to `limit` of one of `sums` and of some groups, whose number `counts` has by size."""
+    for size, left in counts.items():
+        many = 1
         while left > 0 and many * size <= limit:  # doubling: after k rounds up to 2**k - 1 groups of this size
             many = min(many, left)
             sums |= sums << many * size & (2 << limit) - 1
             left -= many
             many *= 2
-    return sums & (2 << limit) - 1
+    return sums
+
+
+def _added(first: int, second: int, limit: int) -> int:
+    """Return every sum up to `limit` of one of `first` and one of `second`."""
+    runs = [(each & ~(each << 1)).bit_count() for each in (first, second)]
+    if min(runs) > MOST_RUNS:
+        # Polynomials with these powers: those of their product are the sums.
+        width = 1 << (2 * limit + 1).bit_length()
+        powers = (np.frombuffer(each.to_bytes(limit // 8 + 1, "little"), "u1") for each in (first, second))
+        one, other = (np.fft.rfft(np.unpackbits(each, bitorder="little"), width) for each in powers)
+        found = np.packbits(np.fft.irfft(one * other, width)[: limit + 1] > 0.5, bitorder="little")
+        return int.from_bytes(found.tobytes(), "little")
+    few, many = (first, second) if runs[0] <= runs[1] else (second, first)
+    sums = 0
+    while few:
+        start = (few & -few).bit_length() - 1
+        beyond = few + (1 << start)  # the lowest run of bits becomes one bit behind it
+        length, few = (beyond & -beyond).bit_length() - 1 - start, few & beyond
+        run, done = many, 1
+        while done < length:
+            step = min(done, length - done)
+            run |= run << step & (2 << limit) - 1
+            done += step
+        sums |= run << start & (2 << limit) - 1
+    return sums

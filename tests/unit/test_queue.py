@@ -133,6 +133,11 @@ def test_a_large_batch_of_mixed_sizes_is_chosen_within_seconds() -> None:
     pools = [Pool([*enumerate(mixed)][p::4], 1638 if p else 0) for p in range(4)]
     chosen = choose(8192, pools)
     assert chosen is not None and sum(mixed[each] for each in chosen) == 8192
+    sizes = Random(1).choices(range(3, 100, 2), k=8000)  # of nine environments, most of which post late
+    owners = [i % 3 if i < 2700 else i % 9 for i in range(8000)]
+    lanes = [[(i, size) for i, size in enumerate(sizes) if owners[i] == p] for p in range(9)]
+    chosen = choose(1 << 16, [Pool(lane, 6553 if p else 0) for p, lane in enumerate(lanes)])
+    assert chosen is not None and sum(sizes[each] for each in chosen) == 1 << 16
     shares = {each: Reservation(64, frozenset({3, 5, 8})) for each in range(64)}
     assert sum(feasible_minima(4096, shares, frozenset({8})).values()) == 4095  # 43 of 64 round 66 down to 63
     assert time.process_time() - began < 8
