@@ -15,8 +15,10 @@ from pathlib import Path
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` if the block succeeds, and is deleted if it fails.
 
-    An existing folder at `path` is replaced in one operation, so readers find either the old or the new one.
+    An existing folder at `path` is replaced in one operation, so readers find either the old or the new one. If `path`
+    is a symbolic link, the folder to which it leads is replaced.
     """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.mkdir()

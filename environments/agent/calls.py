@@ -8,8 +8,11 @@ branch. So every sampled token is trained once, in the context in which it was s
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from environments.api import wire
 from environments.trajectory import Message, Trajectory, TurnReward
@@ -34,35 +37,42 @@ class Call:
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of one or more calls, token by token. `ends` has the place after the answer of each call; `key` is
-    the tokens as bytes, which are compared without a copy."""
+    """A sequence of one or more calls, token by token. `ends` has the place after the answer of each call."""
 
     tokens: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ends: list[tuple[Call, int]] = field(default_factory=list)
-    key: bytes = b""
-
-    def add(self, call: Call) -> None:
-        """Continue with a call, whose prompt begins with `tokens`."""
-        heard = call.prompt_ids[len(self.tokens) :]
-        self.tokens = call.prompt_ids + call.token_ids
-        self.key = array("q", self.tokens).tobytes()
-        self.trained += [False] * len(heard) + [True] * len(call.token_ids)
-        self.logprobs += [wire.MASKED_LOGPROB] * len(heard) + call.logprobs
-        self.ends.append((call, len(self.tokens)))
 
 
 def branches(calls: Sequence[Call]) -> list[Branch]:
-    """Return the sequences of an episode's calls, which are in the order in which they were answered."""
+    """Return the sequences of an episode's calls, which are in the order in which they were answered.
+
+    A call continues the longest sequence with which its prompt begins.
+    """
     found: list[Branch] = []
+    keys: list[bytes] = []  # tokens of the sequences as bytes, sorted
+    of_key: dict[bytes, list[Branch]] = {}
     for call in calls:
         prompt = array("q", call.prompt_ids).tobytes()
-        fitting = (one for one in found if prompt.startswith(one.key))
-        branch = max(fitting, key=lambda one: len(one.key), default=None)
-        if branch is None:
+        # All keys with which a text begins stand before it. If the nearest one is no such key, then they are
+        # beginnings of what both have in common.
+        while (at := bisect_right(keys, prompt)) and not prompt.startswith(keys[at - 1]):
+            size = min(len(prompt), len(keys[at - 1])) // 8
+            same = np.frombuffer(prompt, "q", size) == np.frombuffer(keys[at - 1], "q", size)
+            prompt = prompt[: 8 * (size if same.all() else int(same.argmin()))]
+        if at:
+            branch = of_key[keys.pop(at - 1)].pop()
+        else:
             found.append(branch := Branch())
-        branch.add(call)
+        heard = call.prompt_ids[len(branch.tokens) :]
+        branch.tokens = call.prompt_ids + call.token_ids
+        branch.trained += [False] * len(heard) + [True] * len(call.token_ids)
+        branch.logprobs += [wire.MASKED_LOGPROB] * len(heard) + call.logprobs
+        branch.ends.append((call, len(branch.tokens)))
+        key = array("q", branch.tokens).tobytes()
+        insort(keys, key)
+        of_key.setdefault(key, []).append(branch)
     return found
 
 

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+import psutil
+
 from environments.agent.front import POLICY, Session
 from environments.config import ConfigError
 from environments.scoring import Threads, error_of_code, limited
@@ -136,7 +138,13 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
             raise EpisodeFailed(field=words[0], got=error.strerror or error, wanted="a program") from None
         assert process.stdout is not None and process.stderr is not None, "they are pipes"
         outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
-        reading = {asyncio.create_task(_keep_last(*each)) for each in outputs.items()}
+
+        async def keep_last(stream: asyncio.StreamReader, kept: bytearray) -> None:
+            while piece := await stream.read(LAST_BYTES):
+                kept += piece
+                del kept[:-LAST_BYTES]
+
+        reading = {asyncio.create_task(keep_last(*each)) for each in outputs.items()}
         try:
             while process.returncode is None:  # a child that it left behind may hold its output for ever
                 if not (await asyncio.wait(reading, timeout=LOOK_S))[1]:
@@ -158,24 +166,12 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
 
 def _end_all(key: str) -> None:
     """End the processes that have an episode's key among their variables, also in other sessions."""
-    is_found = True
     for _ in range(LOOKS):
-        if not is_found:
-            break
-        is_found = False
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or it is another user's
-                process = os.pidfd_open(int(folder.name))  # before its variables are read: numbers are used again
-                try:
-                    if key.encode() in (folder / "environ").read_bytes():
-                        is_found = True
-                        signal.pidfd_send_signal(process, signal.SIGKILL)
-                finally:
-                    os.close(process)
-
-
-async def _keep_last(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    """Read an output, of which any amount may come, and keep its end."""
-    while piece := await stream.read(LAST_BYTES):
-        kept += piece
-        del kept[:-LAST_BYTES]
+        ended = 0
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it has ended, or it is another user's
+                if process.pid != os.getpid() and key in process.environ().values():
+                    process.kill()
+                    ended += 1
+        if not ended:
+            return

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_each_sampled_token_is_trained_once_and_no_other(steps: list[tuple[int, 
     for branch in found:  # in the context in which it was sampled
         for each, end in branch.ends:
             assert branch.tokens[:end] == each.prompt_ids + each.token_ids
+
+
+def test_branches_of_many_calls_take_no_time_that_grows_with_their_square() -> None:
+    began = time.process_time()
+    assert len(branches([call([number, 1], [2]) for number in range(30_000)])) == 30_000
+    assert time.process_time() - began < 10  # each compared with each took 30 s
 
 
 def test_an_episode_is_one_unit_whose_sequences_have_one_advantage() -> None:

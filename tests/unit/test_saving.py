@@ -199,7 +199,11 @@ def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, monkeypatch:
             (folder / "f").write_text(text)
             assert text == "old" or (target / "f").read_text() == "old"
     assert there == ["new"]  # when the old folder was removed, the new one had its name
-    assert (target / "f").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["c"]
+    (tmp_path / "link").symlink_to("c")
+    with whole_folder(tmp_path / "link") as folder:
+        (folder / "f").write_text("newest")
+    assert (target / "f").read_text() == "newest" and (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "link"}
 
 
 def test_whole_folder_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
