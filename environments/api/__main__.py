@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ _HELP = {
     "a process list does not show)",
     "max_body_mb": "largest body of a request in MessagePack, in MiB, before and after decompression; in JSON a "
     "quarter of this (default: %(default)s)",
-    "memory_mb": "MiB of queued groups kept in memory; further groups go to the store, or without one to a temporary "
-    "file (default: %(default)s)",
-    "max_queued_mb": "refuse posts (429) while this many MiB of groups are queued, in memory and on disk together "
-    "(default: %(default)s)",
+    "max_queued_mb": "refuse posts (429) while this many MiB of groups are queued (default: %(default)s)",
     "cors_origins": "web origin whose pages may call the API",
+}
+
+REMOVED = {
+    ("--ssl-certfile", "--ssl-keyfile"): "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)",
+    ("--memory-mb",): "grpo api keeps the oldest 1024 MiB of groups in memory; --max-queued-mb bounds all that wait",
 }
 
 
@@ -49,16 +52,17 @@ def parse(arguments: list[str] | None = None) -> Settings:
                 how = {"action": "append", "default": [], "dest": each.name, "help": _HELP[each.name]}
         parser.add_argument(f"--{each.name.replace('_', '-').removesuffix('s')}", **how)
     # Removed options: kept only for the error that says what to do instead.
-    removed = {"type": _no_tls, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--ssl-certfile", "--ssl-keyfile", **removed)
+    for names, instead in REMOVED.items():
+        removed = {"type": partial(_removed, instead), "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        parser.add_argument(*names, **removed)
     try:
         return Settings(**vars(parser.parse_args(arguments)))
     except SettingsError as error:
         parser.error(str(error))
 
 
-def _no_tls(_: str) -> None:
-    raise argparse.ArgumentTypeError("grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)")
+def _removed(instead: str, _: str) -> None:
+    raise argparse.ArgumentTypeError(instead)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The rollout API over HTTP: endpoints that read long bodies, wait or show pages; refusals, metrics and the gate."""
+"""The rollout API over HTTP: endpoints that read long bodies, wait or show pages; refusals and the gate."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -33,7 +31,6 @@ from environments.api.http import (
     prefers_msgpack,
     read_message,
     respond,
-    respond_bytes,
     stream,
 )
 from environments.api.queue import RolloutQueue, Run
@@ -219,12 +216,6 @@ async def reset_data_by_get(service: Service, http: Request) -> Response:
     return await reset_data(service, http)
 
 
-@endpoint("GET", "/metrics")
-def metrics(service: Service, http: Request) -> Response:
-    """For Prometheus."""
-    return respond_bytes(http, generate_latest(http.app.state.metrics.registry), CONTENT_TYPE_LATEST)
-
-
 async def _parsed(body: groups.Buffer, parse: Callable[[Any, str | None], T], content_type: str | None) -> T:
     """Parse a body, in a thread if it is long."""
     if len(body) < groups.LONG_BODY:
@@ -247,38 +238,6 @@ def _post_key(http: Request) -> bytes | None:
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"post").digest() if key else None
 
 
-class Metrics:
-    """GET /metrics: the queue's state as it is read, and how many requests were answered, by route and status."""
-
-    def __init__(self, service: Service) -> None:
-        self.registry = CollectorRegistry()
-        names = ("route", "status")
-        self._requests = Counter("rollout_api_requests", "Requests by route and status.", names, registry=self.registry)
-        queue, payloads, staleness = service.queue, service.payloads, service.explain.staleness
-        gauges: dict[str, Callable[[], float]] = {
-            "step": lambda: service.step,
-            "batch_size": lambda: service.trainer.batch_size if service.trainer else 0,
-            "queued_groups": lambda: len(queue.line),
-            "queued_sequences": lambda: queue.sequences,
-            "queued_bytes": lambda: queue.queued_bytes,
-            "buffered_groups": lambda: len(queue.buffered),
-            "leased_groups": lambda: len(queue.groups) - len(queue.line),
-            "received_groups": lambda: service.history.groups,
-            "environments_alive": lambda: len(queue.alive),
-            "memory_bytes": lambda: payloads.in_memory,
-            "spilled_groups": lambda: payloads.on_disk,
-            "staleness_steps": lambda: found.behind if (found := staleness()) else 0,
-            "resident_bytes": lambda: psutil.Process().memory_info().rss,
-        }
-        for name, read in gauges.items():
-            text = name.replace("_", " ").capitalize()
-            Gauge(f"rollout_api_{name}", f"{text}, now.", registry=self.registry).set_function(read)
-
-    def count(self, route: str, status: int) -> None:
-        """Count an answer, by its route's path, whose number is bounded."""
-        self._requests.labels(route, str(status)).inc()
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     """Answer a request that ended in an error; the status page lists what clients did wrong."""
     match error:
@@ -298,7 +257,6 @@ async def _refused(request: Request, error: Exception) -> Response:
             answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
         case _:  # a fault of ours, which the log has
             answer = respond(request, wire.ErrorResponse(detail="internal error; the rollout API's log has it"), 500)
-    request.app.state.metrics.count(getattr(request.scope.get("route"), "path", "unknown"), answer.status_code)
     return answer
 
 
@@ -336,7 +294,6 @@ def build_app(service: Service) -> ASGIApp:
         lifespan=lifespan,
     )
     app.state.service = service
-    app.state.metrics = Metrics(service)
     app.state.bodies = BodyReader(settings.max_body_mb << 20)
     app.state.parsing = asyncio.Lock()
     """Bodies, and parts of lists, are parsed one at a time with a turn for all others between two: however many

@@ -88,9 +88,7 @@ def endpoint(
                 given["http"] = http
             made = call(http.app.state.service, **given)
             made = await made if inspect.isawaitable(made) else made
-            response = made if isinstance(made, Response) else respond(http, made)
-            http.app.state.metrics.count(path, response.status_code)
-            return response
+            return made if isinstance(made, Response) else respond(http, made)
 
         ROUTES.append(Route(path, answer, methods=[method]))
         if changes:
@@ -206,13 +204,9 @@ def _too_large(limit: int) -> ApiError:
 
 
 def respond(request: Request, message: object, status: int = 200) -> Response:
-    """Return a message of the wire in the form that the client asks for, gzipped where that is worth it."""
+    """Return a message of the wire in the form that the client asks for, gzipped from `GZIP_MINIMUM` on."""
     content_type = wire.MSGPACK if prefers_msgpack(request.headers.get("accept")) else wire.JSON
-    return respond_bytes(request, wire.encode(message, content_type), content_type, status)
-
-
-def respond_bytes(request: Request, body: bytes, content_type: str, status: int = 200) -> Response:
-    """Return bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
+    body = wire.encode(message, content_type)
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if len(body) >= GZIP_MINIMUM and _accepts_gzip(request):
         deflater = isal_zlib.compressobj(1, wbits=_GZIP)

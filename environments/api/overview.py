@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from environments.api import wire
 from environments.api.batch import can_make
-from environments.api.queue import Environment, Group, RolloutQueue
+from environments.api.queue import Group, RolloutQueue
 
 MIN_ENV_WEIGHT = 0.01
 """Lowest weight in an answer to an environment, so that none starves."""
@@ -51,17 +51,23 @@ class Explainer:
         if self._at != queue.version:
             self._refresh()
             self._at = queue.version
-        whole, own = self._queued(environment)
-        if self._stuck:
-            whole, own = (min(one, part - 1) for one, part in zip((whole, own), self._parts(environment), strict=True))
+        request = environment.request
+        size = max(request.group_size, *queue.sizes.get(env_id, ()), 1)
+        weight = request.max_token_length * request.weight / self._weights if self._weights else 0.0
+        weight, own = max(MIN_ENV_WEIGHT, weight), queue.sequences_of(env_id)
+        others = self._all_available - self._available.get(env_id, 0)
+        whole, part = (own + others) // size, own // size
+        if self._stuck:  # an environment stops at the groups of a batch, or at its part of them (`pace.py`)
+            batch = self._batch_size / size
+            whole, part = min(whole, math.ceil(batch) - 1), min(part, math.ceil(batch * min(1.0, weight)) - 1)
         return wire.StatusEnv(
             current_step=queue.run.current_step if queue.run else 0,
             queue_size=whole,
             unallocated_fraction=1.0 - min(self._reserved, 1.0),
-            self_queue_size=own,
+            self_queue_size=part,
             max_group_size=self._largest,
-            env_weight=self._weight(environment),
-            leased=None if seen is None else queue.untrained // self._group_size(environment),
+            env_weight=weight,
+            leased=None if seen is None else queue.untrained // size,
             seen=seen,
         )
 
@@ -81,26 +87,6 @@ class Explainer:
         # batch, each environment gets room for one more. Reserved places are filled whatever the queue holds.
         enough = self._all_available >= self._batch_size > 0 and len(queue.alive) > 1 and not self._reserved
         self._stuck = enough and not queue.batch_ready and can_make(self._batch_size, self._sizes())
-
-    def _group_size(self, environment: Environment) -> int:
-        return max(environment.request.group_size, *self.queue.sizes.get(environment.id, ()), 1)
-
-    def _weight(self, environment: Environment) -> float:
-        """Return an environment's share of the weights."""
-        weight = environment.request.max_token_length * environment.request.weight
-        return max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0)
-
-    def _queued(self, environment: Environment) -> tuple[int, int]:
-        """Return the groups in the queue: all, and the environment's own."""
-        own = self.queue.sequences_of(environment.id)
-        others = self._all_available - self._available.get(environment.id, 0)
-        group_size = self._group_size(environment)
-        return (own + others) // group_size, own // group_size
-
-    def _parts(self, environment: Environment) -> tuple[int, int]:
-        """Return the groups of a batch, and an environment's part by its weight. It stops at either (`pace.py`)."""
-        batch = self._batch_size / self._group_size(environment)
-        return math.ceil(batch), math.ceil(batch * min(1.0, self._weight(environment)))
 
     def status(self, now: float) -> wire.Status:
         """Return everything that explains why the next batch comes or does not."""

@@ -122,7 +122,7 @@ class Service:
         except StoreError as error:
             raise store.damaged(error.got) if store else error from None
         known = [*queue.groups, *queue.buffered]
-        self.payloads = Payloads(store, settings.memory_mb << 20, known)
+        self.payloads = Payloads(store, known)
         self.explain = Explainer(queue)
         self.history = History(timer())
         self.latest: bytes | None = None
@@ -276,17 +276,13 @@ class Service:
         score = fmean(wire.counted_scores(group) or [0.0])
         versions, now = group.policy_versions or (), self.timer()
         taken, buffered = self.queue.offer(group.env_id, len(group.lengths), len(payload), score, versions, now)
-        try:
-            self.payloads.put(taken.id, payload)
-        except StoreError as error:
-            self._fail(error)  # the queue has a group without its bytes
-            raise
+        self.payloads.put(taken.id, payload)
         self.latest = payload
         self.history.add(taken, group, now)
         return wire.ScoredDataResponse(status="received" if buffered is None else "buffered", buffer_size=buffered)
 
     def check_room(self) -> None:
-        """Raise ApiError (429) if groups of `--max-queued-mb` or more wait, in memory and on disk together.
+        """Raise ApiError (429) if groups of `--max-queued-mb` or more wait.
 
         Leased groups do not count: a trainer keeps them until its next checkpoint, and needs more batches to reach it.
         """
@@ -374,7 +370,8 @@ class Service:
     async def written(self) -> None:
         """Return when everything taken so far is as safe as this service makes it; then those who wait look again."""
         try:
-            await self.payloads.commit()
+            if self.store is not None:
+                await self.store.commit()
         except StoreError as error:
             self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
             raise
@@ -389,8 +386,9 @@ class Service:
         self.news_waiters.end()
 
     def close(self) -> None:
-        """Write what is left and let the files go."""
-        self.payloads.close()
+        """Write what is left and let the store go."""
+        if self.store is not None:
+            self.store.close()
 
     def _fail(self, error: StoreError) -> None:
         self.failure = self.failure or error

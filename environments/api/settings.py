@@ -20,7 +20,6 @@ class Settings:
     env_timeout: float = 60.0
     api_key: str | None = None
     max_body_mb: int = 64
-    memory_mb: int = 1024
     max_queued_mb: int = 4096
     cors_origins: Sequence[str] = ()
 
@@ -40,7 +39,6 @@ class Settings:
         for name, got, fits, wanted in (
             ("--env-timeout", self.env_timeout, self.env_timeout > 0, "more than 0 seconds"),
             ("--max-body-mb", self.max_body_mb, self.max_body_mb >= 1, "1 or more"),
-            ("--memory-mb", self.memory_mb, self.memory_mb >= 0, "0 or more"),
             ("--max-queued-mb", self.max_queued_mb, self.max_queued_mb >= 1, "1 or more"),
             ("--port", self.port, 0 <= self.port <= 65535, "0 to 65535"),
         ):

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import sqlite3
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (kind TEXT NOT NULL, id NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 """
+MEMORY_BYTES = 1 << 30
+"""Bytes of groups in memory, if a store has them as well."""
 _encode = msgspec.msgpack.encode
 R = TypeVar("R")
 Change = tuple[str, Sequence[object]]
@@ -259,79 +260,50 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 
 class Payloads:
-    """The groups' bytes by id: in memory up to a limit, beyond it on disk.
+    """The groups' bytes by id: in memory, and beyond a limit in the store alone.
 
-    The oldest groups are trained first, so it is the newest that are left on disk when memory is full. Without a
-    store to leave them in, they go to a temporary file that vanishes with the process.
+    The oldest groups are trained first, so it is the newest that are left on disk when memory is full.
 
     Args:
+        store: None: all bytes are in memory.
         known: ids of groups that are in the store already, from an earlier process.
-        memory_limit: bytes of groups that are kept in memory.
     """
 
-    def __init__(self, store: Store | None = None, memory_limit: int = 1 << 30, known: Iterable[int] = ()) -> None:
-        self.durable = store is not None
-        self.memory_limit = memory_limit
+    def __init__(self, store: Store | None, known: Iterable[int] = ()) -> None:
+        self.store = store
         self.in_memory = 0
-        self._disk = store  # or the temporary file, once it is needed
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._bodies: dict[int, bytes | None] = dict.fromkeys(known)  # None: on disk alone
 
     def put(self, group_id: int, body: bytes) -> None:
-        """Keep a group's bytes; durably once the store has committed. Raises StoreError: no temporary file."""
-        fits = self.in_memory + len(body) <= self.memory_limit
+        """Keep a group's bytes; durably once the store has committed."""
+        fits = self.store is None or self.in_memory + len(body) <= MEMORY_BYTES
         self._bodies[group_id] = body if fits else None
         self.in_memory += len(body) if fits else 0
-        if self.durable or not fits:
-            if self._disk is None:
-                try:
-                    self._folder = tempfile.TemporaryDirectory(prefix="rollout-api-")
-                except OSError as error:
-                    wanted = "a folder for groups that --memory-mb does not hold"
-                    raise StoreError(field="temporary file", got=error, wanted=wanted, fix="set TMPDIR") from error
-                self._disk = Store(Path(self._folder.name) / "spill.sqlite")
-            self._disk.put_payload(group_id, body)
+        if self.store is not None:
+            self.store.put_payload(group_id, body)
 
     async def get(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of these groups, in this order."""
         found = {each: self._bodies[each] for each in ids}
         from_disk = [each for each, body in found.items() if body is None]
-        if from_disk and self._disk is not None:
-            await self._disk.commit()
-            found |= await asyncio.to_thread(self._disk.read_payloads, from_disk)
+        if from_disk and self.store is not None:
+            await self.store.commit()
+            found |= await asyncio.to_thread(self.store.read_payloads, from_disk)
         return [body for body in found.values() if body is not None]
 
     def leave(self, ids: Iterable[int]) -> None:
         """Keep these groups in the store alone: a trainer has them, and they come again only if it is killed."""
-        for each in self._bodies.keys() & set(ids) if self.durable else ():
+        for each in self._bodies.keys() & set(ids) if self.store is not None else ():
             self.in_memory -= len(self._bodies[each] or b"")
             self._bodies[each] = None
 
     def drop(self, ids: Iterable[int]) -> None:
         """Forget these groups."""
         for each in list(ids):
-            body = self._bodies.pop(each, None)
-            self.in_memory -= len(body or b"")
-            if self._disk is not None and (self.durable or body is None):
-                self._disk.drop_payload(each)
+            self.in_memory -= len(self._bodies.pop(each, None) or b"")
+            if self.store is not None:
+                self.store.drop_payload(each)
 
     def clear(self) -> None:
         """Forget everything."""
         self.drop(self._bodies)
-
-    @property
-    def on_disk(self) -> int:
-        """Groups whose bytes are not in memory."""
-        return sum(body is None for body in self._bodies.values())
-
-    async def commit(self) -> None:
-        """Return when everything is as safe as it gets, and nothing gathers in memory for the temporary file."""
-        if self._disk is not None:
-            await self._disk.commit()
-
-    def close(self) -> None:
-        """Write what is left and let the files go."""
-        if self._disk is not None:
-            self._disk.close()
-        if self._folder is not None:
-            self._folder.cleanup()

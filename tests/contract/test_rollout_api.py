@@ -410,14 +410,6 @@ def test_a_repeated_post_with_its_key_counts_once(api: httpx.Client):
     assert api.get("/status").json()["queue_size"] == 1
 
 
-def test_metrics(api: httpx.Client):
-    start_run(api)
-    api.post("/scored_data", json=group())
-    text = api.get("/metrics").text
-    assert "rollout_api_queued_groups 1.0" in text
-    assert 'rollout_api_requests_total{route="/scored_data",status="200"}' in text
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_busy_port_and_no_key_end_it(server: ServerProcess, host: str):
     command = [sys.executable, "-m", "environments.api", "--host", host, "--port", str(server.port)]

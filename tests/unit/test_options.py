@@ -303,7 +303,7 @@ def test_flags_win_over_the_file_under_any_name(tmp_path: Path) -> None:
         },
         {
             **{"lr": "1e-4", "model_name": "m", "lora_r": "16", "server.port": "0", "max_model_len": "8"},
-            **{"vllm_dtype": "float16", "api.extra_args": "--memory-mb,9", "run_dir": str(tmp_path)},
+            **{"vllm_dtype": "float16", "api.extra_args": "--max-body-mb,9", "run_dir": str(tmp_path)},
         },
         ["--env.group_size", "4", "--openai.api_key=k"],
     )
@@ -311,7 +311,7 @@ def test_flags_win_over_the_file_under_any_name(tmp_path: Path) -> None:
     assert (trainer.lr, trainer.model_name, trainer.weight_bridge_mode) == (1e-4, "m", "lora_only")
     assert (trainer.lora_r, trainer.served_len) == (16, 8) and trainer.server == server
     assert (server.port, server.max_model_len, server.dtype) == (0, 8, "float16")
-    assert config.run_dir == tmp_path and config.api.extra_args == ("--memory-mb", "9")
+    assert config.run_dir == tmp_path and config.api.extra_args == ("--max-body-mb", "9")
     (environment,) = config.environments
     assert environment.env == {"group_size": "4"} and environment.openai == {"api_key": "k"}
 
