@@ -28,7 +28,6 @@ from tests.integration.serving import (
     RANK,
     Serving,
     assert_ends_at_one_of_many_stop_ids,
-    make_adapter,
     serving,
     shared_server,
 )
@@ -192,32 +191,6 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == field
     assert message in answer.json()["error"]["message"]
-
-
-def test_loads_that_cannot_be_are_refused_and_change_nothing(server: Serving) -> None:
-    _, served = server.publish()
-    before = read_status(server)
-    root = server.adapter_root
-    too_large = make_adapter(server.model_folder, seed=9, rank=2 * RANK)
-    too_large.save_pretrained(str(root / "too-large"))
-    alien = make_adapter(server.model_folder, seed=9)
-    alien.save_pretrained(str(root / "alien"))
-    config = json.loads((root / "alien/adapter_config.json").read_text())
-    (root / "alien/adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    refusals: list[tuple[dict[str, object], int, str]] = [
-        ({"adapter_path": str(root / "nowhere")}, 404, "adapter_path"),
-        ({"adapter_path": str(server.model_folder)}, 403, "adapter_path"),
-        ({"adapter_path": str(root / "too-large")}, 422, "r"),
-        ({"adapter_path": str(root / "alien")}, 422, "use_dora"),
-        ({"adapter_path": served.adapter_path}, 409, "adapter_path"),
-        ({"adapter_path": served.adapter_path, "version": served.policy_version}, 409, "adapter_name"),
-        ({"path": "x"}, 422, "body"),
-    ]
-    for body, status, field in refusals:
-        answer = server.post("/lora/load", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
-    after = read_status(server)
-    assert (after.load_count, after.available_adapters) == (before.load_count, before.available_adapters)
 
 
 def test_the_bridge_says_who_the_server_is(server: Serving) -> None:

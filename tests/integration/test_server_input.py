@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -27,7 +23,7 @@ from tests.integration.serving import Serving, shared_server
 from tests.processes import free_port, tail
 from tests.runs import finished, member, rows, started, wait_for_step
 from vllm_server import protocol
-from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE, TokenPrompt
+from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest
 
 pytestmark = pytest.mark.timeout(900)
@@ -106,37 +102,6 @@ def test_values_of_any_depth_are_refused(server: Serving, route: str) -> None:
         for body in (opened, opened + closed, b'{"prompt":"1","seed":' + opened + closed + b"}", b'{"a":' * depth):
             status = server.post(route, body).status_code
             assert 400 <= status < 500, (route, depth, body[:30])
-
-
-def test_an_adapters_folder_is_read_without_waiting_and_never_echoed(server: Serving, tmp_path: Path) -> None:
-    _, served = server.publish()
-    outside = tmp_path / "outside"
-    outside.write_text('{"secret": "private"}')
-    config, weights = "adapter_config.json", "adapter_model.safetensors"
-    for number, (name, field) in enumerate(
-        ((config, config), (config, "adapter_path"), (weights, weights), (weights, "adapter_path"), (config, config))
-    ):
-        folder = server.adapter_root / f"odd{number}"
-        shutil.copytree(served.adapter_path, folder)
-        (folder / name).unlink()
-        if field == "adapter_path":
-            (folder / name).symlink_to(outside)
-        elif number == 4:
-            (folder / name).mkdir()
-        else:
-            os.mkfifo(folder / name)
-        assert refused(server, "/lora/load", {"adapter_path": str(folder)}) == field
-    for path in ("x" * 5000, "~nosuchuser/x", "a\0b"):
-        assert refused(server, "/lora/load", {"adapter_path": path}) == "adapter_path"
-    for more, field in (({"version": 2**63}, "version"), ({"adapter_name": "a\r\nb"}, "adapter_name")):
-        assert refused(server, "/lora/load", {"adapter_path": served.adapter_path, **more}) == field
-    folder = server.adapter_root / "noted"
-    shutil.copytree(served.adapter_path, folder)
-    noted = json.loads((folder / config).read_text()) | {"note": "private"}
-    (folder / config).write_text(json.dumps(noted))
-    answer = server.post("/lora/load", {"adapter_path": str(folder)})
-    assert answer.status_code == 200 and "private" not in answer.text
-    assert answer.json()["adapter_config"]["r"] == noted["r"]
 
 
 def test_idle_connections_are_kept_beside_half_open_ones(server: Serving) -> None:
@@ -227,65 +192,6 @@ def test_thousands_of_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: 
     assert statuses[422] > bodies / 3 and statuses[415] > bodies / 10 and statuses[200] > 100, statuses
     assert sizes[-1] - sizes[1] < 20e6, f"memory grew: {sizes}"  # the engine's changes with the run's adapters
     print(f"statuses {dict(statuses)}, memory {[round(size / 1e6) for size in sizes]} MB, steps {first} to {last}")
-
-
-SAMPLING = {
-    "n": {"type": "integer", "minimum": 1, "maximum": 8},
-    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
-    **{name: {"type": "integer"} for name in ("seed", "logprobs", "prompt_logprobs", "top_k", "policy_version")},
-    **{name: {"type": "number"} for name in ("temperature", "top_p", "min_p", "presence_penalty")},
-    **{name: {"type": "array", "items": {"type": "string"}} for name in ("stop", "bad_words")},
-    **{name: {"type": "array", "items": {"type": "integer"}} for name in ("stop_token_ids", "allowed_token_ids")},
-    **{name: {"type": "boolean"} for name in ("stream", "ignore_eos", "detokenize", "skip_special_tokens")},
-    **{name: {"type": "object"} for name in ("logit_bias", "extra_args", "structured_outputs")},
-}
-
-
-def openapi() -> dict[str, Any]:
-    """Our routes that have a body, from the structs that they are read with. Any answer fits."""
-    schemas, components = msgspec.json.schema_components(
-        [*(kind for kind, _ in BODIES.values()), TokenPrompt], ref_template="#/components/schemas/{name}"
-    )
-    prompt = {"anyOf": [{"type": "string"}, schemas[-1]]}
-    generate = {"type": "object", "required": ["prompt"], "properties": {"prompt": prompt, **SAMPLING}}
-    bodies = {protocol.GENERATE_ROUTE: generate, **dict(zip(BODIES, schemas, strict=False))}
-    answers = {"default": {"description": "any"}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "grpo serve", "version": "1"},
-        "paths": {
-            route: {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}, "responses": answers}}
-            for route, body in bodies.items()
-        },
-        "components": {"schemas": components},
-    }
-
-
-@pytest.mark.parametrize("paused", [False, True])
-def test_no_body_that_fits_or_misses_the_schema_makes_the_server_fail(
-    server: Serving, tmp_path: Path, paused: bool
-) -> None:
-    pytest.importorskip("schemathesis", reason="needs schemathesis (extra `dev`)")
-    document = tmp_path / "openapi.json"
-    document.write_text(json.dumps(openapi()))
-    # Nothing is generated while generation is paused: the route that pauses it is tried by itself.
-    which = "--include-path" if paused else "--exclude-path"
-    try:
-        done = subprocess.run(
-            [
-                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(document), "--url", server.url),
-                *(which, protocol.BRIDGE_PAUSE_ROUTE, "--checks", "not_a_server_error", "--max-examples", "40"),
-                *("--workers", "1", "--no-color", "--seed", "1"),
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    finally:
-        server.post(protocol.BRIDGE_RESUME_ROUTE, b"")
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert server.get("/health_generate").status_code == 200
 
 
 def test_every_route_of_ours_that_takes_a_body_is_tried(server: Serving) -> None:

@@ -23,8 +23,7 @@ from tests.processes import ROOT
 from tests.unit.factories import refusing
 from vllm_server.bridge_file import FOLDER, BridgeFile
 from vllm_server.checks import check_receivable, check_shareable
-from vllm_server.errors import FatalError, ServeError
-from vllm_server.policy import Lease, PolicyRegistry
+from vllm_server.errors import FatalError
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import (
     FILE_NAME,
@@ -457,17 +456,6 @@ def test_sharing_changes_no_bit_and_another_process_writes_through_the_handles()
         assert torch.equal(parameter, before[name] + 1.0), name
 
 
-def test_the_memory_has_no_name_in_any_folder_and_goes_with_its_processes() -> None:
-    code = """
-import torch
-from vllm_server.worker.shared_weights import plain_parameters, share
-torch.set_grad_enabled(False)
-print(share(plain_parameters(torch.nn.Linear(2, 2)), torch.device("cpu"))["weight"].path)
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    assert done.stdout.startswith("/proc/") and not Path(done.stdout.strip()).exists()
-
-
 @pytest.mark.parametrize(
     ("parameter", "got"),
     [
@@ -483,24 +471,3 @@ def test_parameters_that_a_trainer_could_not_write_to_are_refused(parameter: tor
 
 
 # versions --------------------------------------------------------------------------------------------------
-
-
-def test_a_request_knows_the_version_that_it_began_with_when_the_base_model_changes() -> None:
-    registry = PolicyRegistry(served_name="model", lora_name="policy", keep=2, capacity=4)
-    lease = Lease(registry.resolve(), registry.base.version)
-    assert (lease.began_with, lease.ended_with) == (0, None)
-    registry.rebase(3)
-    assert (lease.began_with, lease.ended_with) == (0, 3)
-    assert registry.resolve(policy_version=3) is registry.base
-    with refusing(ServeError, "policy_version", got="0"):
-        registry.resolve(policy_version=0)
-    assert registry.name_for(None, None) == ("policy-v4", 4)
-
-
-def test_a_version_may_go_back_as_after_a_proof_or_a_resumed_run() -> None:
-    registry = PolicyRegistry(served_name="model", lora_name="policy", keep=2, capacity=4, base_version=9)
-    registry.rebase(-1)
-    assert registry.newest.version == -1
-    registry.rebase(4)
-    assert registry.newest.version == 4
-    assert registry.name_for(None, None) == ("policy-v10", 10), "no name is used twice"

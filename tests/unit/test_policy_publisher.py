@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from tests.unit.factories import refusing
 from vllm_server.adapters import check_config
 from vllm_server.channels import Channels
-from vllm_server.errors import ServeError, not_finite
+from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.generate import check_integers
 from vllm_server.http import endpoint, json_response, parse_body
@@ -117,36 +117,12 @@ def publishing(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any
 
 
 @publishing()
-async def test_publisher_loads_routes_and_lets_the_oldest_go(made: Publishing) -> None:
-    for number in (1, 2, 3):
-        answer = await made.load(number)
-        assert (answer.adapter_name, answer.policy_version) == (f"policy-v{number}", number)
-    assert (answer.unloaded, answer.load_count, made.newest) == (["policy-v1"], 3, "policy-v3")
-    await asyncio.sleep(0)  # versions leave in a task
-    assert made.events == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
-
-
-@publishing()
 async def test_publisher_answers_a_repeated_request_with_its_first_answer(made: Publishing) -> None:
     first, again = await asyncio.gather(*(made.load(1, adapter_name="policy-v1", request_id="r") for _ in range(2)))
     assert first == again and first.load_count == 1
     with refusing(ServeError, "adapter_name", got="policy-v1"):
         await made.load(1, adapter_name="policy-v1", request_id="another")
     assert made.events == ["add policy-v1"]
-
-
-@publishing(keep=1)
-async def test_publisher_removes_a_version_with_its_last_request(made: Publishing) -> None:
-    await made.load(1)
-    with made.serving() as version:
-        assert version.name == "policy-v1"
-        assert (await made.load(2)).unloaded == []
-        with made.serving() as newer:
-            assert newer.name == "policy-v2"
-        await asyncio.sleep(0)  # sweeps run as tasks: this one is the publish's
-        assert made.events[-1] == "add policy-v2"
-    await asyncio.sleep(0)
-    assert made.events[-1] == "remove policy-v1"
 
 
 @publishing(keep=1, capacity=2)
@@ -238,24 +214,6 @@ async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made
     await made.load(2, version=2)
     with made.serving() as version:
         assert version.name == "policy-v2"
-
-
-@publishing()
-async def test_publisher_refuses_an_adapter_that_is_not_finite_in_the_engines_words(made: Publishing) -> None:
-    class Strict(StandInEngine):
-        async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
-            if delivery.origin.endswith("2"):
-                raise not_finite("q.lora_B.weight", "nan")
-            return await super().add(name, adapter_id, delivery)
-
-    made.publisher.engine = Strict()
-    await made.load(1)
-    with pytest.raises(ServeError) as refused:
-        await made.load(2)
-    assert (refused.value.status, refused.value.field, refused.value.got) == (422, "q.lora_B.weight", "nan")
-    assert made.newest == "policy-v1" and made.publisher.fault is None
-    assert (await made.load(3)).policy_version == 2
-    assert [version.name for version in made.publisher.registry.versions] == ["policy-v1", "policy-v2"]
 
 
 @publishing()
@@ -359,13 +317,6 @@ def test_publish_under_a_name_that_is_none_is_refused(publisher: Publisher, root
     assert error.got.isprintable() and len(error.got) < 300
 
 
-def test_publish_takes_names_of_other_languages(publisher: Publisher, root: Path) -> None:
-    names = ("Ünïcode 策略", "x" * 256)
-    for name in names:
-        answer = asyncio.run(load(publisher, save_adapter(root / name[:9]), adapter_name=name))
-        assert answer.adapter_name == name
-
-
 def test_fence_has_the_same_bound_of_versions() -> None:
     class Engine:
         async def hold(self, *, abort: bool) -> None: ...
@@ -383,12 +334,6 @@ def test_fence_has_the_same_bound_of_versions() -> None:
             await fence.end(UpdateEndRequest(token=begun.token, version=PROOF_VERSION))
 
     asyncio.run(story())
-
-
-def test_registry_counts_within_the_bound() -> None:
-    registry = PolicyRegistry(served_name="base", lora_name="policy", keep=1, capacity=2, base_version=HIGHEST_VERSION)
-    with refusing(ServeError, "version"):
-        registry.name_for(None, None)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "/".join(["y" * 200] * 30), "~nosuchuser/x", "a\0b", "circle", ""])

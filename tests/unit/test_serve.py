@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,16 +16,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from uvicorn.logging import DefaultFormatter
 
-from grpo_common.http import connection_limit
 from grpo_common.text import PrintableRecords
 from tests.processes import ROOT
 from vllm_server import generate, protocol, routes
@@ -34,8 +30,6 @@ from vllm_server.errors import EngineEndedError
 from vllm_server.http import ADAPTERS, CHANGING, GENERATING, ROUTES, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.server import PolicyServer
-
-ENVIRONMENTS = 200
 
 
 @pytest.mark.parametrize("ending", ["signal", "two signals", "engine"])
@@ -78,54 +72,6 @@ def test_gate_and_newest_version_are_around_vllms_application(root_path: str) ->
     assert client.post(f"{root_path}/pause", json={}, headers=key).status_code == 409
     answer = client.post(f"{root_path}/v1/completions", json={"model": "base"}, headers=key)
     assert answer.json() == {"model": "policy-v1"}
-
-
-def test_connections_of_many_environments_are_taken() -> None:
-    """Each environment has a long poll, and generates and posts on two more connections; uvicorn counts them all."""
-    waiting = asyncio.Event()
-
-    async def poll(_: Request) -> Response:
-        await waiting.wait()
-        return Response()
-
-    async def post(_: Request) -> Response:
-        return Response()
-
-    app = Starlette()
-    app.add_route("/poll", poll)
-    app.add_route("/post", post, methods=["POST"])
-    limit = connection_limit()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", limit_concurrency=limit))
-
-    async def environment(url: str) -> list[int]:
-        clients = [httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) for _ in range(3)]
-        try:
-            polling = asyncio.create_task(clients[0].get("/poll"))
-            posts = [(await client.post("/post")).status_code for _ in range(3) for client in clients[1:]]
-            while not waiting.is_set():
-                await asyncio.sleep(0.05)
-            return [*posts, (await polling).status_code]
-        finally:
-            for client in clients:
-                await client.aclose()
-
-    async def run() -> list[list[int]]:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            serving = asyncio.create_task(server.serve(sockets=[sock]))
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            asked = [asyncio.create_task(environment(url)) for _ in range(ENVIRONMENTS)]
-            while len(server.server_state.connections) < 3 * ENVIRONMENTS:
-                assert not any(each.done() for each in asked)
-                await asyncio.sleep(0.05)
-            waiting.set()
-            found = await asyncio.gather(*asked)
-            server.should_exit = True
-            await serving
-            return found
-
-    assert {status for each in asyncio.run(run()) for status in each} == {200}
-    assert limit >= 10 * ENVIRONMENTS, "raise the limit of open files of this machine: ulimit -n"
 
 
 # what comes before vllm's own routes, with a stand-in for its application -----------------------------------
