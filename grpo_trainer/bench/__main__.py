@@ -25,7 +25,7 @@ from grpo_trainer.errors import ConfigError, GrpoError, StoppedError
 from grpo_trainer.signals import ending_signals
 
 app = typer.Typer(
-    help="Benchmarks. Each prints its figures.",
+    help="Benchmarks. Each prints its figures as JSON.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,16 +41,16 @@ RunOptions = Annotated[
 ServerArgs = Annotated[
     list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
 ]
-JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
+JsonLine = Annotated[bool, typer.Option("--json", help="Print one line.")]
 
 
 @app.command(cls=taking(whole_run.LoopOptions), short_help="Measure a whole run: speed and memory.")
 def loop(ctx: typer.Context, run_options: RunOptions = None) -> None:
     """Measure a whole `grpo run` with synthetic prompts and rewards. All its processes are real.
 
-    Prints one JSON line. The figures cover the steps after the first --warmup-steps.
+    Prints one line. The figures cover the steps after the first --warmup-steps.
     """
-    print(json.dumps(whole_run.measure(build(whole_run.LoopOptions, given(ctx)), tuple(run_options or ()))))
+    show(whole_run.measure(build(whole_run.LoopOptions, given(ctx)), tuple(run_options or ())), in_a_line=True)
 
 
 @app.command(cls=taking(one_step.StepOptions), short_help="Measure optimisation steps: speed and memory.")
@@ -62,7 +62,7 @@ def step(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """
     figures = one_step.measure(build(one_step.StepOptions, given(ctx)))
     if figures is not None:  # under torchrun, on the first rank alone
-        print_figures(figures, as_json=json_line)
+        show(figures, in_a_line=json_line)
 
 
 @app.command(
@@ -73,7 +73,7 @@ def sync(ctx: typer.Context, server_arg: ServerArgs = None, json_line: JsonLine 
     asked = build(publish.SyncOptions, given(ctx))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
     os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
-    print_figures(publish.measure(asked, tuple(server_arg or ())), as_json=json_line)
+    show(publish.measure(asked, tuple(server_arg or ())), in_a_line=json_line)
 
 
 @app.command(cls=taking(rollout_api.ApiOptions), short_help="Measure a rollout API under load.")
@@ -81,7 +81,7 @@ def api(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """Load a rollout API and print its figures."""
     load = build(rollout_api.ApiOptions, given(ctx))
     with rollout_api.own_server(load.store) if load.url is None else nullcontext(load.url) as url:
-        print_figures(rollout_api.measure(load, url), as_json=json_line)
+        show(rollout_api.measure(load, url), in_a_line=json_line)
 
 
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -91,16 +91,9 @@ def fence() -> None:
     raise ConfigError("is a test now", field="grpo bench fence", fix=fix)
 
 
-def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print one JSON line, or a line for each figure."""
-    if as_json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        inner = {f"{name}.{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
-        for full_name, each in inner.items():
-            text = " → ".join(map(str, each)) if isinstance(each, (tuple, list)) else "" if each is None else str(each)
-            print(f"{full_name:>34}  {text or '-'}")
+def show(figures: Mapping[str, Any], *, in_a_line: bool) -> None:
+    """Print figures as JSON."""
+    print(json.dumps(figures, indent=None if in_a_line else 1))
 
 
 def run_command(app: typer.Typer, name: str) -> None:

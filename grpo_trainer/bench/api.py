@@ -14,16 +14,14 @@ import http.client
 import json
 import multiprocessing as mp
 import os
-import random
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.pool import AsyncResult
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -48,7 +46,7 @@ POLL_S = 0.1
 READY_S = 300.0
 """Time for all processes to make their bodies and connections."""
 CONNECTING_AT_ONCE = 50
-VOCABULARY = range(150_000)
+VOCABULARY = 150_000
 
 
 class ApiOptions(Section):
@@ -90,55 +88,49 @@ def measure(options: ApiOptions, url: str) -> dict[str, Any]:
     except OSError as error:
         raise ServerError(field=f"rollout API {url}", got=str(error), wanted="an answer", fix="start it") from None
     server = listener(at[1]) if at[0] in ("127.0.0.1", "localhost") else None
-    posters = min(options.clients, 4)
-    shares = np.array_split(env_ids, 1 if len(env_ids) < 100 else 2)
+
+    def used() -> tuple[float, float]:
+        """Return the server's CPU seconds and its resident bytes."""
+        if server is None:
+            return 0.0, 0.0
+        return sum(server.cpu_times()[:2]), float(server.memory_info().rss)
+
     context = mp.get_context("spawn")
-    ready = context.Barrier(posters + len(shares) + 2)
-    begin, done = context.Event(), context.Event()  # the trainer may begin; the environments may end
-    with context.Pool(ready.parties - 1, _share, (ready, begin, done)) as pool:  # its exit ends the processes
-
-        def start(role: Callable[..., Any], *arguments: Any) -> AsyncResult[dict[str, Any]]:
-            return pool.apply_async(_role, (role, at, *arguments))
-
-        threads = [len(part) for part in np.array_split(range(options.clients), posters)]
-        posting = [
-            start(_post, options, numbers.tolist(), own, env_ids[0])
-            for numbers, own in zip(np.array_split(range(options.groups), posters), threads, strict=True)
-        ]
-        polling = [start(_poll, share.tolist()) for share in shares]
-        consuming = start(_consume, options)
+    ready, begin, done = context.Barrier(4), context.Event(), context.Event()
+    with context.Pool(3, _share, (ready, begin, done)) as pool:  # its exit ends the processes
+        roles = [pool.apply_async(_role, (role, at, options, env_ids)) for role in (_post, _consume, _poll)]
         try:
             ready.wait(READY_S)
         except threading.BrokenBarrierError:  # a process has failed, and its error says more
-            for each in (*posting, *polling, consuming):
+            for each in roles:
                 if each.ready():
                     each.get()
             raise
-        cpu, began = _cpu(server), time.perf_counter()
+        cpu, began = used()[0], time.perf_counter()
         if not options.prefill:
             begin.set()
-        posted = [each.get() for each in posting]
-        peak = _rss(server)
+        posted = roles[0].get()
+        peak = used()[1]
         begin.set()
-        consumed = consuming.get()
+        consumed = roles[1].get()
         seconds = time.perf_counter() - began
-        cpu, peak = _cpu(server) - cpu, max(peak, _rss(server))
+        cpu, peak = used()[0] - cpu, max(peak, used()[1])
         done.set()
-        polled = [each.get() for each in polling]
+        polled = roles[2].get()
 
     def times(name: str, taken: Sequence[float]) -> dict[str, float]:
         return {f"{name}_p{percent}_ms": quantile_ms(taken or [0.0], percent / 100) for percent in (50, 99)}
 
     seen: Counter[int] = consumed["seen"]
-    polls = [taken for each in polled for taken in each["times"]]
+    polls: list[float] = polled["times"]
     return {
         "wire": options.wire,
         "groups": options.groups,
         "seconds": round(seconds, 3),
         "groups_per_s": round(options.groups / seconds, 1),
-        "mb_per_s": round(sum(each["bytes"] for each in posted) / 1e6 / seconds, 1),
+        "mb_per_s": round(posted["bytes"] / 1e6 / seconds, 1),
         "batches_per_s": round(len(consumed["times"]) / seconds, 1),
-        **times("post", [taken for each in posted for taken in each["times"]]),
+        **times("post", posted["times"]),
         **times("batch", consumed["times"]),
         **times("status_env", polls),
         "status_env_max_ms": round(max(polls, default=0.0) * 1e3, 2),
@@ -149,7 +141,7 @@ def measure(options: ApiOptions, url: str) -> dict[str, Any]:
         "server_cpu_ms_per_group": round(cpu / options.groups * 1e3, 3) if server else None,
         "server_cpu_share": round(cpu / seconds, 2) if server else None,
         "load_average": round(psutil.getloadavg()[0], 2),
-        "failures": [failure for each in (*posted, *polled, consumed) for failure in each["failures"]][:5],
+        "failures": [failure for each in (posted, polled, consumed) for failure in each["failures"]][:5],
     }
 
 
@@ -172,35 +164,18 @@ def own_server(store: Path | None) -> Iterator[str]:
         process.wait()
 
 
-def _cpu(server: psutil.Process | None) -> float:
-    return 0.0 if server is None else (times := server.cpu_times()).user + times.system
-
-
-def _rss(server: psutil.Process | None) -> float:
-    return float(server.memory_info().rss) if server else 0.0
-
-
 def _open_run(options: ApiOptions, at: tuple[str, int]) -> list[int]:
     """Register a trainer and the environments, on a queue that is empty; return the environments' numbers."""
     connection = http.client.HTTPConnection(*at, timeout=60)
     as_json = {"Content-Type": wire.JSON}
     _call(connection, "GET", "/reset_data")
-    trainer = wire.Register(
-        wandb_group="bench",
-        wandb_project="bench",
-        batch_size=options.batch_size,
-        max_token_len=options.tokens,
-        checkpoint_dir="",
-        save_checkpoint_interval=0,
-        starting_step=0,
-        num_steps=options.groups,
-    )
-    _call(connection, "POST", "/register", wire.encode(trainer), as_json)
+    sizes = {"batch_size": options.batch_size, "max_token_len": options.tokens, "num_steps": options.groups}
+    names = {"wandb_group": "bench", "wandb_project": "bench", "checkpoint_dir": ""}
+    trainer = json.dumps({**sizes, **names, "save_checkpoint_interval": 0, "starting_step": 0}).encode()
+    _call(connection, "POST", "/register", trainer, as_json)
     _call(connection, "GET", "/batch")
-    described = wire.RegisterEnv(
-        max_token_length=options.tokens, desired_name="bench", weight=1.0, group_size=options.group_size
-    )
-    environment = wire.encode(described)
+    lengths = {"max_token_length": options.tokens, "group_size": options.group_size}
+    environment = json.dumps({**lengths, "desired_name": "bench", "weight": 1.0}).encode()
     registered = [_call(connection, "POST", "/register-env", environment, as_json) for _ in range(options.environments)]
     connection.close()
     return [json.loads(content)["env_id"] for content, _ in registered]
@@ -229,13 +204,16 @@ def _call(
 # Roles, each in a separate process: they prepare, wait for all others, and return what they saw
 
 _ready: Any
+"""Barrier of all processes."""
 _begin: Any
+"""Event: the trainer may take batches."""
 _done: Any
+"""Event: the environments may end."""
 
 
-def _share(ready: Any, begin: Any, done: Any) -> None:
+def _share(*shared: Any) -> None:
     global _ready, _begin, _done
-    _ready, _begin, _done = ready, begin, done
+    _ready, _begin, _done = shared
 
 
 def _role(role: Callable[..., Any], *arguments: Any) -> Any:
@@ -248,58 +226,49 @@ def _role(role: Callable[..., Any], *arguments: Any) -> Any:
 
 def _group(number: int, options: ApiOptions, env_id: int) -> wire.ScoredData:
     """Return a group like a model's: random tokens, masked prompt, float32 logprobs; the first token is its number."""
-    draw = random.Random(number)
-    prompt = options.tokens // 4
-    tokens = [draw.choices(VOCABULARY, k=options.tokens) for _ in range(options.group_size)]
+    draw, prompt = np.random.default_rng(number), options.tokens // 4
+    tokens = draw.integers(0, VOCABULARY, (options.group_size, options.tokens)).tolist()
     tokens[0][0] = number
-    single = struct.Struct(f"{options.tokens - prompt}f")
-
-    def logprobs() -> list[float]:
-        return list(single.unpack(single.pack(*(-draw.expovariate(2.0) for _ in range(options.tokens - prompt)))))
-
+    logprobs = -draw.standard_exponential((options.group_size, options.tokens - prompt), np.float32) / 2
     return wire.ScoredData(
         tokens=tokens,
         masks=[[wire.IGNORED] * prompt + row[prompt:] for row in tokens],
-        scores=[draw.random() for _ in tokens],
-        inference_logprobs=[[wire.MASKED_LOGPROB] * prompt + logprobs() for _ in tokens],
+        scores=draw.random(options.group_size).tolist(),
+        inference_logprobs=[[wire.MASKED_LOGPROB] * prompt + row for row in logprobs.tolist()],
         env_id=env_id,
     )
 
 
-def _post(at: tuple[str, int], options: ApiOptions, numbers: Sequence[int], threads: int, env_id: int) -> Any:
-    """Post groups from several clients at once, each with one connection."""
+def _post(at: tuple[str, int], options: ApiOptions, env_ids: Sequence[int]) -> dict[str, Any]:
+    """Post the groups from several clients at once, each with one connection."""
     packed = options.wire == "msgpack"
     headers = {"Content-Type": wire.MSGPACK} if packed else {"Content-Type": wire.JSON, "Content-Encoding": "gzip"}
-    encoded = [wire.encode_group(_group(number, options, env_id), headers["Content-Type"]) for number in numbers]
+    groups = (_group(number, options, env_ids[0]) for number in range(options.groups))
+    encoded = [wire.encode_group(group, headers["Content-Type"]) for group in groups]
     bodies = encoded if packed else [gzip.compress(body, 6) for body in encoded]
-    times: list[float] = []
     failures: list[str] = []
-    waiting = list(reversed(bodies))
+    own = threading.local()
 
-    def client() -> None:
-        connection = http.client.HTTPConnection(*at, timeout=120)
-        connection.connect()
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(IndexError):  # all are posted
-            while True:
-                body = waiting.pop()
-                start = time.perf_counter()
-                try:
-                    _call(connection, "POST", "/scored_data", body, headers)
-                except ServerError as error:
-                    failures.append(str(error))
-                times.append(time.perf_counter() - start)
+    def connect() -> None:
+        own.connection = http.client.HTTPConnection(*at, timeout=120)
+        own.connection.connect()
+        own.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    _ready.wait()
-    workers = [threading.Thread(target=client) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    def post(body: bytes) -> float:
+        start = time.perf_counter()
+        try:
+            _call(own.connection, "POST", "/scored_data", body, headers)
+        except ServerError as error:
+            failures.append(str(error))
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor(options.clients, initializer=connect) as clients:
+        _ready.wait()
+        times = [*clients.map(post, bodies)]
     return {"times": times, "bytes": sum(map(len, bodies)), "failures": failures}
 
 
-def _consume(at: tuple[str, int], options: ApiOptions) -> Any:
+def _consume(at: tuple[str, int], options: ApiOptions, _: Sequence[int]) -> dict[str, Any]:
     """Take batches as a trainer does until every group has arrived, or no more arrive."""
     connection = http.client.HTTPConnection(*at, timeout=300)
     packed = options.wire == "msgpack"
@@ -336,72 +305,48 @@ def _consume(at: tuple[str, int], options: ApiOptions) -> Any:
     return {"times": times, "seen": seen, "failures": failures}
 
 
-def _poll(at: tuple[str, int], env_ids: Sequence[int]) -> Any:
-    """Ask GET /status-env every 0.1 s for each environment, until `_done`."""
+def _poll(at: tuple[str, int], _: ApiOptions, env_ids: Sequence[int]) -> dict[str, Any]:
+    """Ask GET /status-env every 0.1 s for each environment, until `_done`. A late answer delays the next request."""
     times: list[float] = []
     failures: list[str] = []
-    uvloop.run(_keep_polling(at, env_ids, times, failures))
-    return {"times": times, "failures": failures}
+    connecting = asyncio.Semaphore(CONNECTING_AT_ONCE)
 
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async with connecting:
+            return await asyncio.open_connection(*at)
 
-async def _keep_polling(at: tuple[str, int], env_ids: Sequence[int], times: list[float], failures: list[str]) -> None:
-    loop = asyncio.get_running_loop()
-    environments: list[_Environment] = []
-    for first in range(0, len(env_ids), CONNECTING_AT_ONCE):
-        made = [_Environment(at, env_id, times, failures) for env_id in env_ids[first:][:CONNECTING_AT_ONCE]]
-        await asyncio.gather(*(loop.create_connection(lambda one=one: one, *at) for one in made))
-        environments += made
-    await loop.run_in_executor(None, _ready.wait)
-    stop = loop.run_in_executor(None, _done.wait)
-    start, beat = time.monotonic(), 0
-    while not stop.done():
-        for number, environment in enumerate(environments):  # spread over the interval, as independent processes are
-            due = start + (beat + number / len(environments)) * POLL_S
-            if due > time.monotonic() + 0.001:
-                await asyncio.sleep(due - time.monotonic())
-            environment.ask()
-        beat += 1
-        await asyncio.sleep(max(0.0, start + beat * POLL_S - time.monotonic()))
-    for environment in environments:
-        environment.sent_at = 0.0
-        environment.transport.close()
-
-
-class _Environment(asyncio.Protocol):
-    """One connection that sends the same few bytes at a fixed interval and times the answers.
-
-    A thousand of them need little CPU time compared with the server. A late answer delays the next request.
-    """
-
-    transport: Any
-
-    def __init__(self, at: tuple[str, int], env_id: int, times: list[float], failures: list[str]) -> None:
-        body = f'{{"env_id": {env_id}}}'
+    async def ask(number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the same few bytes each time: a thousand environments need little CPU time compared with the server."""
+        body = f'{{"env_id": {env_ids[number]}}}'
         head = f"GET /status-env HTTP/1.1\r\nHost: {at[0]}:{at[1]}\r\nContent-Type: application/json\r\n"
-        self.request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        self.times, self.failures = times, failures
-        self.sent_at, self.received = 0.0, b""
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        due = time.perf_counter() + POLL_S * number / len(env_ids)  # spread, as independent processes are
+        while True:
+            await asyncio.sleep(due - time.perf_counter())
+            asked = time.perf_counter()
+            writer.write(request)
+            try:
+                answer = await reader.readuntil(b"\r\n\r\n")
+                length = answer.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]
+                await reader.readexactly(int(length))
+            except (OSError, EOFError, ValueError) as error:
+                failures.append(f"GET /status-env: {error!r}")
+                return
+            times.append(time.perf_counter() - asked)
+            if b" 200 " not in answer.split(b"\r\n", 1)[0]:
+                failures.append(f"GET /status-env: {answer[:200]!r}")
+            due = max(due + POLL_S, time.perf_counter())
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+    async def poll() -> None:
+        loop = asyncio.get_running_loop()
+        streams = await asyncio.gather(*(connect() for _ in env_ids))
+        await loop.run_in_executor(None, _ready.wait)
+        asking = [asyncio.create_task(ask(number, *stream)) for number, stream in enumerate(streams)]
+        await loop.run_in_executor(None, _done.wait)
+        for task in asking:
+            task.cancel()
+        for _, writer in streams:
+            writer.close()
 
-    def ask(self) -> None:
-        """Send the request, unless the last one is still unanswered."""
-        if not self.sent_at:
-            self.sent_at = time.perf_counter()
-            self.transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.received += data
-        head, is_whole, body = self.received.partition(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]
-        if not is_whole or len(body) < int(length):
-            return
-        self.times.append(time.perf_counter() - self.sent_at)
-        if b" 200 " not in head.split(b"\r\n", 1)[0]:
-            self.failures.append(f"GET /status-env: {self.received[:200]!r}")
-        self.received, self.sent_at = b"", 0.0
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.sent_at:
-            self.failures.append(f"GET /status-env: connection lost: {exc}")
+    uvloop.run(poll())
+    return {"times": times, "failures": failures}

@@ -17,8 +17,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.launch.plan import ProcessSpec
@@ -41,30 +39,17 @@ def quantile_ms(seconds: Sequence[float], share: float = 0.5) -> float:
     return round((times[low] + (place - low) * (times[high] - times[low])) * 1e3, 3)
 
 
-def _samples(metrics: str, name: str) -> list[Sample]:
-    """Return a metric's samples; only its own lines are parsed, because vLLM has hundreds of others."""
-    lines = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return [sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples]
-
-
 def counter_total(metrics: str, name: str) -> float:
     """Return the sum of a counter over all its labels, from metrics in Prometheus' text format.
 
     Raises:
         ServerError: there is no such counter.
     """
-    if not (samples := _samples(metrics, name)):
+    lines = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    if not lines:
         raise ServerError(field="/metrics of the inference server", got="no such counter", wanted=name)
-    return sum(sample.value for sample in samples)
-
-
-def cache_tokens(metrics: str) -> int | None:
-    """Return the tokens that a server's KV cache has room for; None: its metrics don't say."""
-    labels = [sample.labels for sample in _samples(metrics, "vllm:cache_config_info")]
-    sizes = [(each.get("num_gpu_blocks", ""), each.get("block_size", "")) for each in labels]
-    if not sizes or not all(part.isdecimal() for size in sizes for part in size):
-        return None
-    return sum(int(blocks) * int(size) for blocks, size in sizes)
+    # After the labels, which may have any text in quotes, stand the value and perhaps a time.
+    return sum(float(line.removeprefix(name).rpartition("}")[2].split()[0]) for line in lines)
 
 
 class Meter:
@@ -76,15 +61,8 @@ class Meter:
     def total(self, name: str) -> float:
         return counter_total(self._http.get("/metrics").raise_for_status().text, name)
 
-    def during(self, action: Callable[[], object]) -> tuple[float, float]:
-        """Return how many tokens the server generates during an action, and the seconds that it took."""
-        tokens, began = self._counted()
-        action()
-        more, ended = self._counted()
-        return more - tokens, ended - began
-
-    def _counted(self) -> tuple[float, float]:
-        """Return the number of generated tokens, and the time of reading it."""
+    def generated(self) -> tuple[float, float]:
+        """Return the number of generated tokens, and the time of reading it, by `perf_counter`."""
         asked = time.perf_counter()
         tokens = self.total(TOKENS)
         return tokens, (asked + time.perf_counter()) / 2
@@ -143,25 +121,25 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
 async def _keep_busy(demand: Demand) -> None:
     connections = demand.sequences // GROUP
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+
+    async def ask_forever(index: int) -> None:
+        draw = random.Random(index)
+        # The first completions end one after the other: else all requests would end, and start, at the same time.
+        length = max(1, demand.completion_len * (index + 1) // connections)
+        while True:
+            prompt = {"prompt_token_ids": draw.choices(range(2, demand.vocab), k=demand.prompt_len)}
+            sampling = {"n": GROUP, "max_tokens": length, "ignore_eos": True, "temperature": 1.0}
+            answer = await http.post(GENERATE_ROUTE, json={"prompt": prompt, **sampling, **demand.routing})
+            if answer.status_code != 200:
+                raise httpx.HTTPError(f"{answer.status_code}: {answer.text[:500]}")
+            length = demand.completion_len
+
     async with (
         httpx.AsyncClient(base_url=demand.url, timeout=600.0, limits=limits, trust_env=False) as http,
         asyncio.TaskGroup() as tasks,
     ):
         for index in range(connections):
-            tasks.create_task(_ask_forever(http, demand, index, connections))
-
-
-async def _ask_forever(http: httpx.AsyncClient, demand: Demand, index: int, connections: int) -> None:
-    draw = random.Random(index)
-    # The first completions end one after the other: else all requests would end, and start, at the same time.
-    length = max(1, demand.completion_len * (index + 1) // connections)
-    while True:
-        prompt = {"prompt_token_ids": draw.choices(range(2, demand.vocab), k=demand.prompt_len)}
-        sampling = {"n": GROUP, "max_tokens": length, "ignore_eos": True, "temperature": 1.0}
-        answer = await http.post(GENERATE_ROUTE, json={"prompt": prompt, **sampling, **demand.routing})
-        if answer.status_code != 200:
-            raise httpx.HTTPError(f"{answer.status_code}: {answer.text[:500]}")
-        length = demand.completion_len
+            tasks.create_task(ask_forever(index))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,28 @@
-"""`grpo bench loop`: a whole `grpo run` on a synthetic environment.
-
-The figures are read from what a run writes (metrics.jsonl), and from its server's /metrics while it runs.
-"""
+"""`grpo bench loop`: a whole `grpo run` on a synthetic environment. The figures are read from what the run writes."""
 
 from __future__ import annotations
 
+import json
 import os
-import platform
 import sys
 import tempfile
-import threading
 import time
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import httpx
-import msgspec
 from pydantic import model_validator
 
-from grpo_trainer.bench.load import RUNNING, cache_tokens, counter_total
-from grpo_trainer.bench.models import CACHE_BYTES_TINY, SHAPES, ModelOptions, cpu_name, gpus_used_mb
+from grpo_trainer.bench.models import CACHE_BYTES_TINY, ModelOptions, cpu_name
 from grpo_trainer.config.options import option
-from grpo_trainer.config.server import KEY_VARIABLE, KvCacheDtype, Quantization
-from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.config.stored import VERSIONS_FILE
+from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Supervisor
-from grpo_trainer.machine import list_gpus
 from grpo_trainer.metrics.rows import read_rows
-from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo, Transport
 
 ENVIRONMENT = "environments.synthetic"
 GROUP = 8
@@ -45,10 +32,6 @@ LAST_STEPS = 5
 machine, is faster."""
 STOP_SECONDS = 30.0
 """Time before an interrupted run is killed; its last checkpoint is not needed."""
-LOOK_SECONDS = 0.5
-"""Between readings of the server's metrics: vLLM writes all of them for each answer, which costs it CPU time."""
-MEMORY_EVERY = 8
-"""Readings of the metrics for one of the GPUs' memory."""
 OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "tiny": {  # for two CPU cores
@@ -93,12 +76,6 @@ class LoopOptions(ModelOptions):
         "the next.",
         ge=1,
     )
-    dummy_weights: bool = option(
-        False,
-        help="Write only the model's configuration. The server fills in dummy weights (--load-format dummy), and the "
-        "trainer shares them. For models that take minutes to write; needs --bridge shared_vllm, or lora_only with "
-        "--share-base.",
-    )
     run_dir: Path | None = option(
         None, help="Folder in which the run is kept: logs, metrics, checkpoints (default: a temporary folder)."
     )
@@ -106,11 +83,6 @@ class LoopOptions(ModelOptions):
         "shared_vllm", help="Weight bridge, the same as --weight-bridge-mode of `grpo run`."
     )
     share_base: bool = option(False, help="With lora_only: the trainer uses the server's base model.")
-    transport: Literal["auto", Transport] = option(
-        "auto", help="With lora_only: transport of adapters, the same as --lora-transport of `grpo run`."
-    )
-    quantization: Quantization = option("none", help="Quantisation of the server's weights; needs a GPU.")
-    kv_cache_dtype: KvCacheDtype = option("auto", help="Dtype of the server's KV cache.")
     sequences: int = option(
         256,
         help="Completions in a step, a multiple of 8 (default: 256; with --shape tiny 32).",
@@ -138,41 +110,15 @@ class LoopOptions(ModelOptions):
         return {**OF_SHAPE.get(given.get("shape", ""), {}), **given} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _can_be_measured(self) -> LoopOptions:
-        for flag, given in (("--share-base", self.share_base), ("--transport", self.transport != "auto")):
-            if given and self.bridge != "lora_only":
-                fix = "leave it out"
-                raise ConfigError(field=flag, got=f"--bridge {self.bridge}", wanted="--bridge lora_only", fix=fix)
-        if self.dummy_weights and not (self.bridge == "shared_vllm" or self.share_base):
-            raise ConfigError(
-                "the trainer has no weights to load",
-                field="--dummy-weights",
-                got=f"--bridge {self.bridge}",
-                wanted="a trainer that shares the server's weights",
-                fix="use --bridge shared_vllm, or lora_only with --share-base",
-            )
+    def _measures_a_step(self) -> LoopOptions:
         if self.warmup_steps >= self.steps:
-            raise ConfigError(
-                "no step is left to measure",
-                field="--warmup-steps",
-                got=self.warmup_steps,
-                wanted=f"fewer than --steps {self.steps}",
-            )
-        if self.completion_mean > (vocabulary := SHAPES[self.shape].vocab):
-            raise ConfigError(
-                "completions end at one token id of the vocabulary or more",
-                field="--completion-mean",
-                got=self.completion_mean,
-                wanted=f"at most {vocabulary}, the vocabulary of --shape {self.shape}",
-            )
-        if self.max_tokens_per_microbatch < (longest := self.prompt_len + self.completion_len):
-            raise ConfigError(
-                "a pass must hold the longest sequence",
-                field="--max-tokens-per-microbatch",
-                got=self.max_tokens_per_microbatch,
-                wanted=f"at least {longest}, --prompt-len and --completion-len together",
-            )
+            raise no_step(self.warmup_steps, f"fewer than --steps {self.steps}")
         return self
+
+
+def no_step(got: object, wanted: str) -> ConfigError:
+    """Return the error of a run that has no measured step."""
+    return ConfigError("no step is left to measure", field="--warmup-steps", got=got, wanted=wanted)
 
 
 def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
@@ -184,28 +130,30 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
     Raises:
         GrpoError: a process failed, or a signal arrived; all started processes have ended.
     """
+    say = partial(print, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
         model = (options.model_dir or Path(name) / "model").absolute()
         run_dir = (options.run_dir or Path(name) / "run").absolute()
         refuse_to_mix_runs(run_dir, "never", "--run-dir")
+        # Another process writes the model: its GPU memory is free when the run starts.
         writes = (sys.executable, "-m", "grpo_trainer.bench.models", options.shape, str(model))
-        run = run_process(options, model, run_dir, more)
+        began = 0.0
         try:
-            _run(ProcessSpec("model", (*writes, *["no-weights"] * options.dummy_weights), ends_run=True), run_dir)
-            began, watch = time.time(), Watch(run_dir)
-            with watch.watching():
-                _run(run, run_dir)
+            for process in (ProcessSpec("model", writes, ends_run=True), run_process(options, model, run_dir, more)):
+                began = time.time()
+                with Supervisor(run_dir / "logs", say=say, echo=say) as supervisor:
+                    supervisor.start(process)
+                    supervisor.run(())
         except ProcessFailedError as error:
             if options.run_dir is None:
                 error.add(summary="; --run-dir FOLDER keeps the logs")
             raise
-        return line(options, more, read_rows(run_dir / METRICS_FILE), began, watch)
+        versions = json.loads((run_dir / VERSIONS_FILE).read_bytes().splitlines()[-1])
+        return line(options, more, read_rows(run_dir / METRICS_FILE), began, versions)
 
 
 def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence[str]) -> ProcessSpec:
     """Return `grpo run` as a user would type it."""
-    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES_TINY)] if options.shape == "tiny" else []
-    extra += ["--load-format", "dummy"] if options.dummy_weights else []
     asked = {
         "model-name": model,
         "run-dir": run_dir,
@@ -221,115 +169,44 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
         "env.group_size": GROUP,
         "env.prompt_tokens": options.prompt_len,
         "env.completion_mean": options.completion_mean,
-        "server.quantization": options.quantization,
-        "server.kv-cache-dtype": options.kv_cache_dtype,
-        **({"lora-transport": options.transport} if options.transport != "auto" else {}),
-        **({"server.extra-args": ",".join(extra)} if extra else {}),
     }
+    if options.shape == "tiny":
+        asked["server.extra-args"] = f"--kv-cache-memory-bytes,{CACHE_BYTES_TINY}"
     flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
-    flags += ["--share-base"] * options.share_base
-    flags += ["--no-proof"] * options.dummy_weights  # so small that a synthetic change moves no logprob
-    argv = (sys.executable, "-m", "grpo_trainer", "run", *flags, *more)
+    argv = (sys.executable, "-m", "grpo_trainer", "run", *flags, *["--share-base"] * options.share_base, *more)
     return ProcessSpec("run", argv, {"PYTHONUNBUFFERED": "1"}, ends_run=True, stop_seconds=STOP_SECONDS)
 
 
-class Watch:
-    """Readings of a run's server, from a thread."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.running: list[tuple[float, float]] = []
-        """Unix seconds, and the sequences that ran then; 0 while the server is away."""
-        self.info: BridgeInfo | None = None
-        """Who the server is; None: it never answered."""
-        self.ready_at: float | None = None
-        """Unix seconds of its first answer."""
-        self.cache_tokens: int | None = None
-        """Tokens that its KV cache has room for; None: it did not say."""
-        self.gpu_mb: float | None = None
-        """The highest reading of memory in use on all GPUs, in units of 1e6 bytes; None: there is none."""
-        self._config = run_dir / "config" / "trainer.toml"
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        done = threading.Event()
-        with ThreadPoolExecutor(1, "watch") as pool:
-            watching = pool.submit(self._until, done)
-            try:
-                yield
-            finally:
-                done.set()
-            watching.result()
-
-    def _until(self, done: threading.Event) -> None:
-        key, reading = os.environ.get(KEY_VARIABLE), 0
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(timeout=5.0, trust_env=False, headers=headers) as http:
-            while not done.wait(LOOK_SECONDS):
-                if self._config.exists():
-                    self._ask(http, f"http://127.0.0.1:{tomllib.loads(self._config.read_text())['server']['port']}")
-                if reading % MEMORY_EVERY == 0:
-                    used = gpus_used_mb(os.environ.get("CUDA_VISIBLE_DEVICES"))
-                    self.gpu_mb = self.gpu_mb if used is None else max(self.gpu_mb or 0.0, used)
-                reading += 1
-
-    def _ask(self, http: httpx.Client, url: str) -> None:
-        asked, running = time.time(), 0.0
-        with suppress(httpx.HTTPError):  # it starts, or has ended
-            if self.info is None:
-                answer = http.get(f"{url}{BRIDGE_INFO_ROUTE}").raise_for_status()
-                self.info = msgspec.json.decode(answer.content, type=BridgeInfo)
-                self.ready_at = asked
-            metrics = http.get(f"{url}/metrics").raise_for_status().text
-            self.cache_tokens = self.cache_tokens or cache_tokens(metrics)
-            running = counter_total(metrics, RUNNING)
-        if self.info is not None:
-            self.running.append((asked, running))
-
-
-def _run(process: ProcessSpec, run_dir: Path) -> None:
-    """Run a process to its end."""
-    say = partial(print, file=sys.stderr, flush=True)
-    with Supervisor(run_dir / "logs", say=say, echo=say) as supervisor:
-        supervisor.start(process)
-        supervisor.run(())
-
-
-def line(options: LoopOptions, more: Sequence[str], rows: Sequence[Row], began: float, watch: Watch) -> dict[str, Any]:
+def line(
+    options: LoopOptions, more: Sequence[str], rows: Sequence[Row], began: float, versions: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return conditions, then figures: those of the steps after `--warmup-steps` and before the last `LAST_STEPS`.
 
     Args:
         rows: of all steps.
         began: when the run was started, in Unix seconds.
+        versions: the run's line of versions.jsonl.
 
     Raises:
         ConfigError: no step is left.
-        ServerError: the server never answered with its description.
     """
-    if (info := watch.info) is None:
-        raise ServerError(field="inference server", got="no answer while the run went on", wanted="one")
     measured = rows[options.warmup_steps : max(0, len(rows) - LAST_STEPS)]
     if not measured:
-        raise ConfigError(
-            "no step is left to measure",
-            field="--warmup-steps",
-            got=f"{options.warmup_steps}, of {len(rows)} steps that the run took",
-            wanted=f"fewer than the run takes, less {LAST_STEPS}",
-        )
-    gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0] if info.device == "cuda" else ()
-    conditions = options.model_dump(exclude={"model_dir", "run_dir", "dummy_weights"})
+        got = f"{options.warmup_steps}, of {len(rows)} steps that the run took"
+        raise no_step(got, f"fewer than the run takes, less {LAST_STEPS}")
+    gpus, used = versions["gpus"], [row["gpu/memory_used_gib"] for row in measured if "gpu/memory_used_gib" in row]
     return {
-        **conditions,
+        **options.model_dump(exclude={"model_dir", "run_dir"}),
         "group_size": GROUP,
         "steps": options.warmup_steps + len(measured),
         "run_options": list(more),
-        "device": ", ".join(dict.fromkeys(gpu.name for gpu in gpus)) or cpu_name(),
+        "device": ", ".join(dict.fromkeys(gpus)) or cpu_name(),
         "devices": len(gpus) or os.cpu_count(),
-        "dtype": info.dtype,
-        "versions": {"vllm": info.vllm_version, "torch": version("torch"), "python": platform.python_version()},
+        "versions": {name: versions.get(name) for name in ("vllm", "torch", "python")},
         **step_figures(measured),
-        "server": server_figures(measured, rows[options.warmup_steps - 1]["time"], watch, info.max_num_seqs),
-        "start_s": start_figures(began, watch.ready_at, rows[0]),
-        "peak_memory_gb": {"gpu": None if not gpus or watch.gpu_mb is None else round(watch.gpu_mb / 1e3, 3)},
+        "start_s": start_figures(began, rows[0]),
+        # All processes on the trainer's first GPU, at the ends of the steps.
+        "peak_memory_gb": {"gpu": round(max(used) * 2**30 / 1e9, 3) if used else None},
         "load_average": round(os.getloadavg()[0], 2),
     }
 
@@ -372,35 +249,20 @@ def fenced(row: Row) -> float:
     return row["train/sync_time"] if is_shared else 0.0
 
 
-def server_figures(rows: Sequence[Row], begin: float, watch: Watch, max_num_seqs: int | None) -> dict[str, Any]:
-    """Return how busy the server was: sequences that ran, and how many it can hold.
-
-    It can hold as many sequences of the steps' mean length as its KV cache has room for, and `max_num_seqs` at most.
-
-    Args:
-        begin: when the first of the steps began, in Unix seconds.
-    """
-    tokens = _total(rows, "batch/tokens") / _total(rows, "batch/sequences")
-    by_cache = None if watch.cache_tokens is None else int(watch.cache_tokens / tokens)
-    holds = min((limit for limit in (by_cache, max_num_seqs) if limit is not None), default=None)
-    running = [number for at, number in watch.running if begin <= at <= rows[-1]["time"]]
-    return {"running_mean": round(sum(running) / len(running), 1) if running else None, "can_hold": holds}
-
-
-def start_figures(began: float, server_ready: float | None, first: Row) -> dict[str, float]:
-    """Return when each phase of the start was reached, in seconds since the command, in their order.
+def start_figures(began: float, first: Row) -> dict[str, float]:
+    """Return when each phase of the start was reached, in seconds since the command.
 
     Args:
         first: the first step. It was over when its row was written; before that it published, trained and waited.
     """
-    batch = first["time"] - first["train/step_time"] - first["train/sync_time"] + fenced(first)
+    first_step = first["time"] - began
+    first_batch = first_step - first["train/step_time"] - first["train/sync_time"] + fenced(first)
     reached = {
-        "server_ready": batch if server_ready is None else server_ready,
-        "trainer_ready": batch - first["train/data_fetch_time"],
-        "first_batch": batch,
-        "first_step": first["time"],
+        "trainer_ready": first_batch - first["train/data_fetch_time"],
+        "first_batch": first_batch,
+        "first_step": first_step,
     }
-    return {phase: round(moment - began, 2) for phase, moment in sorted(reached.items(), key=lambda item: item[1])}
+    return {phase: round(seconds, 2) for phase, seconds in reached.items()}
 
 
 def _short(value: float) -> float:

@@ -1,7 +1,7 @@
 """Models of the benchmarks: Qwen2's shapes with random weights, which do not affect speed, and a tokenizer of as many
 tokens. Nothing is loaded from the hub.
 
-`python -m grpo_trainer.bench.models SHAPE FOLDER [no-weights]` writes one and frees its GPU memory.
+`python -m grpo_trainer.bench.models SHAPE FOLDER` writes one and frees its GPU memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Literal
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
-from grpo_trainer.machine import list_gpus
 from grpo_trainer.model.shape import ModelShape
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from grpo_trainer.parallel.world import World
 
@@ -63,11 +62,8 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 )
 
 
-def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:
-    """Write the model into a folder unless it exists.
-
-    Args:
-        weights: whether the folder gets weights, beside the configuration and the tokenizer.
+def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model and its tokenizer into a folder unless they exist.
 
     Raises:
         ConfigError: the folder holds another model, or other files.
@@ -93,12 +89,7 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights
     on_gpu = torch.cuda.is_available()
     with whole_folder(folder) as writing:
         numbered_tokenizer(shape.vocab).save_pretrained(writing)
-        if weights:
-            random_model(shape, dtype, torch.device("cuda" if on_gpu else "cpu")).save_pretrained(writing)
-        else:
-            config = model_config(shape, dtype)
-            config.architectures = ["Qwen2ForCausalLM"]  # as a saved model's, by which vLLM chooses its class
-            config.save_pretrained(writing)
+        random_model(shape, dtype, torch.device("cuda" if on_gpu else "cpu")).save_pretrained(writing)
     log.info("wrote a model of %.0fM random %s parameters to %s", shape.parameters / 1e6, dtype, folder)
     if on_gpu:
         torch.cuda.empty_cache()
@@ -106,35 +97,19 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights
 
 
 def random_model(
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    attention: str = "sdpa",
-    seed: int = 0,
-    world: World | None = None,
+    shape: ModelShape, dtype: torch.dtype, device: torch.device, *, seed: int = 0, world: World | None = None
 ) -> PreTrainedModel:
     """Return the model, created on its device and in its dtype.
 
     Args:
         world: the processes over which it is sharded, which changes no weight; None: it is whole.
     """
+    from transformers import Qwen2Config
+
     from grpo_trainer.model.load import build_without_weights
     from grpo_trainer.parallel.shards import draw_weights, give_memory, shard_model
 
-    model = build_without_weights(model_config(shape, dtype), dtype, attention, device)
-    if world is not None:
-        shard_model(model, world, device, dtype)
-    give_memory(model, device)
-    draw_weights(model, seed)
-    return model
-
-
-def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:
-    """Return the shape as transformers' configuration."""
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
+    config = Qwen2Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -149,6 +124,12 @@ def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:
         eos_token_id=1,
         pad_token_id=0,
     )
+    model = build_without_weights(config, dtype, "sdpa", device)
+    if world is not None:
+        shard_model(model, world, device, dtype)
+    give_memory(model, device)
+    draw_weights(model, seed)
+    return model
 
 
 def numbered_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -171,21 +152,11 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def gpus_used_mb(gpus: str | None) -> float | None:
-    """Return the GPU memory that all processes use together, in units of 1e6 bytes; None: unknown.
-
-    Args:
-        gpus: as CUDA_VISIBLE_DEVICES names them; None: all.
-    """
-    listed, _, _ = list_gpus(gpus)
-    return round(sum(gpu.used for gpu in listed) / 1e6, 1) if listed else None
-
-
 if __name__ == "__main__":
     import torch as _torch
 
     try:
         stored = _torch.bfloat16 if _torch.cuda.is_available() else _torch.float32
-        ensure_model(SHAPES[sys.argv[1]], Path(sys.argv[2]), stored, weights="no-weights" not in sys.argv[3:])
+        ensure_model(SHAPES[sys.argv[1]], Path(sys.argv[2]), stored)
     except GrpoError as error:
         sys.exit(f"grpo: {error}")

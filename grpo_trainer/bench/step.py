@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
-from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,6 @@ class StepOptions(ComputeConfig):
     gradient_checkpointing: bool | None = option(
         None, help="Recompute activations (default: auto, in as few layers as the GPU's free memory allows)."
     )
-    logits_dtype: Literal["auto", "float32", "model"] = option("auto", help="As the trainer's --logits-dtype.")
-    attention: Literal["sdpa", "eager"] = option("sdpa", help="Attention implementation for padded sequences.")
     seqs: int = option(64, help="Sequences of a step, a multiple of 8.", ge=8, multiple_of=8)
     prompt_len: int = option(512, help="Tokens of a prompt.", ge=1)
     completion_len: int = option(1024, help="Tokens of a completion; with --lognormal the longest.", ge=1)
@@ -151,7 +148,7 @@ def build_model(options: StepOptions, device: torch.device, world: World | None 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(options.seed)
     shape = SHAPES[options.shape]
-    return random_model(shape, dtype, device, attention=options.attention, seed=options.seed, world=world)
+    return random_model(shape, dtype, device, seed=options.seed, world=world)
 
 
 def build_trainer(options: StepOptions, device: torch.device, world: World) -> Trainer:
@@ -174,7 +171,6 @@ def build_trainer(options: StepOptions, device: torch.device, world: World) -> T
         "batch_size": options.batch_size,
         "gradient_accumulation_steps": -(-options.seqs // options.batch_size),
         "gradient_checkpointing": options.gradient_checkpointing,
-        "logits_dtype": options.logits_dtype,
         "optimizer": options.optimizer_name,
         "drift_limit": 0,
         "world_size": world.size,
@@ -212,7 +208,6 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
         batches = [synthetic_batch(options, options.seed + n) for n in range(options.warmup + options.steps)]
         done = [timed_step(trainer, batch, number) for number, batch in enumerate(batches)][options.warmup :]
         lengths = [lengths_of(batch) for batch in batches[options.warmup :]]
-        phases = _phases(trainer, batches[-1], len(batches))
         if not world.leads:
             return None
         shape, readers = SHAPES[options.shape], GROUP if trainer.forward.shared else 1
@@ -234,7 +229,6 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
             "mfu": round(flops / middle / options.peak_tflops / 1e12 / world.size, 4),
             "tflops": round(flops / middle / 1e12, 1),
             "peak_tflops": options.peak_tflops,
-            "phases": phases,
             "processes": world.size,
             "cut": not trainer.holding.whole,
             **trainer.forward.facts(),
@@ -264,30 +258,6 @@ def timed_step(
     row = reduce(result.metrics)
     log.info("step %d: %.3f s, loss %.3g", number, seconds, row["train/loss"])
     return seconds, row
-
-
-def _phases(trainer: Trainer, batch: RolloutBatch, number: int) -> dict[str, float]:
-    """Run one more step, and return the seconds of its phases. Each phase waits for the device at its end, so the step
-    takes a little longer than those that are measured."""
-    spent = {"prepare": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-
-    def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            started = _now()
-            result = call(*args, **kwargs)
-            spent[phase] += _now() - started
-            return result
-
-        return clocked
-
-    ready = timed("prepare", trainer.share)(batch)
-    with (
-        mock.patch.object(trainer.forward, "scores", timed("forward", trainer.forward.scores)),
-        mock.patch.object(trainer, "optimizer_step", timed("optimizer", trainer.optimizer_step)),
-    ):
-        timed("backward", trainer.step)(ready, number)
-    spent["backward"] -= spent["forward"] + spent["optimizer"]
-    return {phase: round(seconds, 4) for phase, seconds in spent.items()}
 
 
 def _now() -> float:

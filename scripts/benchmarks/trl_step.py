@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_trainer.bench.__main__ import JsonLine, print_figures, run_command
+from grpo_trainer.bench.__main__ import JsonLine, run_command, show
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.bench.step import GROUP, StepOptions, build_model, lengths_of, step_flops, synthetic_batch
 from grpo_trainer.config.flags import given, taking
@@ -181,8 +181,7 @@ def main(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")
-    figures = measure(asked, TrlSettings(micro, scoring, checkpointing, liger))
-    print_figures(figures, as_json=json_line)
+    show(measure(asked, TrlSettings(micro, scoring, checkpointing, liger)), in_a_line=json_line)
 
 
 if __name__ == "__main__":

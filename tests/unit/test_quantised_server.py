@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from torch import nn
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
 from grpo_trainer.alignment.probes import FAILED, computed_in_fp8, rounded_to_fp8
 from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, NOISE_MARGIN, Change, Proof
-from grpo_trainer.bench.loop import LoopOptions, run_process
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
@@ -67,12 +65,6 @@ def test_the_flag_has_one_place() -> None:
     with pytest.raises(ConfigError) as caught:
         build_run({}, {"model_name": "m", "server.extra_args": "-q,fp8"})
     assert caught.value.problems[0].wanted == "--server.quantization"
-
-
-def test_the_benchmark_of_the_loop_passes_it_on(tmp_path: Path) -> None:
-    options = build(LoopOptions, {"bridge": "lora_only", "quantization": "fp8"})
-    argv = run_process(options, tmp_path, tmp_path, ()).argv
-    assert argv[argv.index("--server.quantization") + 1] == "fp8"
 
 
 # ---------------------------------------------------------------- the trainer in fp8, by values computed by hand
