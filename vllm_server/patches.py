@@ -37,12 +37,13 @@ class Patch:
     why: str
     replaces: str
     test: str
-    until: str = "a vLLM in which it brings less than 3 %"
+    until: str
     device: Literal["cpu", "cuda"] | None = None
     writable: bool = False
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_IN_BLOCKS = "a vLLM that is within 5 % without it; 1.5B on an H200: 20,950 tokens/s with it, 16,640 without"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts"
 
 PATCHES = (
@@ -69,19 +70,13 @@ PATCHES = (
         "logprobs of a block of tokens are converted together, and not decoded to text: speed",
         "vllm.v1.engine.core_client.AsyncMPClient.get_output_async "
         "vllm.v1.engine.logprobs.LogprobsProcessor._update_sample_logprobs",
-        "unit/test_output_blocks.py",
-    ),
-    Patch(
-        "vllm_server.worker.speed:skip_needless_bookkeeping", "engine",
-        "vLLM's bookkeeping of the KV cache runs when a block is full, not at each token: speed",
-        "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots",
-        "unit/test_speed.py",
+        "unit/test_output_blocks.py", until=_IN_BLOCKS,
     ),
     Patch(
         "vllm_server.output_blocks:send_in_blocks", "engine",
         "tokens of requests that are not streamed leave the engine 16 at a time: speed",
         "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
-        "unit/test_output_blocks.py",
+        "unit/test_output_blocks.py", until=_IN_BLOCKS,
     ),
     Patch(
         "vllm_server.worker.lora:prepare_worker", "worker",
@@ -89,18 +84,6 @@ PATCHES = (
         "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU.update_metadata torch.ops.vllm.lora_shrink",
         "gpu/test_lora_kernels_gpu.py",
         until="a vLLM whose own kernels are within 3 % (`--lora-kernels vllm`)", device="cuda",
-    ),
-    Patch(
-        "vllm_server.worker.speed:copy_when_changed", "worker",
-        "sampling parameters are copied to the GPU when they change: speed",
-        "vllm.v1.worker.gpu.sample.states.SamplingStates",
-        "unit/test_speed.py", device="cuda",
-    ),
-    Patch(
-        "vllm_server.worker.speed:compute_logprobs_once", "worker",
-        "logprobs are computed of the sampled tokens only: speed",
-        "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores",
-        "unit/test_sampled_logprobs.py", device="cuda",
     ),
     Patch(
         "vllm_server.worker.routed_experts:prepare_worker", "worker",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +73,10 @@ def test_a_conditional_model_of_real_width_trains(tmp_path: Path, architecture: 
     options = of_mode(
         mode, env="arithmetic", training_steps=20, entropy_coef=0.01, dtype="bfloat16", lr=1e-5, on_drift="stop"
     )
-    options["server.extra-args"] = "--max-num-seqs,64,--kv-cache-memory-bytes,4294967296"
+    flags = ["--max-num-seqs", "64", "--kv-cache-memory-bytes", "4294967296"]
+    if architecture == "qwen3_5" and importlib.util.find_spec("cutlass") is None:
+        flags += ["--gdn-prefill-backend", "triton"]  # vLLM's choice needs nvidia-cutlass-dsl
+    options["server.extra-args"] = ",".join(flags)
     if mode == "lora_only":
         options["lora-target-modules"] = ",".join(adapted_modules(architecture))
     with started(folder, run_dir, log, **options) as process:
