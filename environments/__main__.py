@@ -18,7 +18,7 @@ from environments.base import BaseEnv
 from environments.config import ConfigError
 from environments.running.cli import CALLED_AS
 from environments.running.trial import fail_and_exit, report
-from environments.user_modules import module_named, module_of_file
+from environments.user_modules import module_of
 
 
 def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any, Any]]:
@@ -61,9 +61,8 @@ def main(arguments: list[str]) -> None:
     sys.path.insert(0, "")  # like `python -m`, also where the interpreter was started in another way
     report().doing("import")
     sys.argv = [given, *rest]  # a module that runs itself when it is imported reads them
-    load = module_of_file if name.endswith(".py") else module_named
     try:
-        env_cls = environment_class(load(f"--env {name}", name), wanted)
+        env_cls = environment_class(module_of(f"--env {name}", name), wanted)
     except ConfigError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, SyntaxError):
             traceback.print_exception(error.__cause__)

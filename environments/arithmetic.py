@@ -18,6 +18,7 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.items import Shuffled
 from environments.peers.inference import Sampling
+from environments.running.evaluation import examine_each
 
 Operation = Literal["+", "-", "*"]
 
@@ -119,7 +120,7 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
 
     async def evaluate(self) -> dict[str, float]:
         """Return the sampled accuracy on the held-out problems, which are never trained on."""
-        found, failed = await self.examine_each(self.problems.held_out, self._examine)
+        found, failed = await examine_each(self, self.problems.held_out, self._examine)
         scores = [score for own in found for score in own if score is not None]
         return {"accuracy": fmean(scores), "samples": len(scores), **failed}
 

@@ -27,6 +27,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import cycle, islice
 from statistics import fmean
@@ -40,10 +41,9 @@ from environments.data_config import DataConfig, RewardConfig
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
-from environments.running.data_record import DataSet
-from environments.running.evaluation import examine_each
 from environments.running.groups import Failures
-from environments.scoring import LoopWatch, Scoring, Threads
+from environments.running.state import DataSet
+from environments.scoring import Scoring, Threads
 from environments.tokenizers import (
     THINK,
     after_thinking,
@@ -74,10 +74,7 @@ log = logging.getLogger(__name__)
 MADE_UP = ("The answer is 42.", "I do not know.")
 """Answers whose scores a trial asks for."""
 
-WHY_STOP = "it ends a turn in the chat template, but is no stop token of the model"
-
 Item = TypeVar("Item")
-Row = TypeVar("Row")
 Found = TypeVar("Found")
 Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
 
@@ -147,7 +144,6 @@ class BaseEnv(Generic[Item, Config]):
     data: DataConfig = DataConfig()
     rewards: tuple[RewardConfig, ...] = ()
     name: ClassVar[str] = ""
-    program: ClassVar[str | None] = None  # its command in messages; None: the class's module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     score_in_thread: ClassVar[bool] = True  # False: `score` is fast, or uses signals
     takes_data: ClassVar[bool] = False  # True: it reads `data` and `rewards`; otherwise these options are refused
@@ -165,13 +161,12 @@ class BaseEnv(Generic[Item, Config]):
         self.tokenizer = tokenizer
         self.curr_step = 0
         self.num_steps = 0
-        self._said_no_evaluation = False
         self._saw_unknown = False
         self.measures = Measures()
         self.failures = Failures()
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
-        self.watch = LoopWatch(config.score_timeout)
+        self.is_set_up = False
         self.teacher = Teacher.of(config)
         self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is decoded twice: to score it and to show it
 
@@ -181,9 +176,6 @@ class BaseEnv(Generic[Item, Config]):
 
     def get_next_item(self) -> Awaitable[Item | None] | Item | None:
         """Return the next item; None if there are no more. By default it is the next of `items`."""
-        return self._next_of_items()
-
-    async def _next_of_items(self) -> Item | None:
         if not hasattr(self, "items"):
             name = type(self).__name__
             raise NotImplementedError(f"{name} needs self.items, an iterator that setup() sets, or get_next_item()")
@@ -268,27 +260,12 @@ class BaseEnv(Generic[Item, Config]):
     def more_stops(self) -> tuple[int, ...]:
         """Tokens at which an answer ends besides the model's stop tokens: the end of a turn, unless it is one of them
         or `--env.stop_at_turn_end` is off."""
-        missing = self._missing_stop()
-        if missing is None or not self.config.stop_at_turn_end:
+        end = turn_end(self.tokenizer, self.config.chat_template_kwargs) if self.config.stop_at_turn_end else None
+        if end is None or end in stop_tokens(self.config.tokenizer_name, self.tokenizer):
             return ()
-        log.info("answers also stop at %s: %s", self.tokenizer.decode([missing]), WHY_STOP)
-        return (missing,)
-
-    def _missing_stop(self) -> int | None:
-        """Return the token that ends a turn in the chat template, if the model does not stop at it."""
-        end = turn_end(self.tokenizer, self.config.chat_template_kwargs)
-        return None if end in stop_tokens(self.config.tokenizer_name, self.tokenizer) else end
-
-    def said_of_stops(self, room: int) -> str:
-        """Return what a trial says about a chat template whose end of a turn is no stop token; empty: it is one."""
-        missing = self._missing_stop()
-        if missing is None:
-            return ""
-        stops = missing in self.sampling(room).stop_token_ids
-        is_forgotten = not stops and self.config.stop_at_turn_end
-        why = "sampling() leaves out stop_token_ids=self.more_stops" if is_forgotten else "--env.stop_at_turn_end"
-        does = f"answers {'stop' if stops else 'do not stop'} there ({why})"
-        return f"; {self.tokenizer.decode([missing])}: {WHY_STOP}; {does}"
+        why = "it ends a turn in the chat template, but is no stop token of the model"
+        log.info("answers also stop at %s: %s", self.tokenizer.decode([end]), why)
+        return (end,)
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """Return one scored group for the item, or None if there is none (the runner counts these)."""
@@ -370,7 +347,7 @@ class BaseEnv(Generic[Item, Config]):
         doing("sampling()")
         self.check_sampling(room)
         if not self.compares_answers:
-            return seen + self.said_of_stops(room)
+            return seen
         doing("score_group()" if scores_groups else "score()")
         completions = self.made_up(token_ids, len(MADE_UP))
         scores = await self.scored_within(item, self.score_group(item, completions))
@@ -383,7 +360,7 @@ class BaseEnv(Generic[Item, Config]):
                 )
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
-        return f"{seen}; two made-up answers score {' and '.join(shown)}{self.said_of_stops(room)}"
+        return f"{seen}; two made-up answers score {' and '.join(shown)}"
 
     def made_up(self, token_ids: list[int], n: int) -> list[Completion]:
         """Return `n` answers to a prompt that nobody sampled, for a trial."""
@@ -395,26 +372,17 @@ class BaseEnv(Generic[Item, Config]):
 
     async def evaluate(self) -> dict[str, float]:
         """Return metrics of the current policy; `accuracy` should be among them. By default there are none."""
-        if not self._said_no_evaluation:
-            self._said_no_evaluation = True
-            log.warning("%s has no evaluation: its class has no evaluate()", self.name)
         return {}
 
-    async def examine_each(
-        self, rows: Sequence[Row], examine: Callable[[Row], Awaitable[Found]]
-    ) -> tuple[list[Found], dict[str, float]]:
-        """Return what `examine` found of the rows of an evaluation, and as metrics how many failed: `rows_failed`.
+    async def complete(self, prompt: str | list[Message], n: int, **changes: Any) -> list[Completion]:
+        """Return `n` sampled answers to a prompt.
 
-        A row that fails does not lose the others; see `environments.running.evaluation.examine_each`.
+        Args:
+            changes: what differs from `sampling`, such as `temperature=0.0` in an evaluation.
         """
-        found, failed = await examine_each(self.name, rows, examine, self.failures)
-        return found, {"rows_failed": failed}
-
-    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
-        """Return `n` sampled answers to a prompt."""
         token_ids = self.encode(prompt)
-        room = self.config.max_token_length - len(token_ids)
-        return await self.server.generate(token_ids, n, self.sampling(room))
+        sampling = self.sampling(self.config.max_token_length - len(token_ids))
+        return await self.server.generate(token_ids, n, replace(sampling, **changes))
 
     def trajectory(self, prompt: str | list[Message], completion: Completion, score: float | None) -> Trajectory:
         """Return a completion with its score, and with its messages if the settings include them."""

@@ -4,11 +4,13 @@ Flags are the paths of the settings: ``--env.group_size 8`` is `Settings.env.gro
 table ``[env]`` of a file given with ``--config``. Flags override the file, and the file overrides the defaults.
 """
 
-import argparse
 import json
 import re
+import sys
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +73,16 @@ def _from_json(value: Any) -> Any:
 
 JsonTable = Annotated[dict[str, Any], BeforeValidator(_from_json)]
 """A table in a file, a JSON object on the command line."""
+
+
+def _no(value: Any) -> bool:
+    if value not in (False, "False", "false", "0"):
+        raise ValueError("wanted False; omit it")
+    return False
+
+
+No = Annotated[bool, BeforeValidator(_no)]
+"""An option of older scripts without effect, which can only be off."""
 
 
 class BaseEnvConfig(BaseModel):
@@ -161,17 +173,8 @@ class BaseEnvConfig(BaseModel):
     teacher_model_name: str | None = Field(default=None, description="the teacher's model name; unset: the served one")
     teacher_api_key: str | None = Field(default=None, description="key of the teacher's server, if it requires one")
     teacher_top_k: int = Field(default=8, ge=1, le=20, description="the teacher's likeliest tokens per position")
-    use_wandb: bool = Field(default=False, description="log to Weights & Biases, in the trainer's project and group")
-    wandb_name: str | None = Field(default=None, description="name for registration and W&B")
-
-
-def _no_sglang(kind: Any) -> Any:
-    if kind == "sglang":
-        raise ValueError("wanted auto, vllm or openai; serve the model with grpo serve")
-    return kind
-
-
-ServerType = Annotated[Literal["auto", "vllm", "openai"], BeforeValidator(_no_sglang)]
+    use_wandb: No = Field(default=False, description="accepted for old scripts; the trainer logs to W&B")
+    wandb_name: str | None = Field(default=None, description="name for registration")
 
 
 class ServerConfig(BaseModel):
@@ -189,7 +192,9 @@ class ServerConfig(BaseModel):
     )
     model_name: str | None = Field(default=None, description="model or adapter to sample; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it requires one")
-    server_type: ServerType = Field(default="auto", description="kind of server; auto: detected from its answers")
+    server_type: Literal["auto", "vllm", "openai"] = Field(
+        default="auto", description="kind of server; auto: detected from its answers"
+    )
     timeout: float = Field(default=1200.0, gt=0.0, description="time limit of one request, in seconds")
     num_max_requests_at_once: int = Field(default=512, ge=1, description="limit of in-flight requests at a server")
 
@@ -202,12 +207,6 @@ REWARDS: Final = "rewards"
 """The setting whose flag may be repeated, without commas: a regular expression may have some."""
 FLAG: Final = re.compile(r"--[A-Za-z][^\s=]*(?:=|\Z)|-h\Z")
 """An argument that is a flag. Every other one after a flag is its value, also if it begins with a dash."""
-
-
-def _no_slurm(slurm: bool) -> bool:
-    if slurm:
-        raise ValueError("wanted False; name a server that a cluster job started with --openai.base_url")
-    return slurm
 
 
 class Settings(BaseModel, Generic[EnvConfig]):
@@ -224,7 +223,8 @@ class Settings(BaseModel, Generic[EnvConfig]):
         description="FILE.py:FUNCTION, MODULE:FUNCTION, exact_match, math or regex:PATTERN; FUNCTION=0.1 has a weight; "
         "may be repeated",
     )
-    slurm: Annotated[bool, AfterValidator(_no_slurm)] = Field(default=False, description="accepted for old scripts")
+    slurm: No = Field(default=False, description="accepted for old scripts")
+    groups: int = Field(default=10, ge=1, description="groups that process writes")
     config: Path | None = Field(
         default=None, description="TOML file with the same settings, in [env], [openai], [data], [[rewards]]"
     )
@@ -239,43 +239,36 @@ class Settings(BaseModel, Generic[EnvConfig]):
         return values
 
 
-class ProcessSettings(Settings[EnvConfig], Generic[EnvConfig]):
-    """Settings of ``process``, which runs without a trainer."""
-
-    groups: int = Field(default=10, ge=1, description="groups to write")
-
-
-def settings_class(env_config_cls: type[BaseEnvConfig], *, processes: bool) -> type[Settings[Any]]:
-    """Return the settings class of an environment's command; ``process`` has further settings."""
-    return ProcessSettings[env_config_cls] if processes else Settings[env_config_cls]
-
-
 def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequence[str]) -> Settings[Any]:
     """Return the settings from command-line arguments and the file that they may name.
 
     Raises:
         ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
-        SystemExit: ``--help`` was given, or a flag has no value.
+        SystemExit: ``--help`` was given.
     """
-    usage = f"{prog} [--TABLE.NAME VALUE …]".replace("%", "%%")
-    parser = argparse.ArgumentParser(prog=prog, usage=usage, allow_abbrev=False)
     fields = {paths[0]: (paths, field) for paths, field in _fields(settings_cls)}
-    for path, (paths, field) in fields.items():
-        flags = [f"--{each}" for each in (*paths, *([SHORT[path]] if path in SHORT else []))]
-        default = "required" if field.is_required() else f"default: {field.get_default(call_default_factory=True)}"
-        text = f"{field.description or ''} ({default})".replace("%", "%%")
-        parser.add_argument(
-            *flags, dest=path, metavar=_kind(field), help=text, action="append", default=argparse.SUPPRESS
-        )
-    names = sorted(_names(settings_cls))
-    known = {*names, "help", *SHORT.values()}
-    arguments = _with_values(arguments)
-    typed = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
-    if unknown := [name for name in typed if name not in known]:
-        problems = [Problem(f"--{name}", summary="no such option", fix=_nearest(name, names, "--")) for name in unknown]
+    flags = {f"--{each}": paths[0] for paths, _ in fields.values() for each in paths}
+    flags |= {f"--{short}": path for path, short in SHORT.items() if path in fields}
+    names = sorted(flag.removeprefix("--") for flag in flags)
+    given, problems = defaultdict[str, list[str]](list), list[Problem]()
+    waiting = deque(arguments)
+    while waiting:
+        flag, equals, text = waiting.popleft().partition("=")
+        if flag in ("-h", "--help"):
+            print(_help(prog, fields.values(), flags))
+            sys.exit(0)
+        if not equals and waiting and not FLAG.match(waiting[0]):
+            equals, text = "=", waiting.popleft()
+        if flag not in flags:
+            name = flag.removeprefix("--")
+            problems.append(Problem(flag, summary="no such option", fix=_nearest(name, names, "--")))
+        elif not equals:
+            problems.append(Problem(flag, summary="has no value"))
+        else:
+            given[flags[flag]].append(text)
+    if problems:
         raise ConfigError.of(problems)
-    given = vars(parser.parse_args(arguments))
-    values: dict[str, Any] = {"env": {}} | _file_values(given.get("config", [None])[-1])
+    values: dict[str, Any] = {"env": {}} | _file_values(given["config"][-1] if "config" in given else None)
     tables = [name for name in settings_cls.model_fields if name != "config"]
     for name in values:
         if name not in tables:
@@ -299,17 +292,16 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
 
 
-def _with_values(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with each value at its flag, `--NAME=VALUE`: argparse takes no other that begins with a
-    dash."""
-    joined, waits = list[str](), False
-    for each in arguments:
-        if is_value := waits and not FLAG.match(each):
-            joined[-1] += f"={each}"
-        else:
-            joined.append(each)
-        waits = not is_value and each.startswith("--") and "=" not in each
-    return joined
+def _help(prog: str, fields: Iterable[tuple[list[str], FieldInfo]], flags: Mapping[str, str]) -> str:
+    """Return the text of `--help`: each option with its kind, its description and its default."""
+    lines = [f"usage: {prog} [--TABLE.NAME VALUE …]", ""]
+    for paths, field in fields:
+        default = "required" if field.is_required() else f"default: {field.get_default(call_default_factory=True)}"
+        lines.append(f"  {', '.join(flag for flag, path in flags.items() if path == paths[0])} {_kind(field)}")
+        lines += textwrap.wrap(
+            f"{field.description or ''} ({default})", 100, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
+    return "\n".join(lines)
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[list[str], FieldInfo]]:
@@ -322,10 +314,6 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[list[str
             alias = field.validation_alias
             choices = alias.choices if isinstance(alias, AliasChoices) else [name]
             yield [f"{prefix}{choice}" for choice in choices], field
-
-
-def _names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    return [path for paths, _ in _fields(model, prefix) for path in paths]
 
 
 def _kinds(field: FieldInfo) -> list[Any]:
@@ -398,7 +386,7 @@ def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]
     try:
         model.model_validate(values)
     except ValidationError as error:
-        names = sorted(_names(model, f"{table}."))
+        names = sorted(path for paths, _ in _fields(model, f"{table}.") for path in paths)
         found = [wrong | {"loc": (table, *wrong["loc"])} for wrong in error.errors() if wrong["type"] != "missing"]
         if found:
             raise ConfigError.of([_explain(wrong, names) for wrong in found]) from None

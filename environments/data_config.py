@@ -26,12 +26,8 @@ from grpo_common.errors import UserError
 REGEX: Final = "regex:"
 BUILT_IN_REWARDS: Final = ("exact_match", "math", "regex:PATTERN")
 FORMS: Final = f"FILE.py:FUNCTION, MODULE:FUNCTION, or a built-in: {', '.join(BUILT_IN_REWARDS)}"
-_LATEX: Final = (
-    "nabla|natural|ncong|ne|nearrow|neg|neq|nexists|ngeq|ngtr|ni|nleq|nless|nmid|nolimits|nonumber|not|notin|nparallel|"
-    "nprec|nsim|nsubseteq|nsucc|nsupseteq|nu|nwarrow"
-)
-_NEW_LINE: Final = re.compile(rf"(?<!\\)\\(?!(?:{_LATEX})(?![A-Za-z]))n")
-"""A typed new line. The commands of LaTeX that begin with an n, such as ``\\neq``, are none, nor is ``\\\\n``."""
+_NEW_LINE: Final = re.compile(r"(?<!\\)\\n")
+"""A typed new line; `\\\\n` is none."""
 
 
 class TableError(UserError, ValueError):
@@ -57,8 +53,7 @@ class DataConfig(BaseModel):
     )
     prompt_template: str | None = Field(
         default=None,
-        description=r"text with columns in braces instead of one column, such as '{question}\nAnswer:'; \n is a new "
-        r"line, except in commands of LaTeX such as \neq",
+        description=r"text with columns in braces instead of one column, such as '{question}\nAnswer:'; \n ends a line",
     )
     answer_column: str | None = Field(
         default=None,

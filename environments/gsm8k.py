@@ -1,4 +1,4 @@
-"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or run this file by its path.
+"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``.
 
 Each answer is judged twice. Strictly: it ended before its limit, and is the right number, and nothing else, in the form
 that was asked for. Leniently: math-verify, in processes that can be killed, finds the right value anywhere in it. Both
@@ -8,17 +8,11 @@ Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2
 `#### NUMBER`.
 """
 
-import sys
-from pathlib import Path
-
-if not __package__:  # run by its path: sys.path needs the repository's root instead of this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import asyncio
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal
 
@@ -31,13 +25,9 @@ from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
-from environments.running.evaluation import with_interval
+from environments.running.evaluation import examine_each, with_interval
 from environments.trajectory import Message
 
-log = logging.getLogger(__name__)
-
-LEAST_ROOM = 8
-"""Tokens that a prompt must leave for an answer; questions with less room are skipped."""
 Split = Literal["train", "test"]
 
 ASKED: Final[dict[AnswerForm, str]] = {
@@ -145,28 +135,13 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     async def setup(self) -> None:
         """Read the training questions; the test questions are read with the first evaluation."""
         self.judge = MathJudge(self.config.judge_workers)
-        self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
+        self.items = Shuffled(await asyncio.to_thread(read_questions, self.config, "train"), self.config.seed)
         self._test: list[Question] = []
 
     async def close(self) -> None:
         """Stop the judges."""
         if self.judge is not None:
             await self.judge.close()
-
-    def _questions(self, split: Split) -> list[Question]:
-        every, longest = read_questions(self.config, split), self.config.max_token_length
-        fitting = [each for each in every if len(self.tokenize(self.prompt(each))) + LEAST_ROOM <= longest]
-        skipped = len(every) - len(fitting)
-        note = f", {skipped} skipped: longer than --env.max_token_length {longest}" if skipped else ""
-        log.info("%d questions of the %s split%s", len(fitting), split, note)
-        if not fitting:
-            raise ConfigError(
-                field="--env.max_token_length",
-                got=longest,
-                wanted=f"room for an answer to one of the {len(every)} {split} questions at least",
-                fix="raise it",
-            )
-        return fitting
 
     def prompt(self, item: Question) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""
@@ -210,8 +185,8 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         The interval counts questions, not samples: several answers to one question are not independent trials.
         """
         if not self._test:
-            self._test = await asyncio.to_thread(self._questions, "test")
-        asked, failed = await self.examine_each(self._test[: self.config.eval_questions], self._examine)
+            self._test = await asyncio.to_thread(read_questions, self.config, "test")
+        asked, failed = await examine_each(self, self._test[: self.config.eval_questions], self._examine)
         judged = [figures for answers in asked for figures in answers]
         return {
             **with_interval("accuracy", fmean(each["strict"] for each in judged), len(asked)),
@@ -224,10 +199,8 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         }
 
     async def _examine(self, question: Question) -> list[dict[str, float]]:
-        prompt = self.encode(self.prompt(question))
-        sampling = self.sampling(self.config.max_token_length - len(prompt))
-        sampling = replace(sampling, temperature=self.config.eval_temperature)
-        completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
+        count, temperature = self.config.eval_samples, self.config.eval_temperature
+        completions = await self.complete(self.prompt(question), count, temperature=temperature)
         judged = await asyncio.gather(*(self._judge(question, completion) for completion in completions))
         return [{**each, "length": len(done.token_ids)} for each, done in zip(judged, completions, strict=True)]
 

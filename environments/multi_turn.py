@@ -25,7 +25,7 @@ from environments.peers.http import PeerError
 from environments.scoring import OF_CODE, ScoreTimeout, error_of_code
 from environments.tokenizers import render
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
-from environments.trajectory import Message, Trajectory, scored_group, unscored_like
+from environments.trajectory import Message, Trajectory, group_without_failed
 from grpo_common.trace import lane, stage
 
 log = logging.getLogger(__name__)
@@ -119,14 +119,10 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         """
         talks = [asyncio.create_task(self._try(item, number)) for number in range(self.config.group_size)]
         try:
-            found = await asyncio.gather(*talks)
+            return group_without_failed(await asyncio.gather(*talks))
         finally:
             for talk in talks:  # the settings or the server are at fault, and the others may still run
                 talk.cancel()
-        good = [each for each in found if isinstance(each, Trajectory)]
-        if not good:
-            raise next(each for each in reversed(found) if isinstance(each, Exception))
-        return scored_group([each if isinstance(each, Trajectory) else unscored_like(good[0]) for each in found])
 
     async def _try(self, item: Item, number: int) -> Trajectory | Exception:
         """Return a conversation, or its error if it fails twice.
@@ -181,7 +177,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         doing("sampling()")
         room = self.config.max_token_length - tokens
         self.check_sampling(room)
-        return f"a beginning of {tokens} tokens{self.said_of_stops(room)}"
+        return f"a beginning of {tokens} tokens"
 
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""

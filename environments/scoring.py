@@ -12,17 +12,15 @@ import contextvars
 import faulthandler
 import inspect
 import logging
-import math
-import os
 import reprlib
 import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import FrameType
 from typing import Any, Final, TypeVar, cast
 
 from grpo_common.errors import UserError
@@ -32,18 +30,14 @@ log = logging.getLogger(__name__)
 
 BLOCKED_S: Final = 30.0
 """Seconds for which code may block the event loop; less if `--env.score_timeout` is less."""
-NATIVE_S = 90.0
-"""Seconds after that limit at which faulthandler ends a process in which no Python code can run. Its timer also counts
-the time for which a process is stopped, so it is long."""
-LOOK_S = 1.0
-"""Seconds between two looks at the event loop, which moves twice as often."""
-LEAST_LOOKS: Final = 3
-"""Looks in a row that find the event loop blocked before the process ends, however low the limit is."""
+LEAST_S = 5.0
+"""Least limit: a process on a busy machine may wait for a core."""
+BEAT_S = 1.0
+"""Seconds between two signs of the event loop."""
 GRACE_S: Final = 5.0
 """Seconds that code which is cancelled has to end."""
 LATE: Final = "the time limit of this call"
 """Message of the cancellation of code that takes too long."""
-UNBLOCK: Final = "code that takes long must run in a thread: await self.threads.call(function, …)"
 
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
@@ -100,20 +94,17 @@ class Scoring:
         Raises:
             ScoreTimeout: It took too long.
         """
-        return await self.call(lambda: f"the group of {_SHORT.repr(item)}", work)
+        return await self.call(f"the group of {_SHORT.repr(item)}", work)
 
-    async def call(self, name: Callable[[], str], work: Awaitable[T]) -> T:
+    async def call(self, name: str, work: Awaitable[T]) -> T:
         """Return the result of another call of the environment's code; raise as `within`."""
-
-        def late() -> ScoreTimeout:
-            return ScoreTimeout(
-                "code of the environment is given up",
-                field="--env.score_timeout",
-                got=name(),
-                wanted=f"an end within {self.seconds:g} s",
-                fix="raise the time-out if the code needs longer",
-            )
-
+        late = ScoreTimeout(
+            "code of the environment is given up",
+            field="--env.score_timeout",
+            got=name,
+            wanted=f"an end within {self.seconds:g} s",
+            fix="raise the time-out if the code needs longer",
+        )
         try:
             return await limited(self.seconds, work, late)
         except asyncio.CancelledError as error:
@@ -161,7 +152,7 @@ class Threads:
         def within(work: Awaitable[Any]) -> Awaitable[Any]:
             if timeout is None:
                 return work
-            return limited(timeout, work, lambda: TimeoutError(f"no answer within {timeout:g} s"))
+            return limited(timeout, work, TimeoutError(f"no answer within {timeout:g} s"))
 
         if inspect.iscoroutinefunction(function):
             return await within(function(*args))
@@ -170,7 +161,7 @@ class Threads:
         return await within(result) if inspect.isawaitable(result) else result
 
 
-async def limited(seconds: float, work: Awaitable[T], late: Callable[[], Exception]) -> T:
+async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
     """Return the result of `work`, or raise the error `late` if it takes longer.
 
     It runs in a separate task, which is left behind if it ignores its cancellation for `GRACE_S`.
@@ -189,7 +180,7 @@ async def limited(seconds: float, work: Awaitable[T], late: Callable[[], Excepti
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
         if not done:
-            raise late()
+            raise late
         return task.result()
     except asyncio.CancelledError as error:
         why = str(error)
@@ -201,105 +192,47 @@ async def limited(seconds: float, work: Awaitable[T], late: Callable[[], Excepti
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a function in a new daemon thread."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # so that its result may come after the caller has given up
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():  # timed out or cancelled
-            return
-        if error is None:
-            done.set_result(result)
-        else:
+    def run_function() -> None:
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:  # every error goes to the caller: a thread has no other way to report it
             fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
             done.set_exception(error if fits else as_exception(error))
 
-    def run() -> None:
-        try:
-            result, error = function(*args), None
-        except BaseException as raised:  # every error goes to the caller: a thread has no other way to report it
-            result, error = None, raised
-        with suppress(RuntimeError):  # the loop has closed, so no task waits for the result
-            loop.call_soon_threadsafe(settle, result, error)
-
     name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run_function,), name=name, daemon=True)
     thread.start()
     try:
-        return await done
+        return await asyncio.wrap_future(done)
     except asyncio.CancelledError as error:
         frame = sys._current_frames().get(thread.ident or 0)
         if str(error) == LATE and frame is not None:  # and not the end of the program
-            log.warning(
-                "%s did not return in time, its thread stays behind. Its stack:\n%s", name, Lines(_stack(frame))
-            )
+            frames = traceback.extract_stack(frame)
+            begin = next((place for place, each in enumerate(frames) if each.name == "run_function"), -1) + 1
+            stack = Lines("".join(traceback.format_list(frames[begin:])).rstrip())
+            log.warning("%s did not return in time, its thread stays behind. Its stack:\n%s", name, stack)
         raise
 
 
-def _stack(frame: FrameType) -> str:
-    """Return the calls of an environment's code that led to a frame, the innermost last."""
-    frames = traceback.extract_stack(frame)
-    start = max((place for place, each in enumerate(frames, 1) if each.filename in (asyncio.events.__file__, __file__)),
-                default=0)  # fmt: skip
-    return "".join(traceback.format_list(frames[start:])).rstrip()
+async def watch_loop(seconds: float, is_armed: Callable[[], bool]) -> None:
+    """End this process if its event loop is blocked for too long; return never.
 
+    faulthandler writes the stacks of all threads to the log and ends the process. It does so also while native code
+    keeps Python from running, and counts the time for which the process is stopped. In a terminal or a debugger
+    nothing is watched: a person may hold the loop at a breakpoint.
 
-def _is_traced(frame: FrameType | None) -> bool:
-    """Return whether a debugger traces a thread, so that it may wait for a person."""
-    while frame is not None:
-        if frame.f_trace is not None:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class LoopWatch:
-    """Ends this process if its event loop is blocked for too long: `async with LoopWatch(seconds):`.
-
-    Attributes:
-        is_armed: a blocked loop ends the process; not before `setup`, which may load for minutes, has ended.
+    Args:
+        seconds: `--env.score_timeout`; the limit is between `LEAST_S` and `BLOCKED_S`.
+        is_armed: whether to watch; not before `setup`, which may load for minutes, has ended.
     """
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: `--env.score_timeout`; a limit above `BLOCKED_S` counts as `BLOCKED_S`."""
-        self._looks = max(LEAST_LOOKS, math.ceil(min(seconds, BLOCKED_S) / LOOK_S))
-        self._moved, self._over = threading.Event(), threading.Event()
-        self._beating: asyncio.Task[None] | None = None
-        self.is_armed = False
-
-    async def __aenter__(self) -> None:
-        """Begin to watch the loop of this thread."""
-        self._over.clear()
-        self._beating = asyncio.create_task(self._beat())
-        threading.Thread(target=self._watch, args=(threading.get_ident(),), name="loop watch", daemon=True).start()
-
-    async def __aexit__(self, *_: object) -> None:
-        """End."""
-        assert self._beating is not None, "entered"
-        self._beating.cancel()
-        self._over.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    async def _beat(self) -> None:
+    limit = max(LEAST_S, min(seconds, BLOCKED_S))
+    try:
         while True:
-            self._moved.set()
-            if self.is_armed:  # the timer needs no lock of the interpreter, which native code may hold
-                faulthandler.dump_traceback_later(self._looks * LOOK_S + NATIVE_S, exit=True, file=2)
-            await asyncio.sleep(LOOK_S / 2)
-
-    def _watch(self, thread: int) -> None:
-        """Count looks and not seconds, so that a process that was stopped for a while is not blamed.
-
-        A loop in which a debugger waits is not blocked.
-        """
-        looks = 0
-        while not self._over.wait(LOOK_S):
-            looks = 0 if self._moved.is_set() or not self.is_armed else looks + 1
-            self._moved.clear()
-            if looks and _is_traced(sys._current_frames()[thread]):
-                looks = 0
-                faulthandler.cancel_dump_traceback_later()
-            if looks >= self._looks:
-                blocked = f"the event loop has been blocked for {looks * LOOK_S:.0f} s: this process ends"
-                stack = Lines(_stack(sys._current_frames()[thread]))
-                log.error("%s; %s. Stack of the code:\n%s", blocked, UNBLOCK, stack)
-                os._exit(os.EX_SOFTWARE)
+            if is_armed() and not (sys.gettrace() or (sys.stdin and sys.stdin.isatty())):
+                faulthandler.dump_traceback_later(limit, exit=True, file=2)
+            await asyncio.sleep(BEAT_S)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

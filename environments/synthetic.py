@@ -12,6 +12,7 @@ import string
 from collections.abc import Sequence
 from itertools import count
 from statistics import fmean
+from typing import Any
 
 from pydantic import Field
 
@@ -58,7 +59,7 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
         """Return random characters that depend on item and seed."""
         return "".join(random.Random(f"{self.config.seed}/{item}").choices(SIGNS, k=self.config.prompt_tokens))
 
-    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
+    async def complete(self, prompt: str | list[Message], n: int, **changes: Any) -> list[Completion]:
         """Return `n` answers. Each comes from a separate request, since a request has one limit of tokens."""
         token_ids = self.encode(prompt)
         room = self.config.max_token_length - len(token_ids)

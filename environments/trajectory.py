@@ -121,6 +121,18 @@ def unscored_like(good: Trajectory) -> Trajectory:
     )
 
 
+def group_without_failed(outcomes: Sequence[Trajectory | Exception]) -> wire.ScoredData:
+    """Return the group of one item; a trajectory that failed counts as unscored.
+
+    Raises:
+        Exception: the last error, if all failed.
+    """
+    good = next((each for each in outcomes if isinstance(each, Trajectory)), None)
+    if good is None:
+        raise next(each for each in reversed(outcomes) if isinstance(each, Exception))
+    return scored_group([each if isinstance(each, Trajectory) else unscored_like(good) for each in outcomes])
+
+
 def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     """Return the trajectories of one item in the rollout API's form."""
     messages = [trajectory.messages for trajectory in trajectories]

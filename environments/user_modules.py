@@ -8,7 +8,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
@@ -59,12 +59,14 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def module_of_file(field: str, where: str) -> ModuleType:
-    """Return the module of a file that a setting names.
+def module_of(field: str, where: str) -> ModuleType:
+    """Return the module that a setting names, a file that ends in `.py` or a module's name.
 
     Raises:
-        ConfigError: There is no such file, or it can't be imported.
+        ConfigError: There is no such file or module, or it can't be imported.
     """
+    if not where.endswith(".py"):
+        return _module_named(field, where)
     path = expanded(where)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
@@ -77,12 +79,7 @@ def module_of_file(field: str, where: str) -> ModuleType:
         raise user_code_failed(error, "import", field) from error
 
 
-def module_named(field: str, where: str) -> ModuleType:
-    """Return the module of a name.
-
-    Raises:
-        ConfigError: There is no such module, or it can't be imported.
-    """
+def _module_named(field: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except Exception as error:
@@ -114,19 +111,10 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
     )
 
 
-def users_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
-    """Return the frames of the user's code: neither Python's, nor of an installed package, nor ours."""
-
-    def is_users(file: str) -> bool:
-        return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
-
-    return [frame for frame in frames if is_users(frame.filename)]
-
-
-def place(frame: FrameSummary) -> str:
-    """Return FILE:LINE of a frame."""
-    path = Path(frame.filename)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{frame.lineno}"
+def _is_users(frame: FrameSummary) -> bool:
+    """Return whether a frame is of the user's code: neither Python's, nor of an installed package, nor ours."""
+    file = frame.filename
+    return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
 
 
 def user_code_failed(error: BaseException, step: str, field: str = "") -> ConfigError:
@@ -145,10 +133,12 @@ def user_code_failed(error: BaseException, step: str, field: str = "") -> Config
         while cause is not None:  # it was raised from another one, whose line matters
             frames += traceback.extract_tb(cause.__traceback__)
             cause = cause.__cause__
-    last = (users_frames(frames) or frames)[-1]
+    last = ([frame for frame in frames if _is_users(frame)] or frames)[-1]
+    path = Path(last.filename)
+    place = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{last.lineno}"
     line = f": {last.line.strip()[:120]}" if last.line and last.line.strip() else ""
     fix = "correct it there"
     if isinstance(error, ImportError) and "no known parent package" in str(error):
         fix = "name the module by its package, such as --env my_envs.my_env, instead of the file"
     got = f"{type(error).__name__}: {message}"[:500]
-    return ConfigError(f"{step} failed at {place(last)}{line}", field=field, got=got, fix=fix)
+    return ConfigError(f"{step} failed at {place}{line}", field=field, got=got, fix=fix)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.maths.answer_form import last_number
 from environments.peers.inference import Completion
-from environments.running.evaluation import with_interval
+from environments.running.evaluation import examine_each, with_interval
 from environments.trajectory import Message
 
 Part = Literal["train", "held_out"]
@@ -293,7 +293,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
     async def evaluate(self) -> dict[str, float]:
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
-        scored, failed = await self.examine_each(problems, self._examine)
+        scored, failed = await examine_each(self, problems, self._examine)
         metrics = with_interval("accuracy", fmean(score for _, score in scored), len(scored))
         for level in self.levels:
             if found := [score for problem, score in scored if problem.level == level]:
@@ -301,10 +301,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         return {**metrics, "questions": len(scored), **failed}
 
     async def _examine(self, problem: WordProblem) -> tuple[WordProblem, float]:
-        prompt = self.encode(self.prompt(problem))
-        sampling = self.sampling(self.config.max_token_length - len(prompt))
-        sampling = replace(sampling, temperature=self.config.eval_temperature)
-        (completion,) = await self.server.generate(prompt, 1, sampling)
+        (completion,) = await self.complete(self.prompt(problem), 1, temperature=self.config.eval_temperature)
         return problem, self._score(problem, completion)
 
 

@@ -62,7 +62,6 @@ class AgentEnv(DatasetEnv):
     """Rows of a data set as tasks of an agent."""
 
     name = "agent"
-    program = "python -m environments.agent"
     env_config_cls = AgentConfig
     config: AgentConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     asks_rows = False

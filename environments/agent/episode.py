@@ -22,7 +22,7 @@ import psutil
 from environments.agent.front import POLICY, Session
 from environments.config import ConfigError
 from environments.scoring import Threads, error_of_code, limited
-from environments.user_modules import function_of, module_named, module_of_file
+from environments.user_modules import function_of, module_of
 from grpo_common.errors import UserError
 from grpo_common.text import printable
 
@@ -55,7 +55,7 @@ async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: f
     """
     field, got, wanted = "--env.episode_timeout", f"{seconds:g} s", "the end of the episode"
     try:
-        return await limited(seconds, agent(task, own), lambda: EpisodeFailed(field=field, got=got, wanted=wanted))
+        return await limited(seconds, agent(task, own), EpisodeFailed(field=field, got=got, wanted=wanted))
     except asyncio.CancelledError as error:
         error_of_code(error)  # raises it at the end of the program
         raise EpisodeFailed(field="the agent", got="its own cancellation", wanted="a result or an error") from None
@@ -70,8 +70,7 @@ def load_function(name: str, url: str) -> Agent:
     field, (where, _, function_name) = f"--agent {name}", name.rpartition(":")
     if not where:
         raise ConfigError(field=field, got=name, wanted="FILE.py:FUNCTION or MODULE:FUNCTION", fix="add the function")
-    module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
-    function = function_of(field, module, function_name)
+    function = function_of(field, module_of(field, where), function_name)
     try:
         inspect.signature(function).bind({}, None)
     except TypeError as error:

@@ -183,12 +183,13 @@ def _file(field: str, path: Path) -> Data:
     if kind in JSON_ENDS:
         rows = _json_rows(field, {"": path}, whole=whole)
     elif kind in TABLE_ENDS:
-        options = {"data_files": str(path.absolute()), "split": "train", **_options_of([path])}
+        where, options = str(path.absolute()), _options_of([path])
 
-        def load(library: Any, **parser: str) -> Any:
-            return library.load_dataset(TABLE_ENDS[kind], **options, **parser)
+        def load(library: Any, **own: Any) -> Any:
+            return library.load_dataset(TABLE_ENDS[kind], data_files=where, split="train", **own)
 
-        rows = _table_rows(field, _load_table(field, load, path, [path]))
+        table = _load(field, load, path, options)
+        rows = _table_rows(field, table)
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
         raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
@@ -197,8 +198,10 @@ def _file(field: str, path: Path) -> Data:
 
 def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
     saved = any((path / name).is_file() for name in SAVED)
-    files = [each for each in sorted(path.rglob("*")) if each.is_file() and not _is_hidden(each, path, saved=saved)]
-    if not saved:
+    files = [each for each in sorted(path.rglob("*")) if each.is_file() and not _is_hidden(each.relative_to(path))]
+    if saved:
+        files = [each for each in files if not each.name.startswith("cache-")]  # which `datasets` keeps there
+    else:
         files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
     if not files:
         raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
@@ -210,15 +213,12 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
         chosen, part = _split_of(field, found, split, split_flag)
         rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
     else:
-
-        def load(library: Any, **parser: str) -> Any:
+        if saved:
+            found = _load(field, lambda library: library.load_from_disk(source), path)
+        else:
             options = {} if cards else _options_of(files)
-            return (
-                library.load_from_disk(source) if saved else library.load_dataset(source, subset, **options, **parser)
-            )
-
-        loaded = _load_table(field, load, path, [] if cards or saved else files)
-        table, part = _split_of(field, loaded, split, split_flag)
+            found = _load(field, lambda library, **own: library.load_dataset(source, subset, **own), path, options)
+        table, part = _split_of(field, found, split, split_flag)
         rows = _table_rows(field, table)
     return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
 
@@ -255,10 +255,8 @@ def _options_of(files: Sequence[Path]) -> dict[str, Any]:
     return {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
 
 
-def _is_hidden(file: Path, folder: Path, *, saved: bool) -> bool:
-    """Return whether a file is hidden, or is a cache that `datasets` keeps beside what it saved."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return hidden or (saved and file.name.startswith("cache-"))
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -344,23 +342,12 @@ def _decode(text: bytes) -> Any:
 # ---------------------------------------------------------------- the library `datasets`
 
 
-def _load_table(field: str, load: Callable[..., Any], path: Path, files: Sequence[Path]) -> Any:
-    """Return what `_load` returns. pandas reads a CSV file in pieces of 2^18 rows or less, each with its own types;
-    where these differ, its slower parser reads all rows at once.
-    """
-    try:
-        return _load(field, load, path)
-    except ConfigError as error:
-        chain, cause = "", error.__cause__
-        while cause is not None:
-            chain, cause = f"{chain} {type(cause).__name__}", cause.__cause__
-        if "Arrow" not in chain or not _options_of(files):
-            raise
-        return _load(field, lambda library: load(library, engine="python"), path)
-
-
-def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
+def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapping[str, Any] | None = None) -> Any:
     """Return what a function of `datasets` loads.
+
+    Args:
+        options: of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
+            differ, its slower parser reads all rows at once.
 
     Raises:
         ConfigError: It can't be loaded; the message is the library's.
@@ -378,11 +365,13 @@ def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:
-        return load(datasets)
+        return load(datasets, **(options or {}))
     except Exception as error:  # of pandas, Arrow, the hub client: most of them share only `Exception`
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
             chain.append(cause)
+        if options and "engine" not in options and any("Arrow" in type(each).__name__ for each in chain):
+            return _load(field, load, path, {**options, "engine": "python"})
         fix = (
             "correct the name or --data.subset; set HF_TOKEN if it is private or gated; without a network, or with "
             "HF_HUB_OFFLINE, name a file or folder"

@@ -26,8 +26,8 @@ from environments.dataset.rewards import Asked, Score, TrainerState, load_reward
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
-from environments.running.data_record import DataSet, refuse_changed
-from environments.running.evaluation import mean_with_interval
+from environments.running.evaluation import examine_each, mean_with_interval
+from environments.running.state import DataSet, refuse_changed
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     """Rows of a data set, scored by reward functions. An item is the number of a row."""
 
     name = "dataset"
-    program = "python -m environments.dataset"
     env_config_cls = DatasetConfig
     takes_data = True
     asks_rows: ClassVar[bool] = True  # False: a row is a task, which has no prompt, and may need no reward function
     _judge: MathJudge | None = None
-    _said_no_rows = False
 
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
@@ -82,7 +80,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             usable, self._held_out = self._split(usable, len(self._source.rows))
         else:
             self._held_out = await asyncio.to_thread(self._usable, other)
-        await asyncio.to_thread(self._warn_of_shared, usable)
         self.items = Shuffled(usable, self.config.seed)
         form = "as plain text" if not self._chat else "as a user message (--data.chat off: as plain text)"
         rewards = ", ".join(f"{each.config.label} (weight {each.config.weight:g})" for each in self._rewards)
@@ -227,18 +224,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             )
         return train, held_out
 
-    def _warn_of_shared(self, usable: Sequence[int]) -> None:
-        """Warn if prompts of held-out rows are trained on, too; large data are not compared."""
-        if not self._held_out or not (self._source.whole and self._evaluated.whole):
-            return
-        trained = {hash(repr(self._prompt(self._source, number)[1])) for number in usable}
-        held_out = (hash(repr(self._prompt(self._evaluated, number)[1])) for number in self._held_out)
-        if shared := sum(each in trained for each in held_out):
-            log.warning(
-                "%d of %d held-out rows have a prompt that is trained on, too: their scores say little about others",
-                *(shared, len(self._held_out)),
-            )
-
     # ------------------------------------------------------------ scores
 
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[Score]:
@@ -301,26 +286,17 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         if not numbers and not self.curr_step:
             numbers = await asyncio.to_thread(self._usable, self._source)
         if not numbers:
-            if not self._said_no_rows:
-                self._said_no_rows = True
-                log.warning("nothing to evaluate: no held-out rows; add --data.held_out N, or --data.held_out_split")
             return {}
-        examined, failed = await self.examine_each(numbers, self._examine)
-        found: defaultdict[str, list[float]] = defaultdict(list)
-        for figures in examined:
-            for name, value in figures.items():
-                found[name].append(value)
+        examined, failed = await examine_each(self, numbers, self._examine)
         metrics: dict[str, float] = {}
-        for name, values in found.items():
-            metrics |= mean_with_interval(name, values)
+        for name in dict.fromkeys(name for figures in examined for name in figures):
+            metrics |= mean_with_interval(name, [figures[name] for figures in examined if name in figures])
         return {**metrics, "rows": len(examined), **failed}
 
     async def _examine(self, number: int) -> dict[str, float]:
         """Return the means over the answers to one held-out row, by metric."""
-        prompt = self.encode(self._asked(self._prompt(self._evaluated, number)[1]))
-        room = self.config.max_token_length - len(prompt)
-        sampling = replace(self.sampling(room), temperature=self.config.eval_temperature)
-        completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
+        prompt, config = self._asked(self._prompt(self._evaluated, number)[1]), self.config
+        completions = await self.complete(prompt, config.eval_samples, temperature=config.eval_temperature)
         work = self._scores_of(self._evaluated, number, completions)
         totals, metrics = await self.scored_within(number, work)
         return self._means(totals, metrics)

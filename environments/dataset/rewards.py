@@ -23,7 +23,7 @@ from environments.dataset.data import listed, shown
 from environments.maths.answer_form import final_number, in_the_asked_form, read_number
 from environments.maths.judge import MathJudge
 from environments.scoring import Threads, settled
-from environments.user_modules import function_of, module_named, module_of_file
+from environments.user_modules import function_of, module_of
 from grpo_common.errors import UserError
 from grpo_common.suggest import did_you_mean
 
@@ -146,8 +146,7 @@ def load_reward(
             )
         return Reward(config, _exact_match if name == "exact_match" else partial(_math, judge()))
     where, _, function_name = name.rpartition(":")
-    module = module_of_file(field, where) if where.endswith(".py") else module_named(field, where)
-    function = function_of(field, module, function_name)
+    function = function_of(field, module_of(field, where), function_name)
     names = _keywords_of(field, function, [*OURS, *columns])
     in_thread = not (config.main_thread or inspect.iscoroutinefunction(function))
     return Reward(config, partial(_call, config, function, names, threads), in_thread)

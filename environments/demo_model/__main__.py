@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
-from environments.demo_model.released import NAME, write_released
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,14 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         claim(out, options.force)
         summary = None if options.force else finished_before(out, None if options.released else recipe)
-        if summary is None and options.released:
-            summary = write_whole(
-                out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"}
-            )
-        elif summary is None:
-            from environments.demo_model.model import build
+        if summary is None:
+            from environments.demo_model.model import build, write_released
 
-            summary = build(out, recipe)
+            summary = write_whole(out, write_released) if options.released else build(out, recipe)
         print(f"{out}: {summary}")
     except (DemoModelError, ValueError, OSError) as error:
         print(f"grpo demo-model: {error}", file=sys.stderr)

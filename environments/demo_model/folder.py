@@ -6,11 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.demo_model.released import NAME, DemoModelError
+from grpo_common.errors import UserError
 from grpo_common.folders import whole_folder
 
 MARKER = "demo_model.json"
 """File in the output folder that marks it as a demo model's, for later runs."""
+
+
+RELEASED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The released model."""
+
+
+class DemoModelError(UserError, RuntimeError):
+    """The demo model cannot be built, downloaded or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def finished_before(out: Path, recipe: Recipe | None) -> str | None:
 
     A recipe of None stands for the released model.
     """
-    wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
+    wanted = {"released": RELEASED} if recipe is None else {"recipe": asdict(recipe)}
     try:
         marker = json.loads((out / MARKER).read_text())
         return marker.get("summary") if wanted.items() <= marker.items() else None

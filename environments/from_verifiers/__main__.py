@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` library: ``grpo env verifiers --env-id ID …``.
+"""Environments of the `verifiers` library: ``grpo env verifiers serve --env.env_id ID …``.
 
 ``grpo env verifiers install [PACKAGE …]`` creates their virtual environment, once. All other commands are those of
 every environment and run in it. It is separate because `verifiers` pins versions (of mcp, openai and others) that may
@@ -111,27 +111,13 @@ def usage() -> str:
     commands = {"install": f"install verifiers {VERSION} and PACKAGEs into {folder()}", **COMMANDS}
     lines = "\n".join(f"  {name:<10}{text}" for name, text in commands.items())
     return f"""usage: grpo env verifiers install [PACKAGE …]
-       grpo env verifiers [serve] --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
-       grpo env verifiers process|evaluate --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
+       grpo env verifiers COMMAND --env.env_id ID [--env.… …] [--openai.… …] [--config FILE.toml]
 
 Environments of the `verifiers` library, in a separate virtual environment.
 
 {lines}
 
---env-id, short for --env.env_id: a taskset, given as a module that Python finds or a package installed as above;
-ENV+TASKSET combines an environment with a taskset.
-
 Options of a command, after verifiers is installed: grpo env verifiers serve --help"""
-
-
-def normalised(arguments: list[str]) -> list[str]:
-    """Return the command line in the form of every environment: with `serve` as default, and `--env.env_id`."""
-    if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
-        arguments = ["serve", *arguments]
-    return [
-        argument.replace("--env-id", "--env.env_id", 1) if argument.partition("=")[0] == "--env-id" else argument
-        for argument in arguments
-    ]
 
 
 def main(arguments: list[str]) -> None:
@@ -151,7 +137,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(2)
     from environments.from_verifiers.env import VerifiersEnv
 
-    VerifiersEnv.cli(normalised(arguments))
+    VerifiersEnv.cli(arguments)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion
-from environments.trajectory import Message, Trajectory, scored_group, unscored_like
+from environments.running.evaluation import examine_each
+from environments.trajectory import Message, Trajectory, group_without_failed
 from grpo_common.errors import UserError
 from vllm_server.protocol.routed_experts import joined
 
@@ -51,7 +52,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     """An environment of the `verifiers` library."""
 
     name = "verifiers"
-    program = "grpo env verifiers"
     env_config_cls = VerifiersConfig
     engine: Engine | None = None
     _serving: asyncio.Task[None] | None = None
@@ -140,19 +140,17 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         """
         plays = (self._play(item) for _ in range(self.config.group_size))
         played = await asyncio.gather(*plays, return_exceptions=True)
-        for outcome in played:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, RolloutFailed):
-                raise outcome
-        found = [each if isinstance(each, BaseException) else self._trajectory(*each) for each in played]
-        good = next((each for each in found if isinstance(each, Trajectory)), None)
-        if good is None:
-            raise next(each for each in found if isinstance(each, RolloutFailed))
-        return scored_group([each if isinstance(each, Trajectory) else unscored_like(good) for each in found])
+        outcomes: list[Trajectory | Exception] = []
+        for each in played:
+            if isinstance(each, BaseException) and not isinstance(each, RolloutFailed):
+                raise each
+            outcomes.append(each if isinstance(each, RolloutFailed) else self._trajectory(*each))
+        return group_without_failed(outcomes)
 
     async def evaluate(self) -> dict[str, float]:
         """Return the mean reward and the environment's own metrics on the evaluation tasks."""
         tasks = [task for task in self.held_out for _ in range(self.config.eval_samples)]
-        played, failed = await self.examine_each(tasks, self._play)
+        played, failed = await examine_each(self, tasks, self._play)
         metrics = {"reward": fmean(trace.reward for trace, _ in played), "samples": float(len(played)), **failed}
         names = sorted({name for trace, _ in played for name, value in trace.metrics.items() if value is not None})
         for name in names:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -127,29 +127,28 @@ class GrpoServer:
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
             raise _unsound(peer, GENERATE_ROUTE, got, f"logprobs of {n} completions")
-        experts = answer.routed_experts or [None] * n
-        rows = zip(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, experts, strict=True)
-        cut, completions = cuts(keys), []
-        for token_ids, positions, text, finish_reason, routed_experts in rows:
-            try:
-                logprobs = [position[0][token] for token, position in zip(token_ids, positions, strict=True)]
-            except (KeyError, IndexError, ValueError):
-                got, wanted = f"{len(positions)} logprobs", f"those of {len(token_ids)} sampled tokens"
-                raise _unsound(peer, GENERATE_ROUTE, got, wanted) from None
-            completions.append(
-                Completion(
-                    prompt_token_ids=answer.prompt_token_ids,
-                    token_ids=token_ids,
-                    rollout_logprobs=logprobs,
-                    text=text,
-                    finish_reason=finish_reason or "unknown",
-                    policy_version=answer.policy_version,
-                    temperature=sampling.temperature,
-                    cuts=cut,
-                    routed_experts=routed_experts,
-                )
+        try:
+            logprobs = [
+                [position[0][token] for token, position in zip(token_ids, positions, strict=True)]
+                for token_ids, positions in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
+        except (KeyError, IndexError, ValueError):
+            raise _unsound(peer, GENERATE_ROUTE, "other logprobs", "those of the sampled tokens") from None
+        rows = zip(answer.token_ids, logprobs, answer.text, answer.finish_reasons, strict=True)
+        return [
+            Completion(
+                prompt_token_ids=answer.prompt_token_ids,
+                token_ids=token_ids,
+                rollout_logprobs=rollout_logprobs,
+                text=text,
+                finish_reason=finish_reason or "unknown",
+                policy_version=answer.policy_version,
+                temperature=sampling.temperature,
+                cuts=cuts(keys),
+                routed_experts=answer.routed_experts[place] if answer.routed_experts else None,
             )
-        return completions
+            for place, (token_ids, rollout_logprobs, text, finish_reason) in enumerate(rows)
+        ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         """Use `POST /generate` with `prompt_logprobs`."""
@@ -185,27 +184,21 @@ class _Completions(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionsServer:
-    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`.
-
-    Attributes:
-        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
-    """
+    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`."""
 
     model: str
-    raw_logprobs: bool = False
 
     async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /v1/completions`, with the prompt as ids."""
         keys = {"n": n, "logprobs": 0, "return_token_ids": True, **sampling.to_body()}
         choices, version = await self._ask(peer, prompt, keys, n)
-        cut, completions = cuts(keys), []
+        completions = []
         for choice in choices:
             token_ids = choice.token_ids or []
             given = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
             logprobs = [value for value in given if value is not None]
             if token_ids and len(logprobs) != len(token_ids):
-                got, wanted = f"{len(logprobs)} logprobs", f"those of {len(token_ids)} sampled tokens"
-                raise _unsound(peer, COMPLETIONS_ROUTE, got, wanted)
+                raise _unsound(peer, COMPLETIONS_ROUTE, "other logprobs", "those of the sampled tokens")
             completions.append(
                 Completion(
                     prompt_token_ids=choice.prompt_token_ids or prompt,
@@ -215,7 +208,7 @@ class CompletionsServer:
                     finish_reason=choice.finish_reason or "unknown",
                     policy_version=int(version) if version else None,
                     temperature=sampling.temperature,
-                    cuts=cut,
+                    cuts=cuts(keys),
                 )
             )
         return completions
@@ -257,10 +250,9 @@ async def detect(peer: Peer, model: str | None) -> Kind:
     models = (await _get(peer, "/v1/models")).get("data")
     if isinstance(models, list) and models and isinstance(models[0], dict):
         served = model or str(models[0].get("id"))
-        is_vllm = isinstance(version, str) and models[0].get("owned_by") == "vllm"
-        kind = f"vLLM {version}" if is_vllm else "an OpenAI-compatible server"
+        kind = f"vLLM {version}" if isinstance(version, str) else "an OpenAI-compatible server"
         log.info("%s at %s: %s with %s", peer.name, peer.url, kind, served)
-        return CompletionsServer(served, raw_logprobs=is_vllm)
+        return CompletionsServer(served)
     raise PeerError(
         field=f"--openai.base_url {peer.url}",
         got="no answer of an inference server",
@@ -322,7 +314,7 @@ class InferenceClient:
             PeerRefused: The server refused the request.
             PeerError: It is not an inference server, or its answer is not sound.
         """
-        kind = await self._known_kind(sampling.temperature)
+        kind = await self._known_kind()
         async with self._slots:
             with stage("generate", completions=n) as span:
                 completions = await kind.generate(self._peer, prompt_token_ids, n, sampling)
@@ -353,7 +345,7 @@ class InferenceClient:
         Raises:
             PeerError: As for `generate`.
         """
-        kind = await self._known_kind(body.get("temperature", 1.0))
+        kind = await self._known_kind()
         body = body if kind.model is None else {**body, "model": kind.model}
         async with self._slots:
             answer = await self._peer.request("POST", path, json=body)
@@ -366,18 +358,8 @@ class InferenceClient:
         """Close the connections."""
         await self._peer.close()
 
-    async def _known_kind(self, temperature: float = 1.0) -> Kind:
-        """Return the kind; warn once if its logprobs are not those of this temperature."""
+    async def _known_kind(self) -> Kind:
         async with self._detecting:
             if self._kind is None:
                 self._kind = await detect(self._peer, self._model)
-        kind = self._kind
-        if isinstance(kind, CompletionsServer) and kind.raw_logprobs and temperature not in (0.0, 1.0):
-            self._kind = replace(kind, raw_logprobs=False)
-            log.warning(
-                "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
-                "processed_logprobs; the trainer would compare them with its own at %g",
-                temperature,
-                temperature,
-            )
-        return kind
+        return self._kind

@@ -1,6 +1,5 @@
 """The environment's client of the rollout API: register, ask for demand, post groups, disconnect."""
 
-import gzip
 import logging
 import math
 import uuid
@@ -15,7 +14,6 @@ from grpo_common.formats import check_format
 
 log = logging.getLogger(__name__)
 
-_GZIP_FROM_BYTES = 1024
 _EVALUATION_PATIENCE_S = 5.0
 
 T = TypeVar("T")
@@ -28,13 +26,11 @@ class NotRegistered(PeerError):
 class RolloutApi:
     """Client of the rollout API for one environment.
 
-    It asks for answers in MessagePack. Our API then answers in MessagePack and gets groups in it. An API of the
-    original protocol answers in JSON, and gets JSON.
+    Answers and groups are MessagePack.
     """
 
     def __init__(self, config: BaseEnvConfig) -> None:
         self._config = config
-        self._body_type = wire.JSON
         url, key = config.rollout_server_url, config.rollout_api_key
         self._peer = Peer("the rollout API", url, patience=config.retry_timeout, api_key=key)
 
@@ -57,16 +53,11 @@ class RolloutApi:
         """Return the trainer's batch size and longest sequence."""
         return await self._ask("GET", "/info", wire.Info)
 
-    async def wandb_info(self) -> wire.WandbInfo:
-        """Return the trainer's W&B project and group."""
-        return await self._ask("GET", "/wandb_info", wire.WandbInfo)
-
     async def status(self, env_id: int, *, wait: float = 0.0, seen: str = "") -> wire.StatusEnv:
         """Return the trainer's step and the queue's state.
 
         Args:
-            wait: seconds to wait for a change since the answer that had this `seen`. An API of the original protocol
-                answers at once, and its answers have no `seen`.
+            wait: seconds to wait for a change since the answer that had this `seen`.
 
         Raises:
             NotRegistered: The API does not know `env_id`.
@@ -87,15 +78,12 @@ class RolloutApi:
         Raises:
             PeerRefused: The API refuses the group.
         """
-        body = wire.encode_group(group, self._body_type)
-        headers = {"Content-Type": self._body_type, "Idempotency-Key": uuid.uuid4().hex}
-        if self._body_type == wire.JSON and len(body) >= _GZIP_FROM_BYTES:
-            body = gzip.compress(body, compresslevel=1)
-            headers["Content-Encoding"] = "gzip"
+        body = wire.encode_group(group, wire.MSGPACK)
+        headers = {"Content-Type": wire.MSGPACK, "Idempotency-Key": uuid.uuid4().hex}
         await self._peer.request("POST", "/scored_data", content=body, headers=headers)
 
     async def post_evaluation(self, env_id: int, step: int, metrics: dict[str, float]) -> None:
-        """Post metrics of an evaluation. Best effort: an API of the original protocol does not accept them."""
+        """Post metrics of an evaluation; best effort."""
         finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
         body = wire.Evaluation(env_id=env_id, step=step, metrics=finite)
         try:
@@ -115,11 +103,10 @@ class RolloutApi:
     async def _ask(
         self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None, patience: float | None = None
     ) -> T:
-        headers = {"Accept": f"{wire.MSGPACK}, {wire.JSON};q=0.5", "Content-Type": wire.JSON}
+        headers = {"Accept": wire.MSGPACK, "Content-Type": wire.JSON}
         content = None if body is None else wire.encode(body)
         response = await self._peer.request(method, path, content=content, headers=headers, patience=patience)
         content_type = response.headers.get("content-type", wire.JSON)
-        self._body_type = wire.MSGPACK if wire.is_msgpack(content_type) else wire.JSON
         try:
             return wire.decode(response.content, kind, content_type)
         except msgspec.DecodeError as error:

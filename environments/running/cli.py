@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from environments.api import wire
-from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, refuse_data, settings_class
+from environments.config import ConfigError, Settings, parse_settings, refuse_data
 from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
@@ -29,7 +29,7 @@ from environments.running.groups_page import groups_page
 from environments.running.metrics import JsonlFile
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import ScoreTimeout
+from environments.scoring import ScoreTimeout, watch_loop
 from environments.tokenizers import load_tokenizer
 from grpo_common.formats import FormatError
 from grpo_common.status import OWN
@@ -52,8 +52,8 @@ CLOSE_S = 10.0
 """Longest time for `close()`, and then for the environment's other code."""
 BLOCKED_S: Final = 2.5
 """Seconds after a signal at which a process ends whose event loop is blocked: just before a run would kill it."""
-SAY_EVERY_S = 60.0
-"""Seconds between lines of `process` about its progress."""
+SAY_EVERY: Final = 10
+"""Groups between lines of `process` about its progress."""
 CALLED_AS: Final = "GRPO_CALLED_AS"
 """Environment variable with the command that replaced itself by this one, if any: `grpo env NAME`. Messages show it."""
 
@@ -62,7 +62,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     """Run a command and exit: 0 done, 1 failed, 2 wrong command line."""
     module = inspect.getmodule(env_cls)
     by_module = f"python -m {module.__spec__.name}" if module is not None and module.__spec__ is not None else ""
-    prog = os.environ.pop(CALLED_AS, None) or env_cls.program or by_module or Path(sys.argv[0]).name
+    prog = os.environ.pop(CALLED_AS, None) or by_module or Path(sys.argv[0]).name
     try:
         _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments))
         sys.exit(0)
@@ -86,8 +86,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> N
     if command not in COMMANDS:
         got = "nothing" if command is None else repr(command)
         raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
-    settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
-    settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
+    settings = parse_settings(Settings[env_cls.env_config_cls], f"{prog} {command}", arguments[1:])
     if not env_cls.takes_data:
         refuse_data(env_cls.name, settings.data.path is not None, bool(settings.rewards))
     handler = logging.StreamHandler(sys.stderr)
@@ -117,14 +116,15 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
         if env.teacher is not None:
             stack.push_async_callback(env.teacher.close)
         _stop_on_signals(stop, status=0 if command == "serve" else 1)
-        await stack.enter_async_context(env.watch)
+        watching = asyncio.create_task(watch_loop(settings.env.score_timeout, lambda: env.is_set_up))
+        stack.callback(watching.cancel)
         stack.push_async_callback(_close, env)
         if command == "serve":
             api = RolloutApi(settings.env)
             stack.push_async_callback(api.close)
             await until(stop, Runner(env, api).run())
         else:
-            work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
+            work = process(env, settings.groups) if command == "process" else evaluate(env)
             if not await until(stop, work):
                 raise PeerError("stopped before it was done")
 
@@ -149,7 +149,12 @@ def _end_soon(_: object, error: BaseException | None, __: object) -> None:
             print(error, file=sys.stderr)
         os._exit(0 if error is None else 1)
 
-    timer = threading.Timer(CLOSE_S, end)
+    _call_after(CLOSE_S, end)
+
+
+def _call_after(seconds: float, function: Callable[[], None]) -> None:
+    """Call a function later, in a thread that keeps no process alive."""
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
 
@@ -167,9 +172,7 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
         if loop.is_closed():
             sys.exit(status)
         loop.call_soon_threadsafe(stop.set)
-        check = threading.Timer(BLOCKED_S, end_if_blocked)
-        check.daemon = True
-        check.start()
+        _call_after(BLOCKED_S, end_if_blocked)
 
     def end_if_blocked() -> None:
         if not stop.is_set():
@@ -200,6 +203,8 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             file.write(msgspec.json.encode(group))
             written.append(group)
             maker.used()
+            if len(written) % SAY_EVERY == 0:
+                log.info("%d of %d groups written", len(written), groups)
 
     try:
         while len(written) < groups:
@@ -210,16 +215,8 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                 got, wanted = f"{len(written)} groups", f"{groups} groups"
                 raise EnvironmentFailed("no more items", field=env.name, got=got, wanted=wanted)
             making = [asyncio.create_task(make(item)) for item in items]
-            unfinished = set(making)
             try:
-                while unfinished:
-                    done, unfinished = await asyncio.wait(
-                        unfinished, timeout=SAY_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
-                    )
-                    for task in done:
-                        task.result()
-                    if unfinished:
-                        log.info("%d of %d groups written, %d in flight", len(written), groups, len(unfinished))
+                await asyncio.gather(*making)
             finally:
                 for task in making:
                     task.cancel()

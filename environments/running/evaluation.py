@@ -7,12 +7,15 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean, stdev
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from environments.config import ConfigError
 from environments.peers.http import PeerError
-from environments.running.groups import LOSSES, EnvironmentFailed, Failures
+from environments.running.groups import LOSSES, EnvironmentFailed
 from environments.scoring import OF_CODE, error_of_code
+
+if TYPE_CHECKING:
+    from environments.base import BaseEnv
 
 AT_ONCE: Final = 256
 """Rows that are generated and scored at the same time."""
@@ -24,13 +27,9 @@ Found = TypeVar("Found")
 
 
 async def examine_each(
-    name: str, rows: Sequence[Row], examine: Callable[[Row], Awaitable[Found]], failures: Failures
-) -> tuple[list[Found], int]:
-    """Return the results of the rows that did not fail, in their order, and how many failed.
-
-    Args:
-        name: the environment's.
-        failures: logs the errors of rows, each kind once.
+    env: BaseEnv[Any, Any], rows: Sequence[Row], examine: Callable[[Row], Awaitable[Found]]
+) -> tuple[list[Found], dict[str, float]]:
+    """Return the results of the rows that did not fail, in their order, and as metrics how many failed: `rows_failed`.
 
     Raises:
         ConfigError: The settings are wrong; the other rows are cancelled.
@@ -50,7 +49,7 @@ async def examine_each(
                 last = error_of_code(raised)
                 if isinstance(last, PeerError | ConfigError) and not isinstance(last, tuple(LOSSES)):
                     raise
-                failures.log(name, row, last)
+                env.failures.log(env.name, row, last)
 
     workers = [asyncio.create_task(work()) for _ in range(min(len(rows), AT_ONCE))]
     try:
@@ -61,8 +60,8 @@ async def examine_each(
         await asyncio.gather(*workers, return_exceptions=True)
     if last is not None and not found:
         summary = f"all {len(rows)} rows of the evaluation failed"
-        raise EnvironmentFailed(summary, field=name, got=repr(last), fix="see the log") from last
-    return [found[place] for place in sorted(found)], len(rows) - len(found)
+        raise EnvironmentFailed(summary, field=env.name, got=repr(last), fix="see the log") from last
+    return [found[place] for place in sorted(found)], {"rows_failed": len(rows) - len(found)}
 
 
 def with_interval(name: str, share: float, trials: int) -> dict[str, float]:

@@ -104,9 +104,9 @@ class Failures:
 
 
 async def set_up(env: BaseEnv[Any, Any]) -> None:
-    """Call `setup`, which may load for minutes, and begin to watch the event loop."""
+    """Call `setup`; from then on the event loop is watched."""
     await settled(env.setup())
-    env.watch.is_armed = True
+    env.is_set_up = True
 
 
 class GroupMaker:
@@ -132,7 +132,7 @@ class GroupMaker:
 
     async def next_item(self) -> Any:
         """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
-        return await self._env.scoring.call(lambda: "get_next_item()", settled(self._env.get_next_item()))
+        return await self._env.scoring.call("get_next_item()", settled(self._env.get_next_item()))
 
     async def make(self, item: Any) -> wire.ScoredData | None:
         """Return the item's group for the trainer; None if there is none, which is counted.
@@ -142,15 +142,12 @@ class GroupMaker:
             EnvironmentFailed: One group after another was lost, or has no reward.
         """
         env, reason, seconds = self._env, None, self._env.config.group_timeout
-
-        def late() -> GroupTimeout:
-            return GroupTimeout(
-                field="--env.group_timeout",
-                got=f"{seconds:g} s",
-                wanted="a group",
-                fix="raise it, or limit the time of the requests that collect_trajectories sends",
-            )
-
+        late = GroupTimeout(
+            field="--env.group_timeout",
+            got=f"{seconds:g} s",
+            wanted="a group",
+            fix="raise it, or limit the time of the requests that collect_trajectories sends",
+        )
         try:
             group = await limited(seconds, env.scored(item), late)
             if group is not None:

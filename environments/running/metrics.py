@@ -1,20 +1,16 @@
-"""Report an environment's work between two steps of the trainer: on the console, in a file and to W&B."""
+"""Report an environment's work between two steps of the trainer: on the console and in a file."""
 
 import json
 import logging
-import os
-import re
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
-from uuid import uuid4
+from typing import Literal
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, ConfigError
+from environments.config import ConfigError
 from environments.trajectory import trained_tokens
 from grpo_common.formats import KEY, ROWS_FORMAT
-from grpo_common.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +49,8 @@ class Reporter:
     """Counts an environment's work since the trainer's last step, and reports it when the next step is there.
 
     Attributes:
-        name: prefix of each metric's name in the file and in W&B, which several environments may share.
+        name: prefix of each metric's name in the file.
         file: one JSON object a line, the step and the metrics; None: there is none.
-        wandb: a run of W&B; None: there is none.
         groups: groups that were sent.
         dropped: groups that were not, by reason.
     """
@@ -63,7 +58,6 @@ class Reporter:
     def __init__(self, name: str) -> None:
         self.name = name
         self.file: JsonlFile | None = None
-        self.wandb: Any = None
         self.groups = 0
         self.dropped = Counter[str]()
         self._scores, self._lengths, self._versions = list[float](), list[int](), Counter[int]()
@@ -102,46 +96,7 @@ class Reporter:
             counts.clear()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write metrics to the file and to W&B."""
-        named = {f"{self.name}/{key}": value for key, value in metrics.items()}
+        """Write metrics to the file."""
         if self.file is not None:
+            named = {f"{self.name}/{key}": value for key, value in metrics.items()}
             self.file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **named}, default=float).encode())
-        if self.wandb is not None:
-            self.wandb.log(named, step=step)
-
-    def close(self) -> None:
-        """Finish the file and W&B's run."""
-        if self.file is not None:
-            self.file.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Any:
-    """Return a W&B run in the trainer's project and group.
-
-    An environment that starts again continues its run: the id is kept beside its metrics. WANDB_RUN_ID is the id of the
-    trainer's run, so the environment's is made from it.
-
-    Raises:
-        ConfigError: wandb is not installed or does not start.
-    """
-    try:
-        import wandb
-    except ImportError:
-        fix = "pip install 'grpo-trainer[wandb]', or leave the option out"
-        raise ConfigError(field="--env.use_wandb", got="no module wandb", wanted="the package", fix=fix) from None
-    try:
-        run_id = None
-        if trainers := os.environ.get("WANDB_RUN_ID"):
-            run_id = re.sub(r"[^\w-]", "-", f"{trainers}-{name}")
-        elif config.metrics_path is not None:
-            path = config.metrics_path.with_suffix(".wandb_id")
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(uuid4().hex[:12])
-            run_id = path.read_text().strip()
-        settings = redacted(config.model_dump(mode="json"))
-        return wandb.init(id=run_id, resume="allow", project=info.project, group=info.group, name=name, config=settings)
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

@@ -20,44 +20,18 @@ RECENT_GROUPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
-    """The API's answer to a registration. A limit that is None, or a `last_step` or length of -1, does not exist.
+class Limits:
+    """What the trainer sets.
 
     Attributes:
-        batch_size: Sequences in the trainer's batch.
-        checkpoint_interval: Steps between checkpoints; 0: only one at the end.
-        eval_every: Steps between evaluations that the trainer asks for; 0: none.
-        max_staleness: Limit of a group's staleness in versions when it is trained on.
+        batch_size: Sequences in its batch.
+        last_step: Its last step; -1: there is none.
+        max_staleness: Limit of a group's staleness in versions when it is trained on; None: there is none.
     """
 
-    env_id: int
-    name: str
     batch_size: int
-    max_token_len: int
-    last_step: int
-    first_step: int = 0
-    checkpoint_dir: str | None = None
-    checkpoint_interval: int = 0
-    eval_every: int = 0
+    last_step: int = -1
     max_staleness: int | None = None
-
-    @classmethod
-    def of(cls, config: BaseEnvConfig, name: str, answer: wire.RegisterEnvResponse, info: wire.Info) -> Registration:
-        """Return the API's answer to the environment `name`."""
-        assert answer.env_id is not None, "registered"
-        limits = [limit for limit in (config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
-        return cls(
-            env_id=answer.env_id,
-            name=answer.wandb_name or name,
-            batch_size=info.batch_size,
-            max_token_len=info.max_token_len,
-            last_step=min(limits, default=-1),
-            first_step=answer.starting_step or 0,
-            checkpoint_dir=answer.checkpoint_dir or None,
-            checkpoint_interval=max(0, answer.checkpoint_interval or 0),
-            eval_every=answer.eval_every or 0,
-            max_staleness=answer.max_staleness,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +70,35 @@ class RunningShare:
         return fmean(self._shares) if self._shares else 1.0
 
 
-def groups_to_start(
-    status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: InFlight
-) -> int:
+def groups_to_start(status: wire.StatusEnv, limits: Limits, config: BaseEnvConfig, in_flight: InFlight) -> int:
     """Return how many groups to start now. Count `in_flight` *before* the request for `status`.
 
     Until the trainer's next batch is complete, enough groups are kept in flight that one batch of completions runs:
     more than one batch of groups if their lengths differ, but at most `MOST_BATCHES`, and only as long as the oldest
     group stays within `OVERTAKEN` versions. So the server does not drain while a batch's last groups finish. With
-    `max_batches_offpolicy`, with several environments, or with an API that does not report the trainer's leases, queued
-    and in-flight groups stay within that many batches (default 1).
+    `max_batches_offpolicy`, or with several environments, queued and in-flight groups stay within that many batches
+    (default 1).
 
-    No group is started that could exceed `Registration.max_staleness` when it is trained on, or that the remaining
+    No group is started that could exceed `Limits.max_staleness` when it is trained on, or that the remaining
     steps do not need. A share reserved by `min_batch_allocation` is filled even if the queue is full, because the
     trainer waits for it.
     """
-    batch = registration.batch_size / config.group_size
-    left = registration.last_step - status.current_step if registration.last_step >= 0 else math.inf
+    batch = limits.batch_size / config.group_size
+    left = limits.last_step - status.current_step if limits.last_step >= 0 else math.inf
     limit = batch * min(config.max_batches_offpolicy or 1, left)
-    ahead = (
-        (status.leased or 0) + status.queue_size + in_flight.groups
-    )  # groups that may be trained on before a new one
-    lag = registration.max_staleness
-    if config.max_batches_offpolicy is None and status.leased is not None and status.env_weight >= 1.0:
-        complete = max(0.0, status.leased - batch) + status.queue_size  # groups beyond the batch in training
+    # Groups that may be trained on before a new one.
+    leased = status.leased or 0
+    ahead = leased + status.queue_size + in_flight.groups
+    lag = limits.max_staleness
+    if config.max_batches_offpolicy is None and status.env_weight >= 1.0:
+        complete = max(0.0, leased - batch) + status.queue_size  # groups beyond the batch in training
         running = math.ceil(batch * min(MOST_BATCHES, 1 / in_flight.running_share))
         room = running - in_flight.groups if complete < batch else 0
         lag = OVERTAKEN if lag is None else lag
     else:  # batches of several environments are mixed by their weights, so each has a share of the limit
         share = math.ceil(limit * min(1.0, status.env_weight)) - status.self_queue_size
         room = min(math.ceil(limit) - status.queue_size, share) - in_flight.groups
-    if lag is not None and status.leased is not None:
+    if lag is not None:
         # All groups ahead may be trained on before the oldest in flight. The steps since its start, plus the steps that
         # these groups suffice for, must be at most `lag` plus the step that trains on it.
         age = 0 if in_flight.oldest_step is None else max(0, status.current_step - in_flight.oldest_step)

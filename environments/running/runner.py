@@ -24,11 +24,10 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
-from environments.running.data_record import keep
 from environments.running.groups import EnvironmentFailed, GroupMaker, set_up
-from environments.running.metrics import JsonlFile, Reporter, open_wandb
-from environments.running.pace import InFlight, Registration, groups_to_start
-from environments.running.state import FOLDER, StateFiles
+from environments.running.metrics import JsonlFile, Reporter
+from environments.running.pace import InFlight, Limits, groups_to_start
+from environments.running.state import FOLDER, StateFiles, keep
 from environments.scoring import OF_CODE, error_of_code
 from grpo_common.trace import lane, stage
 
@@ -37,10 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
-"""Seconds between status requests to an API that does not support waiting for changes."""
 WAIT_S = 20.0
-"""Seconds that an API with such support may hold a status request."""
+"""Seconds that the API may hold a status request until something changes."""
 TOGETHER_S = 0.005
 """Seconds after which groups that are posted at about the same time are followed by one status request."""
 REGISTER_AGAIN_S = 0.25
@@ -84,7 +81,7 @@ class Runner:
         self.groups = GroupMaker(env, self.reporter.dropped)
         path = self.config.data_path_to_save_groups
         self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
-        self._registration: Registration | None = None
+        self._registration: wire.RegisterEnvResponse | None = None
         self._changed = asyncio.Condition()
         self._status: wire.StatusEnv | None = None
         self._moved_at = time.monotonic()
@@ -112,26 +109,29 @@ class Runner:
             await set_up(self.env)
             if self.config.data_record is not None and (data := self.env.data_sets()):
                 keep(self.config.data_record, data)
-            registration = await self._register()
-            if (files := self._state_files()) and registration.first_step:  # a resumed run
-                files.newest(registration.first_step, self.env.restore)
-            self.reporter.name = registration.name
+            await self._register()
+            if (files := self._state_files()) and (step := self.registration.starting_step):  # a resumed run
+                files.newest(step, self.env.restore)
+            self.reporter.name = self.registration.wandb_name or self.env.name
             if path := self.config.metrics_path:
                 self.reporter.file = JsonlFile("--env.metrics_path", path)
-            if self.config.use_wandb:
-                info = await self.api.wandb_info()
-                self.reporter.wandb = await asyncio.to_thread(open_wandb, self.config, registration.name, info)
             await self._work()
         finally:
             await self._leave()
 
     @property
-    def registration(self) -> Registration:
+    def registration(self) -> wire.RegisterEnvResponse:
         """The latest registration; the work begins after the first."""
         assert self._registration is not None, "not registered yet"
         return self._registration
 
-    async def _register(self) -> Registration:
+    @property
+    def env_id(self) -> int:
+        """The number that the API has given to this environment."""
+        assert self.registration.env_id is not None, "checked by _register"
+        return self.registration.env_id
+
+    async def _register(self) -> None:
         said_at = float("-inf")
         while (answer := await self.api.register(self.env.name)).status != "success":
             if time.monotonic() - said_at >= SAY_WAITING_EVERY_S:
@@ -149,25 +149,23 @@ class Runner:
                 wanted=f"at most the trainer's batch of {info.batch_size} sequences",
                 fix="lower it, or raise the trainer's batch",
             )
-        self._registration = registration = Registration.of(self.config, self.env.name, answer, info)
+        last_steps = [step for step in (self.config.total_steps, answer.num_steps) if step is not None and step >= 0]
+        self._registration = answer
+        self._limits = Limits(info.batch_size, min(last_steps, default=-1), answer.max_staleness)
         self.env.num_steps = max(0, answer.num_steps or 0)
         self.groups.max_token_len = info.max_token_len
         log.info(
             "registered as %s: batches of %d sequences in groups of %d, step %s of %s",
-            registration.name,
-            registration.batch_size,
-            self.config.group_size,
-            answer.starting_step,
-            registration.last_step if registration.last_step >= 0 else "any number",
+            *(answer.wandb_name, info.batch_size, self.config.group_size, answer.starting_step),
+            self._limits.last_step if last_steps else "any number",
         )
-        return registration
 
     def _state_files(self) -> StateFiles | None:
         """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
-        named = self.registration.checkpoint_dir
-        checkpoints = Path(named) if named and Path(named).is_dir() else None
-        folder = self.config.state_dir or (checkpoints and checkpoints / FOLDER)
-        return StateFiles(folder, self.config.wandb_name or self.env.name, checkpoints) if folder else None
+        folder, named = self.config.state_dir, self.registration.checkpoint_dir
+        if folder is None and named and Path(named).is_dir():
+            folder = Path(named) / FOLDER
+        return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 
     def _save_state(self, step: int) -> None:
         files = self._state_files()
@@ -228,8 +226,8 @@ class Runner:
 
     def _why_over(self) -> str:
         """Return why there is nothing left to do; empty: there is."""
-        if self._status is not None and 0 <= self.registration.last_step <= self._status.current_step:
-            return f"the trainer has done its {self.registration.last_step} steps"
+        if self._status is not None and 0 <= self._limits.last_step <= self._status.current_step:
+            return f"the trainer has done its {self._limits.last_step} steps"
         return "" if self._items_left or self._in_flight else "no more items"
 
     def _room(self) -> int:
@@ -238,7 +236,7 @@ class Runner:
             return 0
         steps = [*self._in_flight.values(), *self._posted.values()]
         in_flight = InFlight(len(steps), min(steps, default=None), self.groups.share.value)
-        return groups_to_start(self._status, self.registration, self.config, in_flight)
+        return groups_to_start(self._status, self._limits, self.config, in_flight)
 
     async def _group(self, number: int, item: object) -> None:
         """Make a group and post it."""
@@ -283,7 +281,7 @@ class Runner:
             await asyncio.sleep(TOGETHER_S)
             self._is_stale, posted = False, [*self._posted]
             try:
-                status = await self.api.status(self.registration.env_id)
+                status = await self.api.status(self.env_id)
             except NotRegistered:
                 log.warning("the rollout API was restarted: registering again")
                 self._is_known = False
@@ -301,13 +299,11 @@ class Runner:
     async def _listen(self) -> None:
         """Wait at the API for news, such as a step of the trainer, so that `_follow` asks for the status."""
         while True:
-            await self._change(lambda: not self._is_stale)
-            if self._status is None or self._status.seen is None:  # an API that answers at once
-                await asyncio.sleep(POLL_S)
-            else:
-                wait, seen = HEARD_EVERY_S if self._why_over() else WAIT_S, self._status.seen
-                with suppress(NotRegistered):  # the next status request registers again
-                    await self.api.status(self.registration.env_id, wait=wait, seen=seen)
+            await self._change(lambda: self._status is not None and not self._is_stale)
+            assert self._status is not None, "waited for"
+            wait, seen = HEARD_EVERY_S if self._why_over() else WAIT_S, self._status.seen or ""
+            with suppress(NotRegistered):  # the next status request registers again
+                await self.api.status(self.env_id, wait=wait, seen=seen)
             async with self._changed:
                 self._is_stale = True
                 self._changed.notify_all()
@@ -323,15 +319,10 @@ class Runner:
             self._moved_at = now
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
             self._moved_at = now
+            missing = "groups in flight" if self._in_flight else "the evaluation" if running else "the trainer"
             log.warning(
-                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, "
-                "%d in flight%s; %s",
-                SAY_WAITING_EVERY_S,
-                "groups in flight" if self._in_flight else "the evaluation" if running else "the trainer",
-                status.current_step,
-                status.queue_size,
-                len(self._in_flight),
-                f", the oldest since step {min(self._in_flight.values())}" if self._in_flight else "",
+                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, %d in flight; %s",
+                *(SAY_WAITING_EVERY_S, missing, status.current_step, status.queue_size, len(self._in_flight)),
                 self.reporter.line({}),
             )
         if before is None or status.current_step == before.current_step:
@@ -342,11 +333,10 @@ class Runner:
 
         step = self.env.curr_step = status.current_step
         self.reporter.end_step(step, self.env.measures.take())
-        if passed(self.registration.checkpoint_interval):
+        if passed(self.registration.checkpoint_interval or 0):
             self._save_state(step)
-        if passed(self.config.steps_per_eval or self.registration.eval_every) and (
-            running is None or 0 <= self.registration.last_step <= step
-        ):
+        every = self.config.steps_per_eval or self.registration.eval_every or 0
+        if passed(every) and (running is None or 0 <= self._limits.last_step <= step):
             self._evaluation = self._start(self._evaluate(step, running))
 
     async def _evaluate(self, step: int, before: asyncio.Task[None] | None) -> None:
@@ -355,9 +345,10 @@ class Runner:
             await asyncio.wait([before])
         try:
             metrics = await self.env.evaluate()
-            log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            log.info("evaluation at step %d: %s", step, shown or "evaluate() has no metrics")
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
-            await self.api.post_evaluation(self.registration.env_id, step, metrics)
+            await self.api.post_evaluation(self.env_id, step, metrics)
         except OF_CODE as raised:
             error_of_code(raised)
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
@@ -376,13 +367,13 @@ class Runner:
             await self._disconnect()
         if self.reporter.groups or self.reporter.dropped:
             log.info("since the last step: %s", self.reporter.line(self.env.measures.take()))
-        self.reporter.close()
-        if self._file:
-            self._file.close()
+        for file in (self.reporter.file, self._file):
+            if file is not None:
+                file.close()
 
     async def _disconnect(self) -> None:
         """Save the state at the trainer's current step, which may be newer than the last status, and disconnect."""
-        env_id, status = self.registration.env_id, self._status
+        env_id, status = self.env_id, self._status
         try:
             async with asyncio.timeout(GOODBYE_S / 2):
                 status = await self.api.status(env_id)

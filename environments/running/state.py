@@ -1,22 +1,25 @@
-"""An environment's saved state in the trainer's checkpoint folder, so that a resumed run continues from it."""
+"""What a resumed run continues from: an environment's saved state, and a record of the data sets that it began with."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from environments.config import ConfigError
 
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "environments"
 """Subfolder of the trainer's checkpoint folder."""
-CHECKPOINT: Final = re.compile(r"(?:^|_)step_(\d+)$")
-"""Name of a checkpoint's folder; a complete one has a state.json."""
-KEPT_BLINDLY: Final = 100
-"""States that are kept where the trainer's checkpoints are on another machine."""
+KEPT: Final = 1000
+"""States that are kept, the newest ones: a run may be resumed from an earlier checkpoint."""
+CHECKPOINTS: Final = "checkpoints/*/state.json"
+"""Below the run's folder. Without one, no step was saved: the run begins again, and may do so with other data."""
 
 
 class StateFiles:
@@ -25,22 +28,19 @@ class StateFiles:
     Args:
         folder: is created with the first save.
         name: the environment's.
-        checkpoints: the trainer's checkpoint folder, which says which states are needed; None: not visible here.
     """
 
-    def __init__(self, folder: Path, name: str, checkpoints: Path | None = None) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder / re.sub(r"^\.|[^\w.-]", "_", name)
-        self._checkpoints = checkpoints
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the state at a step of the trainer. If that fails, log a warning and continue."""
         path = self._folder / f"step-{step}.json"
-        partial = path.with_suffix(".partial")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(state))
-            partial.replace(path)
-            self._prune()
+            _write(path, state)
+            saved = self._saved()
+            for at in sorted(saved)[:-KEPT]:
+                saved[at].unlink(missing_ok=True)
         except OSError as error:
             # The trainer's folder may be on another machine. A run without saved state is better than a failed run.
             log.warning("state at step %d not saved to %s (%s); --env.state_dir names a folder", step, path, error)
@@ -67,17 +67,67 @@ class StateFiles:
         names = ((re.fullmatch(r"step-([0-9]{1,15})", path.stem), path) for path in self._folder.glob("step-*.json"))
         return {int(name[1]): path for name, path in names if name}
 
-    def _prune(self) -> None:
-        """Delete the states that no checkpoint needs: each needs the newest that is not later than itself. Where
-        checkpoints are not visible, the newest states are kept."""
-        saved = self._saved()
-        if self._checkpoints is None:
-            dropped = sorted(saved)[:-KEPT_BLINDLY]
-        else:
-            names = (path.parent.name for path in self._checkpoints.glob("*/state.json"))
-            checkpoints = [int(match[1]) for name in names if (match := CHECKPOINT.search(name))]
-            needed = {max((at for at in saved if at <= step), default=None) for step in checkpoints}
-            # A checkpoint to come may need any state that is later than the last one.
-            dropped = [at for at in saved.keys() - needed if at < max(checkpoints, default=0)]
-        for at in dropped:
-            saved[at].unlink(missing_ok=True)
+
+def _write(path: Path, value: Any) -> None:
+    """Write JSON to a file, which is never visible half-written."""
+    partial = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set that an environment reads; its fingerprint changes if the content does.
+
+    `RUN_DIR/data/NAME.json` records those that a run began with, so that a resumed run notices other ones:
+
+        {"data": [{"name": "rows.jsonl", "rows": 500, "fingerprint": "ab12…"}]}
+    """
+
+    name: str
+    rows: int
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"{self.rows:,} rows, fingerprint {self.fingerprint[:12]}"
+
+
+def refuse_changed(record: Path, data: Sequence[DataSet], *, allowed: bool) -> None:
+    """Raise a ConfigError if data sets differ from those that a resumed run began with; if allowed, only warn."""
+    known = _read(record)
+    fingerprints = [each.fingerprint for each in known]
+    if not known or fingerprints == [each.fingerprint for each in data]:
+        return
+    changed = [each for each in data if each.fingerprint not in fingerprints] or list(data)
+    error = ConfigError(
+        "the data differ from those that the run began with",
+        field=f"--data {changed[0].name}" if changed else "--data",
+        got="; ".join(map(str, data)),
+        wanted="; ".join(map(str, known)),
+        fix="restore them, or continue with these by --allow-changed-data",
+    )
+    if not allowed:
+        raise error
+    log.warning("%s", error)
+
+
+def keep(record: Path, data: Sequence[DataSet]) -> None:
+    """Write the record. If that fails, log a warning and continue."""
+    try:
+        _write(record, {"data": [asdict(each) for each in data]})
+    except OSError as error:
+        log.warning("the fingerprint of the data is not written to %s: %s", record, error)
+
+
+def _read(record: Path) -> list[DataSet]:
+    """Return what the record of a run has that has a checkpoint; nothing if there is none."""
+    if not any(record.parent.parent.glob(CHECKPOINTS)):
+        return []
+    try:
+        return [DataSet(**each) for each in json.loads(record.read_bytes())["data"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.warning("%s can't be read: %s", record, error)
+        return []

@@ -387,7 +387,7 @@ def environment_settings(config: RunConfig) -> Iterator[tuple[str, EnvironmentPr
 SET_FOR_ENVIRONMENTS = frozenset(
     {
         *("tokenizer_name", "max_token_length", "metrics_path", "wandb_name", "rollout_server_url", "rollout_api_key"),
-        *("use_wandb", "retry_timeout", "data_record"),
+        *("retry_timeout", "data_record"),
     }
 )
 """Options of environments that a run derives, unless the user sets them, and that reports leave out."""
@@ -413,7 +413,6 @@ def _environment_tables(
         **({"seed": seed} if seed else {}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollout_api_key} if trainer.rollout_api_key else {}),
-        "use_wandb": False,
         **({"retry_timeout": away} if trainer.owns_server or trainer.servers_may_change else {}),
         **environment.env,
     }

@@ -43,7 +43,7 @@ class Trial:
 
     Attributes:
         environment: as `--env` names it.
-        doing: the present step, with its place in the user's code.
+        doing: the present step.
         problems: what is wrong.
         found: what was seen; empty: something is wrong, or the trial was given up.
     """
@@ -67,7 +67,7 @@ class Trial:
         with suppress(OSError, ValueError):
             report = json.loads(self._report.read_bytes())
         self.seconds = time.monotonic() - self._process.started
-        self.doing = f"{report.get('doing') or 'import'}{' at ' + report['at'] if report.get('at') else ''}"
+        self.doing = report.get("doing") or "import"
         if report.get("problems") or report.get("found") is not None:
             problems = [Problem(**problem) for problem in report["problems"]]
             if report["lone"] and not self._learns_alone:

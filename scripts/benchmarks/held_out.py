@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from environments.base import BaseEnv
-from environments.config import parse_settings, settings_class
+from environments.config import Settings, parse_settings
 from environments.gsm8k import Gsm8kEnv
 from environments.peers.http import Answer
 from environments.peers.inference import Completion, Inference, Sampling
@@ -90,7 +90,7 @@ async def evaluate(name: str, tokenizer: str, server: Inference, flags: Sequence
     """
     env_cls = ENVIRONMENTS[name]
     given = ["--env.tokenizer_name", tokenizer, *flags]
-    settings = parse_settings(settings_class(env_cls.env_config_cls, processes=False), "held_out.py", given)
+    settings = parse_settings(Settings[env_cls.env_config_cls], "held_out.py", given)
     env = env_cls(settings.env, server, load_tokenizer(settings.env.tokenizer_name))
     try:
         await settled(env.setup())

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from environments.api.wire import StatusEnv
 from environments.config import BaseEnvConfig
-from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
+from environments.running.pace import InFlight, Limits, RunningShare, groups_to_start
 
 SETTLED = 3
 """Steps before the measured ones."""
@@ -115,7 +115,7 @@ class Simulation:
         self._started: Counter[int] = Counter()
         self._running = RunningShare()
         self._pace = BaseEnvConfig(tokenizer_name="", group_size=GROUP_SIZE)
-        self._registration = Registration(0, "", setup.batch_groups * GROUP_SIZE, -1, -1)
+        self._limits = Limits(setup.batch_groups * GROUP_SIZE)
         self._environments = _Stage(self, setup.environments, costs.environment)
         self._api = _Stage(self, 1, costs.api)
         self._own = {"servers": 0.0, "training": 0.0, "publishing": 0.0}
@@ -156,7 +156,7 @@ class Simulation:
             max_group_size=GROUP_SIZE, env_weight=1.0, leased=self._setup.batch_groups * bool(self._trainer),
         )  # fmt: skip
         in_flight = InFlight(self._started.total(), min(self._started, default=None), self._running.value)
-        for _ in range(groups_to_start(status, self._registration, self._pace, in_flight)):
+        for _ in range(groups_to_start(status, self._limits, self._pace, in_flight)):
             self._started[self._steps] += 1
             drawn = (self._random.lognormvariate(-(SIGMA**2) / 2, SIGMA) for _ in range(GROUP_SIZE))
             self._unplaced.append(([max(1, round(COMPLETION_TOKENS * each)) for each in drawn], self._steps))

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from environments.demo_model.model import build_tokenizer
-from environments.demo_model.released import DemoModelError, write_released
+from environments.demo_model.folder import DemoModelError
+from environments.demo_model.model import build_tokenizer, write_released
 from environments.peers.inference import Completion
 from environments.tokenizers import load_tokenizer, prompt_ids
 from environments.word_problems import WordProblem, WordProblemsEnv, held_out_problems

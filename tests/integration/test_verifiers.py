@@ -180,7 +180,7 @@ def test_several_turns_with_a_tool_are_the_servers_tokens(
     call = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
     tokenizer, prompts, log = chat_tokenizer(tmp_path / "tokenizer"), [], tmp_path / "log"
     with scripted(tokenizer, [call, "It is 5<|im_end|>"], prompts) as url:
-        command = ["environments.from_verifiers", "process", "--env-id", "tool_sums", "--groups", "1"]
+        command = ["environments.from_verifiers", "process", "--env.env_id", "tool_sums", "--groups", "1"]
         command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
         command += ["--env.group_size", "2", "--openai.base_url", url]
         command += ["--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
@@ -217,7 +217,7 @@ def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(
 ) -> None:
     tokenizer, log = chat_tokenizer(tmp_path / "tokenizer"), tmp_path / "log"
     with scripted(tokenizer, ["30<|im_end|>"], []) as url:
-        command = ["environments.from_verifiers", "evaluate", "--env-id", "lost_sums", "--openai.base_url", url]
+        command = ["environments.from_verifiers", "evaluate", "--env.env_id", "lost_sums", "--openai.base_url", url]
         command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
         assert run([*command, "--env.eval_tasks", "4"], log, packages) == 1
     assert re.search(r"RolloutFailed\b.*\blost_sums: ", tail(log)) and "no judge" in tail(log)
@@ -225,5 +225,9 @@ def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(
 
 def test_without_its_virtual_environment_the_command_that_makes_it_is_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    status = run(["environments.from_verifiers", "--env-id", "x"], log, {"GRPO_VERIFIERS_VENV": str(tmp_path / "none")})
+    status = run(
+        ["environments.from_verifiers", "serve", "--env.env_id", "x"],
+        log,
+        {"GRPO_VERIFIERS_VENV": str(tmp_path / "none")},
+    )
     assert status == 2 and "verifiers install" in log.read_text()

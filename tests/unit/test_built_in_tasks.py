@@ -370,16 +370,6 @@ def test_gsm8k_evaluation_asks_the_test_questions_greedily(data: Path) -> None:
     assert {(how.temperature, how.max_tokens, n) for _, n, how in env.server.asked} == {(0.0, 20, 1)}
 
 
-def test_gsm8k_questions_that_leave_no_room_are_skipped_or_refused(data: Path) -> None:
-    lengths = {question.text: len(TOKENIZER.encode(question.text)) for question in questions_of(ROWS)}
-    longest = sorted(lengths.values())[15]  # sixteen of them leave eight tokens
-    env = gsm8k("1", dataset_path=data, system_prompt="", max_token_length=longest + 8)
-    asyncio.run(env.setup())
-    assert {next(env.items).text for _ in range(64)} == {text for text, each in lengths.items() if each <= longest}
-    with refusing(ConfigError, "--env.max_token_length", got="20"):
-        asyncio.run(gsm8k("1", dataset_path=data, max_token_length=20).setup())
-
-
 @pytest.mark.parametrize(
     ("share", "trials", "low", "high"),
     [(0.5, 100, 0.4038, 0.5962), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0)],  # textbook values
@@ -391,7 +381,7 @@ def test_wilsons_interval(share: float, trials: int, low: float, high: float) ->
 
 
 def test_gsm8k_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
-    command = "environments/gsm8k.py serve --env.tokenizer_name no/model --env.use_wandb False "
+    command = "environments/gsm8k_server.py serve --env.tokenizer_name no/model --env.use_wandb False "
     command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
     command += "--openai.api_key x --slurm False --env.batch_size 12"
     offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -522,10 +512,8 @@ def test_program_servers_that_never_come_are_named(model: str, name: str, peer: 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), ["COMMAND: ", "serve, process, evaluate"]),
         (("serv",), ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
         (("serve", "--env.grup_size", "4"), ["--env.grup_size: ", "--env.group_size"]),
-        (("serve", "--env.tokenizer_name", "/no/such"), ["--env.tokenizer_name: ", "/no/such"]),
         (("serve", "--openai.model_name", "/no/such"), ["--env.tokenizer_name: ", "/no/such"]),
     ],
 )

@@ -16,14 +16,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from environments.base import BaseEnv
-from environments.config import BaseEnvConfig, parse_settings, settings_class
+from environments.config import BaseEnvConfig, Settings, parse_settings
 from environments.config import ConfigError as EnvironmentConfigError
 from environments.demo_model.folder import MARKER, Recipe, finished_before
 from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
-from environments.running.data_record import DataSet, keep, refuse_changed
 from environments.running.state import FOLDER as STATES
-from environments.running.state import StateFiles
+from environments.running.state import DataSet, StateFiles, keep, refuse_changed
 from grpo_common.errors import UserError
 from grpo_common.roster import read_members, read_served
 from grpo_trainer.cli import app
@@ -194,7 +193,7 @@ def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None
     path.write_bytes(codecs.BOM_UTF8 + b'training_steps = 7\n[env]\ntokenizer_name = "m"\n')
     assert read_toml(path)["training_steps"] == 7
     path.write_bytes(codecs.BOM_UTF8 + b'[env]\ntokenizer_name = "m"\n')
-    parsed = parse_settings(settings_class(BaseEnvConfig, processes=False), "env", ["--config", str(path)])
+    parsed = parse_settings(Settings[BaseEnvConfig], "env", ["--config", str(path)])
     assert parsed.env.tokenizer_name == "m"
 
 

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +32,8 @@ from environments.peers.http import PeerGone
 from environments.peers.inference import Completion, Sampling
 from environments.running import evaluation
 from environments.running.cli import process
-from environments.running.data_record import keep
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
+from environments.running.state import keep
 from tests.stand_ins import Asked, Reply, Scripted, answering
 from tests.unit.factories import refusing
 
@@ -283,16 +282,6 @@ def test_dataset_not_all_rows_can_be_held_out(folder: Path, tokenizer: Qwen2Toke
         asked(environment(tokenizer, written(folder / "rows.jsonl"), options={"held_out": count}))
 
 
-def test_dataset_counts_overlap(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    new = [{"prompt": "5+5=", "answer": "10"}]
-    data, other = written(folder / "rows.jsonl"), written(folder / "test.jsonl", [*ROWS[:3], *new])
-    asked(environment(tokenizer, data, options={"held_out": 4}))
-    assert not [record for record in caplog.records if "held-out" in record.getMessage()]
-    asked(environment(tokenizer, data, options={"held_out_split": str(other)}))
-    (warning,) = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
-    assert re.findall(r"\d+", warning)[:2] == ["3", "4"]
-
-
 def test_dataset_evaluation_scores_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     train, held_out = written(folder / "rows.jsonl"), written(folder / "test.jsonl", ROWS[:4])
     options = {"held_out_split": str(held_out)}
@@ -369,10 +358,10 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: P
         return json.loads(record.read_text())
 
     digest = hashlib.sha256(hashlib.sha256(data.read_bytes()).digest()).hexdigest()
-    first = {"data": [{"name": str(data), "rows": 20, "fingerprint": digest}], "earlier": []}
+    first = {"data": [{"name": str(data), "rows": 20, "fingerprint": digest}]}
     assert begun() == first
     written(data, ROWS[:18])  # without a checkpoint a run begins again, with any data
-    assert begun()["data"][0]["rows"] == 18 and begun()["earlier"] == []
+    assert begun()["data"][0]["rows"] == 18
     (folder / "run" / "checkpoints" / "step_5").mkdir(parents=True)
     (folder / "run" / "checkpoints" / "step_5" / "state.json").write_text("{}")
     written(data)
@@ -380,8 +369,7 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: P
         begun()
     assert caught.value.field == f"--data {data}" and "--allow-changed-data" in caught.value.fix
     assert caught.value.got.startswith("20 rows") and caught.value.wanted.startswith("18 rows")
-    allowed = begun(allow_changed=True)
-    assert allowed["data"] == first["data"] and allowed["earlier"][0][0]["rows"] == 18
+    assert begun(allow_changed=True) == first
 
 
 def test_dataset_a_trial_says_which_rows_columns_and_rewards_are_used(folder: Path, tokenizer: Qwen2Tokenizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -211,7 +210,6 @@ def test_our_api_gets_message_pack_and_the_group_arrives_whole() -> None:
         answer = await api.register("sums")
         assert (answer.status, answer.env_id, answer.num_steps) == ("success", 0, 10)
         assert await api.info() == wire.Info(batch_size=4, max_token_len=64)
-        assert await api.wandb_info() == wire.WandbInfo(group="group", project="project")
         await api.post(msgspec.structs.replace(GROUP, env_id=0))
         status = await api.status(0)
         assert (status.current_step, status.queue_size, status.self_queue_size) == (0, 1, 1)
@@ -236,30 +234,6 @@ def test_a_post_whose_answer_is_lost_counts_once() -> None:
     assert (len(tapped.requests), service.status().queue_size) == (3, 1)
 
 
-@pytest.mark.parametrize(("repeats", "compressed"), [(1, False), (200, True)])
-def test_an_api_of_the_original_protocol_gets_json_gzipped_where_long(repeats: int, compressed: bool) -> None:
-    asked: list[Asked] = []
-    answers = {"/register-env": {"status": WAIT}, "/scored_data": {"status": "received"}}
-
-    def original(request: Asked) -> Reply:
-        asked.append(request)
-        return Reply(json=answers[request.path])
-
-    group = msgspec.structs.replace(GROUP, messages=[[{"role": "user", "content": "1+1=" * repeats}]] * 2)
-
-    async def work(api: RolloutApi) -> None:
-        await api.register("sums")
-        await api.post(group)
-
-    with answering(original) as url:
-        asyncio.run(with_server(url, work))
-    post = asked[-1]
-    assert post.headers["content-type"] == wire.JSON
-    assert (post.headers.get("content-encoding") == "gzip") == compressed
-    body = gzip.decompress(post.content) if compressed else post.content
-    assert wire.decode_group(body, wire.JSON) == group
-
-
 def test_another_kind_of_server_is_named() -> None:
     async def work(api: RolloutApi) -> None:
         await api.register("sums")
@@ -270,7 +244,7 @@ def test_another_kind_of_server_is_named() -> None:
     assert "/register-env" in error.value.field and "--env.rollout_server_url" in error.value.fix
 
 
-def test_news_are_told_when_there_are_some_and_an_original_api_is_not_waited_for() -> None:
+def test_news_are_told_when_there_are_some() -> None:
     service = Service(Settings())
 
     async def work(api: RolloutApi) -> tuple[wire.StatusEnv, wire.StatusEnv]:
@@ -288,14 +262,6 @@ def test_news_are_told_when_there_are_some_and_an_original_api_is_not_waited_for
 
     before, after = with_api(work, Tapped(service))
     assert (before.queue_size, after.queue_size, after.leased) == (0, 0, 2) and before.seen != after.seen
-    six = msgspec.to_builtins(after)
-    del six["leased"], six["seen"]
-
-    async def ask(api: RolloutApi) -> wire.StatusEnv:
-        return await api.status(0, wait=20.0)
-
-    with answering(lambda _: Reply(json=six)) as url:
-        assert asyncio.run(with_server(url, ask)).seen is None
 
 
 # error answers -------------------------------------------------------------------------------------------------------

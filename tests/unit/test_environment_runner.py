@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import wandb
 
 from environments.api import wire
 from environments.api.service import Service
@@ -24,7 +23,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
 from environments.running.cli import evaluate, process
 from environments.running.groups import EnvironmentFailed, GroupTimeout
-from environments.running.metrics import JsonlFile, Reporter, open_wandb
+from environments.running.metrics import JsonlFile, Reporter
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import LocalApi, local_api, registration, serving, trained
 
@@ -465,7 +464,7 @@ def test_reporter_metrics_are_of_one_step(tmp_path: Path) -> None:
     assert re.findall(r"[\d.]+", reporter.line({})) == ["2", "0.750", "2.0", "3", "4", "2"]
     reporter.end_step(7, {})
     reporter.end_step(8, {"strict": 0.5})
-    reporter.close()
+    reporter.file.close()
     # scores (1 + 0 + 1 + 1) / 4, lengths (1 + 1 + 3 + 3) / 4
     first = {"step": 7, "groups_sent": 2, "groups_dropped": 2, "groups_dropped/all scores equal": 2}
     first |= {"score_mean": 0.75, "completion_length_mean": 2.0, "policy_version_oldest": 3}
@@ -474,37 +473,3 @@ def test_reporter_metrics_are_of_one_step(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines]
     assert [row | figures == row for row, figures in zip(rows, (first, second), strict=True)] == [True, True]
     assert "score_mean" not in rows[1]
-
-
-@pytest.fixture
-def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb.teardown()  # or what an earlier test has begun keeps its folder
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
-        monkeypatch.setenv(name, value)
-
-
-def opened(config: BaseEnvConfig, name: str) -> Any:
-    run: Any = open_wandb(config, name, wire.WandbInfo(group="group", project="project"))
-    run.finish()
-    return run
-
-
-@pytest.mark.usefixtures("offline_wandb")
-def test_wandb_has_the_trainers_project_and_no_key(tmp_path: Path) -> None:
-    class Judged(BaseEnvConfig):
-        judge_password: str = "secret"
-
-    run = opened(Judged(tokenizer_name="model", rollout_api_key="secret", teacher_api_key="secret"), "sums_0")
-    assert (run.project, run.group, run.name) == ("project", "group", "sums_0")
-    assert run.config["tokenizer_name"] == "model" and "secret" not in json.dumps(dict(run.config))
-    assert list(tmp_path.rglob("*.wandb"))
-
-
-@pytest.mark.usefixtures("offline_wandb")
-def test_wandb_id_is_not_the_trainers_and_stays_at_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = (
-        BaseEnvConfig(tokenizer_name="m", metrics_path=tmp_path / name / "env.metrics.jsonl") for name in "ab"
-    )
-    assert opened(one, "sums").id == opened(one, "sums").id != opened(other, "sums").id
-    monkeypatch.setenv("WANDB_RUN_ID", "x")
-    assert [opened(one, name).id for name in ("sums", "sums", "a/b")] == ["x-sums", "x-sums", "x-a-b"]

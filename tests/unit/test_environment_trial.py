@@ -138,7 +138,8 @@ EVALUATES = (
 
     async def evaluate(self):
         from statistics import fmean
-        found, failed = await self.examine_each([1], self._examine)
+        from environments.running.evaluation import examine_each
+        found, failed = await examine_each(self, [1], self._examine)
         return {"accuracy": fmean(found), **failed}
 
     async def _examine(self, row):
@@ -163,8 +164,8 @@ EVALUATES = (
         ("import no_such_module\n" + CAPITALS, ["import", "mine.py:1", "no_such_module"]),
         (CAPITALS.replace("The capital", "x" * 999), ["max_token_length"]),
         (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
-        (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:17", "NameError"]),
-        (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:21", "no_score"]),
+        (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:18", "NameError"]),
+        (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:22", "no_score"]),
         (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
@@ -220,7 +221,7 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "at"),
-    [("        self.items", "setup() at mine.py:7"), ("        return float", "score() at mine.py:13")],
+    [("        self.items", "setup()"), ("        return float", "score()")],
 )
 def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str) -> None:
     monkeypatch.setattr(trial, "SLOW_S", 1.0)

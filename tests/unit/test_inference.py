@@ -17,7 +17,7 @@ from environments.api import wire
 from environments.api.groups import read
 from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.from_verifiers import __main__ as verifiers_venv
-from environments.from_verifiers.__main__ import main, normalised
+from environments.from_verifiers.__main__ import main
 from environments.from_verifiers.engine import Engine
 from environments.peers import roster
 from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
@@ -133,27 +133,6 @@ def test_client_asks_again_for_completions_that_a_stopping_server_cut_short(monk
     assert [completion.policy_version for completion in completions] == [8, 8]
 
 
-def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> None:
-    ask(SERVERS["vllm"], times=2)
-    assert not caplog.text
-    ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
-    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
-
-
-def test_client_warns_of_raw_logprobs_of_agents(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(url: str) -> None:
-        client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
-        try:
-            await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
-        finally:
-            await client.close()
-
-    routes = SERVERS["vllm"]
-    with answering(lambda request: Reply(json=routes[request.path]) if request.path in routes else Reply(404)) as url:
-        asyncio.run(scene(url))
-    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
-
-
 def test_client_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
     choice = {"index": 0, "text": "46", "finish_reason": "stop", "logprobs": None}
     (completion, _), _ = ask({**SERVERS["openai"], "/v1/completions": {"choices": [choice] * 2}})
@@ -168,11 +147,11 @@ def test_client_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> Non
     [
         ("grpo", {"logprobs": None}, {"got": "no logprobs", "wanted": "2 completions"}),
         ("grpo", {"token_ids": [[6]], "logprobs": [[[{"6": 0.0}]]]}, {"got": "1 completions", "wanted": "2"}),
-        ("grpo", {"logprobs": [[[{"6": -0.5}]], [[{"7": -2.0}]]]}, {"got": "1 logprobs", "wanted": "3 sampled"}),
-        ("grpo", {"logprobs": [OURS["logprobs"][0], [[{"8": -2.0}]]]}, {"got": "1 logprobs", "wanted": "1 sampled"}),
+        ("grpo", {"logprobs": [[[{"6": -0.5}]], [[{"7": -2.0}]]]}, {"got": "other logprobs"}),
+        ("grpo", {"logprobs": [OURS["logprobs"][0], [[{"8": -2.0}]]]}, {"got": "other logprobs"}),
         ("grpo", {"policy_version": None}, {"got": "$.policy_version", "fix": "`grpo serve`"}),
         ("vllm", {"choices": []}, {"got": "0 completions", "wanted": "2"}),
-        ("vllm", {"choices": [{**CHOICES[0], "logprobs": None}, CHOICES[1]]}, {"got": "0 logprobs"}),
+        ("vllm", {"choices": [{**CHOICES[0], "logprobs": None}, CHOICES[1]]}, {"got": "other logprobs"}),
         ("vllm", {"choices": None, "error": "x"}, {"got": "`$.choices`"}),
     ],
 )
@@ -344,20 +323,6 @@ async def test_requests_go_to_the_server_with_the_fewest_completions_under_way(m
     assert all(server.closed for server in every)
 
 
-async def test_one_that_fails_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(Server):
-        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-            raise PeerRefused("no", 400)
-
-    refusing, good = Refusing(A), Server(B)
-    good.let.set()
-    several = named([refusing, good], monkeypatch)
-    for _ in range(2):
-        with pytest.raises(PeerRefused):
-            await several.generate([1], 8, ONE)
-    assert good.asked == []
-
-
 def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead(Server):
         async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
@@ -488,10 +453,6 @@ def test_a_group_may_say_otherwise(overrides: dict[str, Any], kept: int | None) 
     assert (group.distill_token_ids and len(group.distill_token_ids[0][2])) == kept
 
 
-def test_without_a_teacher_there_is_none() -> None:
-    assert Teacher.of(BaseEnvConfig(tokenizer_name="m")) is None
-
-
 # the engine of verifiers ---------------------------------------------------------------------------------------------
 
 
@@ -570,14 +531,6 @@ def test_a_turn_is_answered_as_vllm_would_with_the_servers_ids_and_logprobs() ->
     assert (turn.policy_version, turn.temperature) == (1, 0.7)
 
 
-def test_engine_the_turns_of_each_rollout_are_kept() -> None:
-    _, engine, _ = ask_engine(("a", body(3)), ("b", body(3)), ("a", body(3, 6)))
-    assert {trace: [turn.policy_version for turn in turns] for trace, turns in engine.turns.items()} == {
-        "a": [1, 3],
-        "b": [2],
-    }
-
-
 @pytest.mark.parametrize(
     ("asked", "status", "says"),
     [
@@ -589,13 +542,6 @@ def test_engine_the_turns_of_each_rollout_are_kept() -> None:
 def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, says: str) -> None:
     (answer, _), *_ = ask_engine(("t", asked))
     assert answer.status_code == status and says in answer.json()["error"]["message"]
-
-
-def test_command_line_may_be_short() -> None:
-    short = ["--env-id", "x", "--env.group_size", "4"]
-    assert normalised(short) == ["serve", "--env.env_id", "x", "--env.group_size", "4"]
-    assert normalised(["process", "--env-id=x"]) == ["process", "--env.env_id=x"]
-    assert normalised(["--help"]) == ["--help"] and normalised([]) == []
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["install", "-h"], 0), ([], 2)])
@@ -611,7 +557,7 @@ def test_help_needs_no_installation_and_names_it(
         main(arguments)
     said = capsys.readouterr().out
     assert ended.value.code == status and not (tmp_path / "none").exists()
-    assert f"{COMMAND} install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env-id ID" in said
+    assert f"{COMMAND} install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env.env_id ID" in said
 
 
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

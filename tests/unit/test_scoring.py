@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -189,46 +188,40 @@ async def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(ca
 
 
 BLOCKING = """
-import asyncio, logging, re, sys, time
+import asyncio, re, sys, time
 from environments import scoring
 
-scoring.LOOK_S, scoring.NATIVE_S = 0.2, 6.0
-logging.basicConfig(format="%(levelname)s %(message)s")
+scoring.LEAST_S, scoring.BEAT_S = 1.5, 0.2
 
 async def evaluate():
     {block}
 
 async def main():
-    watch = scoring.LoopWatch({seconds})
-    async with watch:
-        watch.is_armed = {armed}
-        await asyncio.sleep(0.5)
-        await evaluate()
-        await asyncio.sleep(0.5)
+    watching = asyncio.create_task(scoring.watch_loop({seconds}, lambda: {armed}))
+    await asyncio.sleep(0.5)
+    await evaluate()
+    await asyncio.sleep(0.5)
     print("moved", flush=True)
 
 asyncio.run(main())
 """
-NATIVE = "re.match('(a+)+$', 'a' * 60 + 'b')"
 
 
 @pytest.mark.parametrize(
-    ("block", "seconds", "armed", "status", "named"),
+    ("block", "seconds", "armed", "status"),
     [
-        ("time.sleep(20)", 1.6, True, os.EX_SOFTWARE, True),
-        ("while True: pass", 0.1, True, os.EX_SOFTWARE, True),
-        (NATIVE, 1.6, True, 1, False),  # no Python code runs meanwhile
-        ("time.sleep(2)", 60, True, 0, False),
-        ("time.sleep(3)", 1.6, False, 0, False),  # as in setup()
-        ("sys._getframe().f_trace = print; time.sleep(9)", 0.1, True, 0, False),  # as in a debugger
+        ("time.sleep(60)", 1.6, True, 1),
+        ("while True: pass", 0.1, True, 1),
+        ("re.match('(a+)+$', 'a' * 60 + 'b')", 1.6, True, 1),  # no Python code runs meanwhile
+        ("time.sleep(2)", 60, True, 0),
+        ("time.sleep(3)", 1.6, False, 0),  # as in setup()
     ],
 )
-def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bool, status: int, named: bool) -> None:
+def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bool, status: int) -> None:
     script = BLOCKING.format(block=block, seconds=seconds, armed=armed)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status else "moved\n")
-    assert done.stderr.startswith("ERROR ") == named
     assert bool(re.search(r"\bin evaluate$", done.stderr, re.MULTILINE)) == bool(status)
 
 
