@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_common.errors import UserError, collected
+from grpo_common.errors import UserError
 from grpo_common.status import OWN
 from grpo_common.text import printable
 from grpo_trainer import __version__
 from grpo_trainer.config.flags import given, taking
-from grpo_trainer.config.options import by_name, make, merged, read
+from grpo_trainer.config.options import build, by_name
 from grpo_trainer.config.processes import BUILT_IN, RunConfig, RunSection, environment_command
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import GPUS_PER_NODE, build_run, read_toml
@@ -38,7 +38,7 @@ app.add_typer(servers)
 UTF8_VARIABLE = "PYTHONUTF8"
 """Environment variable that turns Python's UTF-8 mode on."""
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
-"""Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
+"""Where bitsandbytes, once imported, warns of a faster kernel for 4 bits on CPUs."""
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
 PASS_THROUGH = {**ANY_FLAG, "help_option_names": []}
@@ -182,18 +182,12 @@ def train(ctx: typer.Context, config: ConfigFile = None) -> None:
     known = ["--config", *(f"--{name.replace('_', '-')}" for name in by_name(TrainConfig))]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
     tables = (read_toml(config) if config else {}, given(ctx))
-    layers = [read(TrainConfig, problems, table) for table in tables]
-    train_config: TrainConfig | None = None
-    with collected(problems):
-        train_config = make(TrainConfig, merged(TrainConfig, *layers))
-    if train_config is None or problems:
-        error = ConfigError.of(problems)
+    try:
+        train_config = checked(build(TrainConfig, *tables, problems=problems))
+    except ConfigError as error:
         if not any(tables):
             error.add(fix=TRAIN_EXAMPLE)
-        raise error
-    checked(train_config)
-    if train_config.load_in_4bit:
-        logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
+        raise
     from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
 
     if os.environ.get("RANK", "0") == "0":  # who leads looks for all; `grpo run` has looked, and starts the others

@@ -30,7 +30,6 @@ from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_proce
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
 from grpo_trainer.machine import look
-from grpo_trainer.memory import Server
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen
@@ -143,7 +142,7 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     if spec.name in config.server.names:
         named = spec.env.get("CUDA_VISIBLE_DEVICES")
         if named is None:
-            return tuple(range(Server.of(config).workers // config.server.replicas))
+            return tuple(range(config.server.degree))
         return tuple(int(word) for word in named.split(",") if word.strip().isdigit())
     if spec.name.startswith("trainer"):
         number = spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2]

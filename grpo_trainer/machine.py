@@ -41,7 +41,7 @@ class Machine:
         driver: NVIDIA's version; None: no GPU was found.
         gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
         version: of an installed distribution by its name; None: it is not installed.
-        requires: what a distribution says it needs.
+        requires: what an installed distribution says it needs.
     """
 
     python: str
@@ -87,7 +87,7 @@ def look() -> Machine:
         gpu_problem=problem,
         environment=dict(os.environ),
         version=_version,
-        requires=_requires,
+        requires=lambda name: importlib.metadata.requires(name) or [],
     )
 
 
@@ -96,13 +96,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _requires(name: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 Listed = tuple[tuple[Gpu, ...], str | None, str]

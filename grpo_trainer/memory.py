@@ -193,48 +193,6 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Server:
-    """How the inference server is spread."""
-
-    gpu_share: float
-    max_model_len: int
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    replicas: int = 1
-    """Of the model, in one server or in several."""
-    placed: tuple[int, ...] | None = None
-    """The devices that are its own; None: the first `workers`."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Server:
-        """Return the server that a run's options ask for."""
-        vllm, gpus = config.trainer.server, config.server.gpus
-        words = gpus.replace(";", ",").split(",") if gpus else []
-        numbered = bool(words) and all(word.strip().isdigit() for word in words)
-        return cls(
-            gpu_share=vllm.gpu_memory_utilization,
-            max_model_len=config.trainer.served_len,
-            tensor_parallel=vllm.tensor_parallel_size,
-            pipeline_parallel=vllm.pipeline_parallel_size,
-            replicas=vllm.data_parallel_size * config.server.replicas,
-            placed=tuple(dict.fromkeys(map(int, words))) if numbered else None,
-        )
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self.placed or tuple(range(self.workers))
-
-    @property
-    def parts(self) -> int:
-        """GPUs of one replica, each with such a part of the weights and of the cache."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-    @property
-    def workers(self) -> int:
-        return self.parts * self.replicas
-
-
-@dataclass(frozen=True)
 class MemoryRow:
     """One thing that lies in a device's memory."""
 
@@ -306,14 +264,18 @@ class Setup:
     config: TrainConfig
     """Its `--device cuda:N` says which GPU is the trainer's."""
     model: ModelShape
-    server: Server
     devices: Devices
     trainers: int = 1
     """Processes, on the first devices."""
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelShape, machine: Machine) -> Setup:
-        return cls(config.trainer, model, Server.of(config), Devices.of(machine), config.options.trainer_gpus)
+        return cls(config.trainer, model, Devices.of(machine), config.options.trainer_gpus)
+
+    @property
+    def share(self) -> float:
+        """Of each GPU's memory, what the server may use."""
+        return self.config.server.gpu_memory_utilization
 
     @property
     def on_gpu(self) -> bool:
@@ -338,29 +300,30 @@ class Setup:
         least = {device: sum(row.nbytes for row in rows if row.device == device) - saved[device] for device in saved}
         tightest = max(least, key=least.__getitem__)
         recomputation = recomputed, self.model.layers
-        longest = self.server.max_model_len
+        longest = self.config.served_len
         return MemoryPlan(tuple(rows), self.devices, kv_tokens, longest, recomputation, least[tightest], tightest)
 
     def _server_rows(self) -> tuple[list[MemoryRow], int]:
         """The server's rows on each of its devices, and the tokens of its cache."""
-        config, model, server = self.config, self.model, self.server
+        config, model, server = self.config, self.model, self.config.server
+        workers, replicas = server.degree * server.replicas, server.data_parallel_size * server.replicas
         item = 2 if config.served_dtype(on_gpu=self.on_gpu) != "float32" else 4
         slots = 0  # the adapters that the server holds at one time
         if config.weight_bridge_mode == "lora_only":
             adapter = model.adapter_parameters(config.lora_r, config.lora_target_modules)
             slots = item * adapter * (config.keep_versions + SPARE_ADAPTERS)
-        layers = -(-model.layers // server.pipeline_parallel)
-        token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
+        layers = -(-model.layers // server.pipeline_parallel_size)
+        token = 2 * layers * max(model.kv_heads // server.tensor_parallel_size, 1) * model.head_dim * item
         if not self.on_gpu:  # all workers share its memory
             rows = {
-                "weights": model.parameters * item * server.replicas,
-                "adapter slots": slots * server.workers,
-                CACHE: CPU_CACHE_BYTES * server.workers,
-                "process": CPU_PROCESS * server.workers,
+                "weights": model.parameters * item * replicas,
+                "adapter slots": slots * workers,
+                CACHE: CPU_CACHE_BYTES * workers,
+                "process": CPU_PROCESS * workers,
             }
             return [MemoryRow(0, "server", what, size) for what, size in rows.items() if size], CPU_CACHE_BYTES // token
-        weights = model.parameters * item // server.parts
-        cache = int(server.gpu_share * self.devices.total) - weights - slots - SERVER_WORKSPACE
+        weights = model.parameters * item * replicas // workers
+        cache = int(server.gpu_memory_utilization * self.devices.total) - weights - slots - SERVER_WORKSPACE
         rows = {
             "weights": weights,
             "adapter slots": slots,
@@ -369,8 +332,9 @@ class Setup:
             CACHE: max(cache, 0),
         }
         on_each = [(what, size) for what, size in rows.items() if size]
-        placed = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in on_each]
-        return placed, server.replicas * (cache // token)
+        devices = server.numbered_gpus or range(workers)
+        placed = [MemoryRow(device, "server", what, size) for device in devices for what, size in on_each]
+        return placed, replicas * (cache // token)
 
     @property
     def chooses(self) -> bool:
@@ -408,7 +372,7 @@ def advice(setup: Setup) -> str:
         if changed.plan().fits:
             ways.append(flags)
         elif (other := other_share(changed)) is not None:
-            ways.append(f"{flags} with --server.gpu-memory-utilization {other.server.gpu_share:g}")
+            ways.append(f"{flags} with --server.gpu-memory-utilization {other.share:g}")
     return "; or ".join(ways[:3]) or NOTHING_HELPS
 
 
@@ -422,7 +386,7 @@ def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if last and alone and not on_servers and config.device != f"cuda:{last}":
         yield f"--device cuda:{last}", _with(setup, device=f"cuda:{last}")
     if (other := other_share(setup)) is not None:
-        yield f"--server.gpu-memory-utilization {other.server.gpu_share:g}", other
+        yield f"--server.gpu-memory-utilization {other.share:g}", other
     if config.largest_pass > longest:
         smaller = _with(setup, max_tokens_per_microbatch=longest)
         yield f"--max-tokens-per-microbatch {longest}", smaller
@@ -447,10 +411,14 @@ def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
     Args:
         smaller: larger shares are not tried.
     """
-    present = now.server.gpu_share
+    present = now.share
     shares = [share for share in SHARES if now.on_gpu and (share < present or not smaller)]
-    tried = (replace(now.server, gpu_share=share) for share in sorted(shares, key=lambda share: abs(share - present)))
-    return next((setup for setup in (replace(now, server=server) for server in tried) if setup.plan().fits), None)
+    tried = (_with_share(now, share) for share in sorted(shares, key=lambda share: abs(share - present)))
+    return next((setup for setup in tried if setup.plan().fits), None)
+
+
+def _with_share(setup: Setup, share: float) -> Setup:
+    return _with(setup, server=setup.config.server.model_copy(update={"gpu_memory_utilization": share}))
 
 
 def _with(setup: Setup, **values: Any) -> Setup:

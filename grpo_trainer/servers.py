@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -18,8 +17,6 @@ from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from grpo_trainer.launch.fleet import Request
 
 app = typer.Typer(
@@ -35,49 +32,27 @@ RunDir = Annotated[
 URL = re.compile(r"http://[^/:]+:\d+")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A server.
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the servers of a run: name, url, where, state, version, boot, note.
 
-    Attributes:
-        state: as `grpo run` and the trainer see it; `serves`: environments ask it.
-        version: policy version that it generates with; None: the trainer does not use it.
-        boot: how often it was started.
-        note: why the trainer does not use it.
-    """
-
-    name: str
-    url: str
-    where: str
-    state: str
-    version: int | None
-    boot: int
-    note: str
-
-
-def rows(run_dir: Path) -> list[Row]:
-    """Return the servers of a run.
+    `state` is as `grpo run` and the trainer see it; `serves`: environments ask it. `version` is the policy version that
+    it generates with, None if the trainer does not use it, for the reason of `note`. `boot` counts its starts.
 
     Raises:
         ConfigError: the folder has no list of servers.
     """
     folder = run_dir / FOLDER
     if not (members := read_members(folder)):
-        raise ConfigError(
-            "no list of servers there",
-            field="RUN_DIR",
-            got=run_dir,
-            wanted="the folder of a grpo run with lora_only or broadcast",
-        )
-    served = read_served(folder)
-    found = []
+        wanted = "the folder of a grpo run with lora_only or broadcast"
+        raise ConfigError("no list of servers there", field="RUN_DIR", got=run_dir, wanted=wanted)
+    served, found = read_served(folder), []
     for member in members:
         known = served.get(member.url)
-        current = known is not None and known.boot == member.boot
-        version = known.version if known and current else None
+        known = known if known is not None and known.boot == member.boot else None
+        version = known.version if known else None
         state = "serves" if member.state == "running" and version is not None else member.state
-        note = known.note if known and current and version is None else ""
-        found.append(Row(member.name, member.url, member.where, state, version, member.boot, note))
+        note = known.note if known and version is None else ""
+        found.append(msgspec.to_builtins(member) | {"state": state, "version": version, "note": note})
     return found
 
 
@@ -112,20 +87,6 @@ def newest() -> Path:
     return folder
 
 
-def to_json(found: Sequence[Row]) -> str:
-    return msgspec.json.encode([asdict(row) for row in found]).decode()
-
-
-def print_rows(found: Sequence[Row], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table("server", "URL", "where", "state", "version", "starts", box=None)
-    for row in found:
-        version = "" if row.version is None else str(row.version)
-        table.add_row(row.name, row.url, row.where, f"{row.state} {row.note}".strip(), version, str(row.boot))
-    console.print(table)
-
-
 @app.callback()
 def list_servers(
     ctx: typer.Context,
@@ -135,13 +96,18 @@ def list_servers(
     """List the inference servers of a grpo run: state, policy version, machine. Subcommands add or drop one."""
     if ctx.invoked_subcommand is not None:
         return
-    from rich.console import Console
-
     found = rows(run_dir or newest())
     if as_json:
-        typer.echo(to_json(found))
-    else:
-        print_rows(found, Console())
+        typer.echo(json.dumps(found))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("server", "URL", "where", "state", "version", "starts", box=None)
+    for row in found:
+        version, state = "" if row["version"] is None else str(row["version"]), f"{row['state']} {row['note']}"
+        table.add_row(row["name"], row["url"], row["where"], state.strip(), version, str(row["boot"]))
+    Console().print(table)
 
 
 @app.command("add")

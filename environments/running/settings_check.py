@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from environments.config import BaseEnvConfig, ServerConfig, check_table, refuse_data, require_data
 from environments.data_config import DataConfig, Rewards
-from environments.tool_calls import tool_format
 from grpo_common.models import find_folder
 
 
@@ -99,6 +98,8 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
 
 def tool_parser(model: str) -> str:
     """Return the server's parser (`--tool-call-parser`) for the tool calls that a model's chat template asks for."""
+    from environments.tool_calls import tool_format  # imports a client of HTTP, which takes a fifth of `grpo --help`
+
     folder = find_folder(model) or Path(model)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         with suppress(OSError, UnicodeDecodeError):

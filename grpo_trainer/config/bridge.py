@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.options import Ranges, Section, format_ranges, option, parse_ranges
+from grpo_trainer.config.options import Ranges, Section, option
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, servable_rank
 from vllm_server.protocol.adapter_config import refusals
@@ -159,8 +159,7 @@ class BridgeConfig(SharedWeightsOptions, LoraOptions):
     @property
     def layer_indices(self) -> tuple[int, ...] | None:
         """The layers that are trained, or have an adapter, ascending; None: all."""
-        layers = self.lora_layer_indices if self.trains_adapter else self.train_layer_indices
-        return None if layers is None else parse_ranges(layers)
+        return self.lora_layer_indices if self.trains_adapter else self.train_layer_indices
 
     @property
     def owns_server(self) -> bool:
@@ -215,7 +214,7 @@ class AdapterFile:
             "lora_alpha": self.alpha,
             "lora_rslora": self.rslora,
             "lora_target_modules": list(self.target_modules),
-            "lora_layer_indices": None if self.layers is None else format_ranges(self.layers),
+            "lora_layer_indices": self.layers,
         }
 
 

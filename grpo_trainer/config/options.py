@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from grpo_common.errors import Problem, UserError, collected, wanted_by_pydantic
@@ -275,16 +275,19 @@ def make(root: type[C], layer: Layer) -> C:
     return config
 
 
-def build(root: type[C], given: Mapping[str, Any]) -> C:
-    """Make a section from the values of one table; see `read` and `make`.
+def build(root: type[C], *tables: Mapping[str, Any], problems: Iterable[Problem] = ()) -> C:
+    """Make a section from the values of tables, of which later ones win; see `read`, `merged` and `make`.
+
+    Args:
+        problems: those found before.
 
     Raises:
-        ConfigError: as for `make`, and for each unknown name.
+        ConfigError: for those, as for `make`, and for each unknown name.
     """
-    problems: list[Problem] = []
-    layer, config = read(root, problems, given), None
+    problems, config = [*problems], None
+    layers = [read(root, problems, table) for table in tables]
     with collected(problems):
-        config = make(root, layer)
+        config = make(root, merged(root, *layers))
     if config is None or problems:
         raise ConfigError.of(problems)
     return config
@@ -360,19 +363,10 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def format_ranges(numbers: Iterable[int]) -> str:
-    """`(0, 28, 29)` as `"0,28-29"`: what `parse_ranges` reads back."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
-Ranges = Annotated[str, AfterValidator(lambda text: format_ranges(parse_ranges(text)))]
-"""Numbers that `parse_ranges` reads, in their shortest form."""
+Ranges = Annotated[
+    tuple[int, ...], BeforeValidator(lambda value: parse_ranges(value) if isinstance(value, str) else value)
+]
+"""Numbers that `parse_ranges` reads."""
 
 
 def split_arguments(text: str) -> tuple[str, ...]:

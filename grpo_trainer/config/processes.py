@@ -27,7 +27,7 @@ from grpo_trainer.errors import ConfigError
 RUNS = Path("runs")
 """Parent folder of the runs that are started without `--run-dir`."""
 LATEST = "latest"
-"""In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
+"""In `RUNS`: the run folder of version 0.1 by default, and a link of later versions."""
 QUEUE_FILE, TRACE_FILE = "queue.sqlite", "trace.json"
 """In a run's folder; the second with `--trace`."""
 PROMPTS = 32
@@ -69,8 +69,7 @@ class RunOptions(Section):
     """Run."""
 
     run_dir: Path | None = option(None)
-    """Folder of the run: logs, metrics, checkpoints (default: the next of runs/001, runs/002, …). runs/latest is a link
-    to the newest of these."""
+    """Folder of the run: logs, metrics, checkpoints (default: the next of runs/001, runs/002, …)."""
     prompts_per_step: int | None = option(None, ge=1)
     """Prompts in a step, each with --env.group_size answers (default: 32). Microbatches are as large as memory allows.
     --batch-size and --gradient-accumulation-steps say the same by other numbers."""
@@ -214,15 +213,6 @@ def claim_folder(parent: Path = RUNS) -> Path:
         with suppress(FileExistsError):  # another process was faster
             folder.mkdir()
             return folder
-
-
-def link_latest(folder: Path) -> None:
-    """Point `runs/latest` to a numbered run's folder, which holds something by now: an empty one may be removed."""
-    link, new = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
-    if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
-        with suppress(OSError):  # a file system without links
-            new.symlink_to(folder.name)
-            new.replace(link)
 
 
 def newest_run(parent: Path = RUNS) -> Path | None:

@@ -121,6 +121,17 @@ class Server(Section):
         )
 
     @property
+    def degree(self) -> int:
+        """GPUs of one server."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def numbered_gpus(self) -> tuple[int, ...] | None:
+        """The GPUs of all servers; None: they are not named, or not by numbers."""
+        words = self.gpus.replace(";", ",").split(",") if self.gpus else [""]
+        return tuple(dict.fromkeys(map(int, words))) if all(word.strip().isdigit() for word in words) else None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of the processes of a run."""
         return server_names(self.replicas)

@@ -42,8 +42,6 @@ OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
 LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
-CHOSEN = "chosen"
-"""In `run.toml`: the names of options that nobody gave (`RunConfig.unset`)."""
 COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 OLD_OPTIONS = frozenset({"activation_offload", "checkpoint_url", "vllm_standby"})
@@ -109,8 +107,8 @@ def run_file(config: RunConfig) -> bytes:
     secrets = [text for name, text in os.environ.items() if is_secret(name) and name != "PWD"]  # a shell's folder
     clean = redact(tables, drop=True, known=secrets)
     head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
-    notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
-    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
+    notes = {LEFT_OUT: list(dict.fromkeys(clean.names))} if clean.names else {}
+    return (head + "\n" + tomli_w.dumps(notes | clean.value)).encode()
 
 
 def read_stored(folder: Path) -> dict[str, Any]:

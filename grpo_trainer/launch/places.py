@@ -84,7 +84,7 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
     """
     head, *others = nodes
     free: dict[Node, float] = {node: node.gpus if on_gpu else node.cpus for node in nodes}
-    names, size = trainer_names(config.options.trainer_gpus), gpus_of_server(config)
+    names, size = trainer_names(config.options.trainer_gpus), config.server.degree
     places: dict[str, Place] = {}
 
     def take(node: Node, gpus: int) -> Place:
@@ -120,7 +120,7 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
 
 
 def _too_few(config: RunConfig, nodes: Sequence[Node]) -> ConfigError:
-    size = gpus_of_server(config)
+    size = config.server.degree
     each = f", {size} of one server on one node" if size > 1 else ""
     trainers = config.options.trainer_gpus
     return ConfigError(
@@ -132,15 +132,10 @@ def _too_few(config: RunConfig, nodes: Sequence[Node]) -> ConfigError:
     )
 
 
-def gpus_of_server(config: RunConfig) -> int:
-    vllm = config.trainer.server
-    return vllm.tensor_parallel_size * vllm.pipeline_parallel_size * vllm.data_parallel_size
-
-
 def gpus_of_run(config: RunConfig) -> int:
     """Return the number of GPUs of all trainers and servers."""
     servers = config.server.replicas - (1 if config.trainer.shares_weights else 0)
-    return config.options.trainer_gpus + servers * gpus_of_server(config)
+    return config.options.trainer_gpus + servers * config.server.degree
 
 
 def free_nodes(nodes: Sequence[Node], taken: Iterable[Place], gpus: int) -> list[Node]:

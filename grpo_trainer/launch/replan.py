@@ -9,7 +9,7 @@ from dataclasses import replace
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import server_names
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
-from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
+from grpo_trainer.launch.places import HERE, Place, Places
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import RayCluster
@@ -75,7 +75,7 @@ class Replanner:
 
     def _room(self, machines: RayCluster, name: str, taken: Iterable[Place]) -> Place | None:
         """Return a place of the run that no process has any more, or one that a machine gives."""
-        size = gpus_of_server(self._config) if name in self._config.server.names else 1
+        size = self._config.server.degree if name in self._config.server.names else 1
         size = size if self._on_gpu else 0
         self._vacant = [place for place in self._vacant if not machines.is_lost(place)]
         fitting = [place for place in self._vacant if len(place.gpus) >= size]
@@ -103,7 +103,7 @@ class Replanner:
         if self._machines is None and self._on_gpu:
             if gpus is None:
                 raise ConfigError(field="--gpus", got="none", wanted="the GPUs of the new server", fix="add --gpus 1")
-            sets[0] = server.gpus or _first_visible(gpus_of_server(self._config))
+            sets[0] = server.gpus or _first_visible(self._config.server.degree)
         more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, sets)) or None}
         port = {name: 0} if self._machines else claim_ports({name: 0}, HERE.address)
         before = self._config, self._ports

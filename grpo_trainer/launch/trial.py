@@ -30,8 +30,6 @@ from grpo_trainer.launch.process import Process
 
 LIMIT_S = 20.0
 """Seconds after which a trial is given up with a warning."""
-SLOW_S = 5.0
-"""Seconds after which a trial says what it waits for."""
 END_S = 3.0
 """Seconds that a trial has to end by itself."""
 POLL_S = 0.05
@@ -53,7 +51,7 @@ class Trial:
     ) -> None:
         self.environment, self._learns_alone = environment.name, learns_alone
         self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
-        self.is_over = self.is_slow = False
+        self.is_over = False
         self._report = folder / f"{name}.json"
         settings = folder / f"{name}.toml"
         replace_file(settings, tomli_w.dumps(dict(tables)).encode(), mode=0o600)  # it may hold an API key
@@ -108,26 +106,16 @@ class Trial:
         )
 
 
-class Trials:
+class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
 
-    def __init__(self) -> None:
-        self.running: list[Trial] = []
-
-    def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-        """Wait for all trials, and return them.
-
-        Args:
-            say: called with a line about each trial that takes long.
-        """
-        while waiting := [trial for trial in self.running if not trial.is_over]:
+    def outcomes(self) -> list[Trial]:
+        """Wait for all trials, and return them."""
+        while waiting := [trial for trial in self if not trial.is_over]:
             for trial in waiting:
                 trial.look()
-                if not (trial.is_over or trial.is_slow) and trial.seconds > SLOW_S:
-                    trial.is_slow = True
-                    say(f"environment {trial.environment}: {trial.seconds:.0f} s of its trial, still in {trial.doing}")
             time.sleep(POLL_S)
-        return self.running
+        return self
 
     def check(self, say: Callable[[str], None]) -> None:
         """Wait for all trials, and show their results.
@@ -135,10 +123,9 @@ class Trials:
         Raises:
             ConfigError: an environment failed.
         """
-        outcomes = self.outcomes(say)
-        if problems := [problem for trial in outcomes for problem in trial.problems]:
+        if problems := [problem for trial in self.outcomes() for problem in trial.problems]:
             raise ConfigError.of(problems)
-        for trial in outcomes:
+        for trial in self:
             say(str(trial))
 
 
@@ -156,8 +143,8 @@ def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
                 built_in = BUILT_IN.get(environment.name)
                 if everything or built_in is None or built_in.is_tried:
                     trial = Trial(Path(folder), name, environment, tables, learns_alone=learns_alone)
-                    trials.running.append(trial)
+                    trials.append(trial)
             yield trials
         finally:
-            for trial in trials.running:
+            for trial in trials:
                 trial.end()

@@ -37,7 +37,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.checks import Case, sequence_length, servers_gpus
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
-from grpo_trainer.memory import Devices, Server, Setup
+from grpo_trainer.memory import Devices, Setup
 from grpo_trainer.model.shape import ModelShape
 from tests.processes import load_script
 from tests.unit.factories import values_of
@@ -52,7 +52,7 @@ EXAMPLES = sorted((ROOT / "configs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *COUNTED, *EXAMPLES]
 DEMO_PARAMETERS = 760_000
 FLAGS_ELSEWHERE = {
-    *("--min-lr", "--lr-schedul", "--some-flag"),  # of examples
+    *("--min-lr", "--lr-schedul", "--some-flag", "--generation-config"),  # of examples, and vLLM's own
     *("--nproc-per-node", "--install-completion", "--allowed-origins", "--trust-remote-code"),  # of other programs
 }
 OF_EXAMPLES = ("environments/days.py",)
@@ -362,11 +362,10 @@ def test_a_config_fits_the_gpus_that_it_names(path: Path) -> None:
     shape = SHAPES[size[1].lower()] if size else SMOLLM2
     gpus = COUNTS.get(path.stem, 1)
     (gigabytes,) = map(int, re.findall(r"GPUs? of (\d+) GB", text))
-    spread = Server.of(config)
     devices = Devices("cuda", gigabytes * 10**9, gpus)
-    plan = Setup(config.trainer, shape, spread, devices, config.options.trainer_gpus).plan()
+    plan = Setup(config.trainer, shape, devices, config.options.trainer_gpus).plan()
     assert not plan.problems and not plan.is_tight, plan
-    small = Setup(config.trainer, shape, spread, replace(devices, total=4 * 10**9), config.options.trainer_gpus).plan()
+    small = Setup(config.trainer, shape, replace(devices, total=4 * 10**9), config.options.trainer_gpus).plan()
     assert small.problems or small.is_tight
     gpu = Gpu("G", "u", gigabytes * 10**9, gigabytes * 10**9)
     machine = Machine("3.12.0", 1, gpus=(gpu,) * gpus)

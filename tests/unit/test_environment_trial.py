@@ -224,17 +224,15 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     [("        self.items", "setup()"), ("        return float", "score()")],
 )
 def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str) -> None:
-    monkeypatch.setattr(trial, "SLOW_S", 1.0)
     code = CAPITALS.replace(before, SLEEPS + before)
-    lines: list[str] = []
     monkeypatch.setattr(trial, "LIMIT_S", 60.0)
     with trying(run_of(write(code), model)) as trials:
-        (running,) = trials.running
+        (running,) = trials
         while running.doing != at and not running.is_over:
             running.look()
             time.sleep(0.05)
         monkeypatch.setattr(trial, "LIMIT_S", 1.0)
-        (outcome,) = trials.outcomes(lines.append)
+        (outcome,) = trials.outcomes()
     assert outcome.problems == () and outcome.doing == at, outcome
     child = int(Path("child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

@@ -110,7 +110,7 @@ def test_an_adapter_to_start_from_is_that_adapter(tmp_path: Path, options: dict[
 def test_rank_scale_modules_and_layers_come_from_the_adapter_and_survive_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, lora_alpha=12, use_rslora=True, layers_to_transform=[1])
     made = bridge(lora_adapter=str(path))
-    assert (made.lora_r, made.lora_alpha, made.lora_rslora, made.lora_layer_indices) == (8, 12.0, True, "1")
+    assert (made.lora_r, made.lora_alpha, made.lora_rslora, made.lora_layer_indices) == (8, 12.0, True, (1,))
     assert made.lora_target_modules == ("q_proj", "up_proj")
     config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter": str(path)})
     assert build(TrainConfig, dump(config, only_set=True)) == config

@@ -25,7 +25,6 @@ from grpo_trainer.memory import (
     SERVER_CONTEXT,
     SERVER_WORKSPACE,
     Devices,
-    Server,
     Setup,
     advice,
     held,
@@ -54,10 +53,21 @@ def trainer(mode: str = "none", **flags: Any) -> TrainConfig:
     return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, "seq_len": 10, "batch_size": 2, **flags})
 
 
-def parts(
-    config: TrainConfig, shape: ModelShape = SMALL, devices: Devices = H200, replicas: int = 1
-) -> dict[tuple[str, str], int]:
-    plan = Setup(config, shape, Server(0.5, 10, replicas=replicas), devices).plan()
+def setup(
+    config: TrainConfig,
+    shape: ModelShape = SMALL,
+    share: float = 0.5,
+    devices: Devices = H200,
+    trainers: int = 1,
+    **server: int,
+) -> Setup:
+    """A run whose server has a share of its GPUs."""
+    changed = config.server.model_copy(update={"gpu_memory_utilization": share, **server})
+    return Setup(config.model_copy(update={"server": changed}), shape, devices, trainers)
+
+
+def parts(config: TrainConfig, devices: Devices = H200) -> dict[tuple[str, str], int]:
+    plan = setup(config, devices=devices).plan()
     return {(row.owner, row.what): row.nbytes for row in plan.rows}
 
 
@@ -136,8 +146,7 @@ def test_servers_hold_weights_and_slots_for_adapters() -> None:
     found = parts(trainer("lora_only", **SOME, lora_keep_versions=3))
     assert found["server", "adapter slots"] == 2 * ADAPTER * (3 + 4) and found["server", "weights"] == 2 * ALL
     assert ("server", "adapter slots") not in parts(trainer("lora_restart"))
-    server, devices = Server(gpu_share=0.5, max_model_len=10, replicas=2), Devices("cuda", 10**12, 2)
-    rows = Setup(trainer("shared_vllm"), SMALL, server, devices, trainers=2).plan().rows
+    rows = setup(trainer("shared_vllm"), devices=Devices("cuda", 10**12, 2), trainers=2, replicas=2).plan().rows
     for owner in ("trainer", "server"):  # in pairs, with each GPU's memory for one of them
         assert {row.device for row in rows if row.owner == owner} == {0, 1}
 
@@ -161,7 +170,7 @@ def test_left_to_itself_as_few_layers_are_recomputed_as_fit() -> None:
     config = trainer("lora_only", batch_size=8, seq_len=4096)
 
     def recomputed(gigabytes: int) -> int:
-        plan = Setup(config, SEVEN_B, Server(0.3, 4096), Devices("cuda", gigabytes * 1_000_000_000)).plan()
+        plan = setup(config, SEVEN_B, 0.3, Devices("cuda", gigabytes * 1_000_000_000)).plan()
         assert bool(plan.problems) == (gigabytes < 60)
         return plan.recomputed[0]
 
@@ -194,18 +203,18 @@ def test_estimates_agree_with_what_a_model_keeps(adapter: bool) -> None:
 
 
 def test_the_servers_share() -> None:
-    plan = Setup(trainer(), SMALL, Server(0.5, 10), H200).plan()
+    plan = setup(trainer()).plan()
     token = 2 * 2 * 1 * 4 * 2  # keys and values of 2 layers, one head of 4, 2 bytes
     cache = 70_500_000_000 - 2 * SMALL.parameters - SERVER_WORKSPACE
     assert plan.kv_tokens == cache // token
     server = sum(row.nbytes for row in plan.rows if row.owner == "server")
     assert server == 70_500_000_000 + SERVER_CONTEXT  # its share, and what CUDA takes beyond it
     assert not plan.problems
-    shards = Setup(trainer(), HALF_B, Server(0.5, 10, tensor_parallel=2), replace(H200, count=2)).plan()
+    shards = setup(trainer(), HALF_B, devices=replace(H200, count=2), tensor_parallel_size=2).plan()
     assert {row.device for row in shards.rows if row.owner == "server"} == {0, 1}
     (weights,) = {row.nbytes for row in shards.rows if (row.owner, row.what) == ("server", "weights")}
     assert weights == HALF_B.parameters
-    own = Setup(trainer(device="cuda:1"), HALF_B, Server(0.9, 10), replace(H200, count=2)).plan()
+    own = setup(trainer(device="cuda:1"), HALF_B, 0.9, replace(H200, count=2)).plan()
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
 
 
@@ -217,7 +226,7 @@ def test_a_trainer_of_a_shard_keeps_a_part_of_the_activations() -> None:
 def test_a_trainer_that_uses_spare_memory_is_not_tight_whatever_the_other_one_recomputes() -> None:
     """The first of two trainers shares its GPU with the server and recomputes most layers, the other one few."""
     config = trainer("broadcast", batch_size=64, seq_len=4096, max_tokens_per_microbatch=180_224)
-    plan = Setup(config, SHAPES["1.5b"], Server(0.45, 4096), Devices("cuda", 150_750_000_000, 2), 2).plan()
+    plan = setup(config, SHAPES["1.5b"], 0.45, Devices("cuda", 150_750_000_000, 2), 2).plan()
     assert plan.tightest == 0 and plan.used(1) > 0.93 * plan.devices.total and not plan.is_tight
 
 
@@ -227,15 +236,14 @@ def test_plan_of_main_memory() -> None:
     assert found["server", "key-value cache"] == CPU_CACHE_BYTES and ("trainer", "weights, cast") not in found
 
     one, two = (
-        Setup(trainer("lora_only"), SMALL, Server(0.5, 10), Devices("cpu", 24 << 30), trainers=count).plan()
-        for count in (1, 2)
+        setup(trainer("lora_only"), devices=Devices("cpu", 24 << 30), trainers=count).plan() for count in (1, 2)
     )
     all_held = [sum(row.nbytes for row in plan.rows if row.owner == "trainer") for plan in (one, two)]
     assert all_held[1] == 2 * (all_held[0] + BUCKET_BYTES) and {row.device for row in two.rows} == {0}
 
 
 def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, shape: ModelShape = SEVEN_B) -> Setup:
-    return Setup(config, shape, Server(share, 4096), devices)
+    return setup(config, shape, share, devices, max_model_len=4096)
 
 
 def test_what_does_not_fit_is_said_with_the_largest_rows() -> None:
@@ -293,7 +301,7 @@ def test_plan_is_near_measurements(
 ) -> None:
     """7B on an H200 in docs/benchmarks.md: the trainer's allocations at their peak, and all memory in use, in GB."""
     config = trainer(mode, seq_len=1536, max_tokens_per_microbatch=4608, gradient_checkpointing=True, **flags)
-    plan = Setup(config, SHAPES["7b"], Server(share, 1536), Devices("cuda", 150_750_000_000)).plan()
+    plan = setup(config, SHAPES["7b"], share, Devices("cuda", 150_750_000_000)).plan()
     allocated = sum(row.nbytes for row in plan.rows if row.owner == "trainer" and row.what != "process")
     assert allocated / 1e9 == pytest.approx(trainers, rel=0.06, abs=1.1)  # activations are measured by the trainer
     assert plan.used(0) / 1e9 == pytest.approx(both, rel=0.06)

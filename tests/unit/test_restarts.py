@@ -408,7 +408,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_servers_command(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = [(row.name, row.state, row.version, row.note) for row in rows(run)]
+    found = [(row["name"], row["state"], row["version"], row["note"]) for row in rows(run)]
     assert found == [
         ("server", "serves", 7, ""),
         ("server-2", "running", None, ""),
