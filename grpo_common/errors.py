@@ -60,14 +60,13 @@ class UserError(Exception):
         exit_code: of the command that it ends.
     """
 
-    problems: tuple[Problem, ...]
     exit_code = 1
 
     def __init__(
         self, summary: str = "", *, field: str = "", got: object = "", wanted: str = "", fix: str = ""
     ) -> None:
         problem = Problem(field, str(got), wanted, fix, summary)
-        self.problems = (problem,)
+        self._take([problem])
         super().__init__(str(problem))
 
     @classmethod
@@ -78,28 +77,13 @@ class UserError(Exception):
             problems: at least one.
         """
         error = cls("\n".join(map(str, problems)))
-        error.problems = tuple(problems)
+        error._take(problems)
         return error
 
-    @property
-    def field(self) -> str:
-        return self.problems[0].field
-
-    @property
-    def got(self) -> str:
-        return self.problems[0].got
-
-    @property
-    def wanted(self) -> str:
-        return self.problems[0].wanted
-
-    @property
-    def fix(self) -> str:
-        return self.problems[0].fix
-
-    @property
-    def summary(self) -> str:
-        return self.problems[0].summary
+    def _take(self, problems: Sequence[Problem]) -> None:
+        self.problems, first = tuple(problems), problems[0]
+        self.field, self.got, self.wanted = first.field, first.got, first.wanted
+        self.fix, self.summary = first.fix, first.summary
 
 
 @contextmanager

@@ -73,19 +73,12 @@ def bends(params: Mapping[str, Any]) -> Problem | None:
     }
     for name, value in found.items():
         fix = "leave it out in training; evaluations may use it"
-        return Problem(name, _shown(value), "none: the trainer can't reproduce its probabilities", fix)
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:59] + "…"
+        return Problem(name, shown, "none: the trainer can't reproduce its probabilities", fix)
     return None
 
 
 def _is_neutral(value: object, neutral: object) -> bool:
-    return value is None or value == neutral or (isinstance(value, Sized) and not len(value)) or _is_text(value)
-
-
-def _is_text(value: object) -> bool:
-    """Return whether the value is OpenAI's `response_format` for plain text."""
-    return isinstance(value, Mapping) and value.get("type") == "text"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:59] + "…"
+    is_text = isinstance(value, Mapping) and value.get("type") == "text"  # OpenAI's `response_format` for plain text
+    return value is None or value == neutral or (isinstance(value, Sized) and not len(value)) or is_text

@@ -30,7 +30,7 @@ class GrpoError(UserError):
         """Say more in the last problem: after its summary, and after its fix."""
         last = self.problems[-1]
         fixes = "; ".join(filter(None, [last.fix, fix]))
-        self.problems = (*self.problems[:-1], replace(last, summary=last.summary + summary, fix=fixes))
+        self._take([*self.problems[:-1], replace(last, summary=last.summary + summary, fix=fixes)])
         self.args = ("\n".join(map(str, self.problems)),)
 
 
