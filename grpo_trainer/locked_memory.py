@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_server.protocol.page_lock import page_lock
+from vllm_server.protocol.file_parts import page_lock
 
 ALIGNMENT = 64
 

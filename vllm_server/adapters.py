@@ -38,25 +38,19 @@ def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
         path = Path(adapter_path).expanduser().resolve()
         is_there = path.is_dir()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, an unknown user, circular links
-        raise ServeError(
-            422, "adapter_path", got=f"{adapter_path[:_SHOWN]!r} ({_reason(error)})", wanted="a folder's path",
-            fix="correct it",
-        ) from error  # fmt: skip
+        got = f"{adapter_path[:_SHOWN]!r} ({_reason(error)})"
+        raise ServeError(422, "adapter_path", got, "a folder's path", "correct it") from error
     _check_inside(path, roots)
     if not is_there:
-        raise ServeError(
-            404, "adapter_path", got=path, wanted="a folder that this server can read",
-            fix="save the adapter first, by save_pretrained(), on a disk that the server sees",
-        )  # fmt: skip
+        fix = "save the adapter first, by save_pretrained(), on a disk that the server sees"
+        raise ServeError(404, "adapter_path", path, "a folder that this server can read", fix)
     return path
 
 
 def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
     if not any(path.is_relative_to(root) for root in roots):
-        raise ServeError(
-            403, "adapter_path", got=path, wanted=f"a place under {' or '.join(map(str, roots))}",
-            fix=f"save it there, or start the server with --lora-root {path.parent}",
-        )  # fmt: skip
+        wanted, fix = f"a place under {' or '.join(map(str, roots))}", f"--lora-root {path.parent}"
+        raise ServeError(403, "adapter_path", path, wanted, f"save it there, or start the server with {fix}")
 
 
 def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple[dict[str, Any], Path]:
@@ -85,7 +79,8 @@ def _opened(path: Path, roots: tuple[Path, ...]) -> Iterator[BinaryIO]:
         _check_inside(real, roots)
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise _missing(path.parent, path.name) from None
+        got, fix = f"{path.parent} without {path.name}", "save_pretrained(folder, safe_serialization=True)"
+        raise ServeError(404, "adapter_path", got, f"{_CONFIG} and {WEIGHTS_FILE}", f"save it by {fix}") from None
     except (OSError, RuntimeError) as error:
         raise _no_file(path.name, _reason(error)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -124,9 +119,8 @@ def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
     try:
         config = json.loads(header.metadata[CONFIG_KEY])
     except (KeyError, ValueError, RecursionError) as error:
-        raise ServeError(
-            422, CONFIG_KEY, got=f"{error!r}", wanted="adapter_config.json in the metadata", fix="put it there"
-        ) from error
+        wanted = "adapter_config.json in the metadata"
+        raise ServeError(422, CONFIG_KEY, repr(error), wanted, "put it there") from error
     _check_is_object(config, CONFIG_KEY)
     check_config(config, max_rank=max_rank)
     check_header(header, config["r"])
@@ -184,17 +178,13 @@ def check_header(header: Header, rank: int) -> None:
                 modules.setdefault(head, set()).add(part)
                 # Expert weights are packed as [experts × rank, …]; vLLM unpacks and checks those itself.
                 if len(span.shape) == 2 and span.shape[rank_axis] != rank and ".experts" not in head:
-                    shape = list(span.shape)
-                    raise ServeError(
-                        422, span.name, got=f"shape {shape}", wanted=f"rank {rank}", fix="save the adapter again"
-                    )
+                    got = f"shape {list(span.shape)}"
+                    raise ServeError(422, span.name, got, f"rank {rank}", "save the adapter again")
     lonely = [head for head, parts in modules.items() if parts != {"A", "B"}]
     if lonely or not modules:
-        raise ServeError(
-            422, WEIGHTS_FILE,
-            got=f"no A and B together for {lonely[0]}" if lonely else f"{len(header.spans)} tensors, none of LoRA",
-            wanted="a pair lora_A, lora_B for each target module", fix="save the adapter by save_pretrained()",
-        )  # fmt: skip
+        got = f"no A and B together for {lonely[0]}" if lonely else f"{len(header.spans)} tensors, none of LoRA"
+        wanted, fix = "a pair lora_A, lora_B for each target module", "save the adapter by save_pretrained()"
+        raise ServeError(422, WEIGHTS_FILE, got, wanted, fix)
 
 
 def _read_header(stream: BinaryIO) -> Header:
@@ -204,13 +194,5 @@ def _read_header(stream: BinaryIO) -> Header:
             raise ValueError(f"a file that ends early ({size} of {whole} bytes)")
         return header
     except ValueError as error:
-        raise ServeError(
-            422, WEIGHTS_FILE, got=f"{error}", wanted="a whole safetensors file", fix="save the adapter again"
-        ) from error
-
-
-def _missing(folder: Path, name: str) -> ServeError:
-    return ServeError(
-        404, "adapter_path", got=f"{folder} without {name}", wanted=f"{_CONFIG} and {WEIGHTS_FILE}",
-        fix="save the adapter by save_pretrained(folder, safe_serialization=True)",
-    )  # fmt: skip
+        wanted, fix = "a whole safetensors file", "save the adapter again"
+        raise ServeError(422, WEIGHTS_FILE, error, wanted, fix) from error

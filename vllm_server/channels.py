@@ -142,13 +142,13 @@ class Channels:
                 not be written, and the weights may be torn.
         """
         self.request(asked.channel, adapters=False)
-        self.fence.note_applying(asked.token)
+        self.fence.held(asked.token).applying = True
         try:
             answers = await self._call("weights", "grpo_weights_apply", asked.channel, asked.version)
         except BaseException as error:  # any worker may have written a part
             await self.fence.tear(asked.token, f"weights that were sent could not be written ({error})")
             raise
-        self.fence.note_applied(asked.token)
+        self.fence.held(asked.token).applied = True
         return WeightsDone(
             seconds=max(answer["seconds"] for answer in answers), replayed=all(answer["replayed"] for answer in answers)
         )

@@ -58,10 +58,7 @@ def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:
 def check_key(host: str | None, keys: Sequence[str]) -> None:
     """Raise a FatalError if other machines can reach the server and it has no key."""
     if not keys and not is_loopback(host):
-        why, wanted = (
-            "anyone who reaches it could publish adapters and generate",
-            "a key, as other machines can reach it",
-        )
+        why, wanted = "anyone who reaches it could publish and generate", "a key, as other machines can reach it"
         fix = "set VLLM_API_KEY, give --api-key KEY, or listen on --host 127.0.0.1"
         raise FatalError(why, field=f"--host {host}", got="no key", wanted=wanted, fix=fix)
 

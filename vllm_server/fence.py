@@ -48,7 +48,7 @@ class Update:
     timeout_s: float
     started: float
     held: bool = False  # the trainer may write
-    applying: bool = False  # the writing of weights that were sent has begun
+    applying: bool = False  # the writing of weights that were sent has begun: an update that fails now is torn
     applied: bool = False  # they are written
     ending: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -126,14 +126,6 @@ class Fence:
         if boot_id != self.boot_id:
             wanted, fix = f"{self.boot_id}, this server's", "the server was restarted: connect to it again"
             raise ServeError(409, "boot_id", boot_id, wanted, fix)
-
-    def note_applying(self, token: str) -> None:
-        """Note that weights that were sent are being written: from now on an update that fails is torn."""
-        self.held(token).applying = True
-
-    def note_applied(self, token: str) -> None:
-        """Note that weights that were sent are written."""
-        self.held(token).applied = True
 
     async def tear(self, token: str, why: str) -> None:
         """Poison the weights: a write of weights that were sent has failed."""

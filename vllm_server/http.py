@@ -157,10 +157,7 @@ class BeforeVllm:
         if path.startswith("/adapters/"):
             return self._refusal_of_name(path.removeprefix("/adapters/"))
         if path in CHANGING and method == "POST" and self.server.has_trainer:
-            got, fix = (
-                "a change of the engine while a trainer updates it",
-                "use the routes below /bridge, or end the run",
-            )
+            got, fix = "a change of the engine while a trainer updates it", "use routes below /bridge, or end the run"
             return ServeError(409, path[1:], got, "a server without a trainer", fix)
         return None
 
@@ -220,9 +217,7 @@ class BeforeVllm:
         async def with_version(message: Message) -> None:
             if message["type"] == "http.response.start":
                 versions = {VERSION_HEADER: lease.began_with, VERSION_END_HEADER: lease.ended_with}
-                ours = [
-                    (name.encode(), str(number).encode()) for name, number in versions.items() if number is not None
-                ]
+                ours = [(name.encode(), b"%d" % number) for name, number in versions.items() if number is not None]
                 message = {**message, "headers": [*message.get("headers", []), *ours]}
             await send(message)
 

@@ -47,15 +47,13 @@ class Lease:
 def check_version(version: int) -> None:
     """Raise a ServeError, 422, if the number is out of range."""
     if not 0 <= version <= HIGHEST_VERSION:
-        raise ServeError(422, "version", got=version, wanted=f"0 to {HIGHEST_VERSION}", fix="count versions from 1")
+        raise ServeError(422, "version", version, f"0 to {HIGHEST_VERSION}", "count versions from 1")
 
 
 def _check_name(name: str) -> None:
     if len(name) > LONGEST_NAME or not name.isprintable():
-        raise ServeError(
-            422, "adapter_name", got=f"{name[:40]!r} ({len(name)} characters)",
-            wanted=f"up to {LONGEST_NAME} characters that can be printed", fix="choose another name",
-        )  # fmt: skip
+        got, wanted = f"{name[:40]!r} ({len(name)} characters)", f"up to {LONGEST_NAME} characters that can be printed"
+        raise ServeError(422, "adapter_name", got, wanted, "choose another name")
 
 
 class PolicyRegistry:
@@ -118,17 +116,12 @@ class PolicyRegistry:
         if version is None:
             version = self._highest + 1 if named is None else named
         elif named not in (None, version):
-            raise ServeError(
-                422, "version", got=version, wanted=f"{named}, as {name} says", fix="leave one of them out"
-            )
+            raise ServeError(422, "version", version, f"{named}, as {name} says", "leave one of them out")
         check_version(version)
         name = name or version_name(self.lora_name, version)
         if name in self._used_names:
-            raise ServeError(
-                409, "adapter_name", got=name,
-                wanted="a name that this server has never used, since it is the key of caches",
-                fix=f"publish version {self._highest + 1}",
-            )  # fmt: skip
+            wanted = "a name that this server has never used, since it is the key of caches"
+            raise ServeError(409, "adapter_name", name, wanted, f"publish version {self._highest + 1}")
         return name, version
 
     def reserve(
@@ -143,10 +136,8 @@ class PolicyRegistry:
         assert name not in self._used_names, name
         holder = next((v for v in self._live.values() if v.path == path), None)
         if holder is not None:
-            raise ServeError(
-                409, "adapter_path", got=f"{path}, from which {holder.name} is still served",
-                wanted="another folder for each version", fix="save this version to a new folder",
-            )  # fmt: skip
+            got, fix = f"{path}, from which {holder.name} is still served", "save this version to a new folder"
+            raise ServeError(409, "adapter_path", got, "another folder for each version", fix)
         return Version(name, version, adapter_id, path, loaded_at=now, by_name_only=by_name_only)
 
     def activate(self, version: Version) -> None:
@@ -195,10 +186,8 @@ class PolicyRegistry:
         by_name = None if model is None or model in self._newest_aliases else self._find(model)
         by_number = None if policy_version is None else self._find_number(policy_version)
         if by_name and by_number and by_name is not by_number:
-            raise ServeError(
-                422, "policy_version", got=f"{policy_version} with model {model}", wanted=f"{by_name.version}",
-                fix="leave one of them out",
-            )  # fmt: skip
+            got = f"{policy_version} with model {model}"
+            raise ServeError(422, "policy_version", got, f"{by_name.version}", "leave one of them out")
         return by_name or by_number or self.newest
 
     def knows(self, model: str | None) -> bool:
@@ -262,7 +251,5 @@ class PolicyRegistry:
 
     def _not_served(self, field: str, got: object) -> ServeError:
         names = [self.base.name, *(v.name for v in self._live.values() if not v.retired)]
-        return ServeError(
-            404, field, got=got, wanted=f"one of {', '.join(names)}",
-            fix="leave it out for the newest version, or raise --lora-keep-versions to keep more",
-        )  # fmt: skip
+        fix = "leave it out for the newest version, or raise --lora-keep-versions to keep more"
+        return ServeError(404, field, got, f"one of {', '.join(names)}", fix)

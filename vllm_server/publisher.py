@@ -28,33 +28,18 @@ from vllm_server.protocol.channels import Transport, WeightTransport
 # Keep request bodies in memory files, which the engine's processes read without another copy.
 
 
-FIRST_BYTES = 1 << 20
-TRUSTED_BYTES = 8 << 30  # a larger Content-Length is not reserved in advance: the file grows with the bytes received
-
-
 class MemoryFile:
     """A file without a name and not on disk; other processes of the same user open it by `path`."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("adapter")
-        os.ftruncate(self._descriptor, FIRST_BYTES)
-        self._mapped = mmap.mmap(self._descriptor, FIRST_BYTES)
+        os.ftruncate(self._descriptor, 1 << 20)
+        self.memory = mmap.mmap(self._descriptor, 1 << 20)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def reserve(self, nbytes: int) -> None:
-        """Resize the file to `nbytes`; keep its content up to that length."""
-        if nbytes != len(self._mapped):
-            self._mapped.resize(nbytes)
-
-    def write(self, offset: int, piece: bytes) -> None:
-        """Write `piece` at `offset`; grow the file if needed."""
-        if offset + len(piece) > len(self._mapped):
-            self.reserve(max(offset + len(piece), 2 * len(self._mapped)))
-        self._mapped[offset : offset + len(piece)] = piece
 
     def close(self) -> None:
         """Close the file; processes that have it open can still read it."""
-        self._mapped.close()
+        self.memory.close()
         os.close(self._descriptor)
 
 
@@ -65,26 +50,24 @@ class Bodies:
     _idle: list[MemoryFile] = field(default_factory=list)
 
     @asynccontextmanager
-    async def holding(self, pieces: AsyncIterator[bytes], nbytes: int | None) -> AsyncIterator[str]:
+    async def holding(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
         """Yield the path of a file that has exactly these bytes while the block runs.
-
-        Args:
-            nbytes: the expected number of bytes, if known.
 
         Raises:
             ServeError: 422, the body is empty.
         """
         file = self._idle.pop() if self._idle else MemoryFile()
         try:
-            if nbytes and nbytes <= TRUSTED_BYTES:
-                file.reserve(nbytes)
             end = 0
             async for piece in pieces:
-                file.write(end, piece)
-                end += len(piece)
+                start, end = end, end + len(piece)
+                if end > len(file.memory):
+                    file.memory.resize(max(end, 2 * len(file.memory)))
+                file.memory[start:end] = piece
             if not end:
-                raise ServeError(422, WEIGHTS_FILE, got="0 bytes", wanted="a whole safetensors file", fix="send it")
-            file.reserve(end)  # drop the rest of an earlier, longer body
+                raise ServeError(422, WEIGHTS_FILE, "0 bytes", "a whole safetensors file", "send it")
+            if end < len(file.memory):
+                file.memory.resize(end)  # drop the rest of an earlier, longer body
             yield file.path
         finally:
             if self._idle:
@@ -217,9 +200,7 @@ class Publisher:
     def check_healthy(self) -> None:
         """Raise a ServeError, 503, after a publish failed half-way and until another succeeds."""
         if self.fault is not None:
-            raise ServeError(
-                503, "policy", got=self.fault, wanted="adapters in a known state", fix="publish a version again"
-            )
+            raise ServeError(503, "policy", self.fault, "adapters in a known state", "publish a version again")
 
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version. After this returns, every new request (or only those that name it) gets it.
@@ -244,13 +225,9 @@ class Publisher:
     async def _publish(self, request: LoraLoadRequest, delivery: Delivery) -> LoraLoadResponse:
         """Load the adapter and route requests to it. The caller holds `channels.changing`."""
         name, number = self.registry.name_for(request.adapter_name, request.version)
+        origin, by_name_only = delivery.origin, not request.activate
         version = self.registry.reserve(
-            name,
-            number,
-            adapter_id=self.engine.next_id(),
-            path=delivery.origin,
-            now=time.monotonic(),
-            by_name_only=not request.activate,
+            name, number, adapter_id=self.engine.next_id(), path=origin, now=time.monotonic(), by_name_only=by_name_only
         )
         await self._make_room()
         start = time.perf_counter()
@@ -314,10 +291,9 @@ class Publisher:
                 self.check_healthy()
             if isinstance(error, ServeError):
                 raise
-            raise ServeError(
-                422, delivery.said_by, got=f"{version.path}: {error}", wanted="an adapter that the engine can load",
-                fix="train it on this model, and only modules that vLLM serves for it (all linear layers are)",
-            ) from error  # fmt: skip
+            got, wanted = f"{version.path}: {error}", "an adapter that the engine can load"
+            fix = "train it on this model, and only modules that vLLM serves for it (all linear layers are)"
+            raise ServeError(422, delivery.said_by, got, wanted, fix) from error
 
     async def _make_room(self) -> None:
         """Wait until the engine can hold one more adapter without evicting one that has in-flight requests."""
@@ -328,11 +304,9 @@ class Publisher:
                 async with asyncio.timeout_at(deadline):
                     await self._request_ended.wait()
             except TimeoutError:
-                raise ServeError(
-                    503, "adapter_path", got=f"{self.registry.capacity} versions with requests in flight",
-                    wanted="a free place for one more adapter",
-                    fix="publish less often, shorten max_tokens, or raise --max-loras",
-                ) from None  # fmt: skip
+                got, wanted = f"{self.registry.capacity} versions with requests in flight", "a free place for one more"
+                fix = "publish less often, shorten max_tokens, or raise --max-loras"
+                raise ServeError(503, "adapter_path", got, wanted, fix) from None
         await self._sweep()
         if self._sweeps:  # the registry has dropped these versions, but the engine may still hold them
             await asyncio.gather(*self._sweeps)

@@ -80,8 +80,6 @@ def experts_of(logprobs: Any, shape: RoutedShape, length: int) -> bytes:
     """
     rows = b"".join(vars(logprobs).get(_ROWS, []))[: length * shape.row_bytes]
     if len(rows) < length * shape.row_bytes:
-        raise ServeError(
-            422, "routed_experts", got=f"experts of {len(rows) // shape.row_bytes} of {length} tokens",
-            wanted="those of each", fix=f"start the server without {FLAG}: this vLLM loses them",
-        )  # fmt: skip
+        got, fix = f"experts of {len(rows) // shape.row_bytes} of {length} tokens", f"start the server without {FLAG}"
+        raise ServeError(422, "routed_experts", got, "those of each", f"{fix}: this vLLM loses them")
     return pack(shape, rows)

@@ -179,11 +179,8 @@ async def load(server: PolicyServer, request: Request) -> protocol.LoraLoadRespo
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != protocol.SAFETENSORS_MEDIA_TYPE:
         return await server.publisher.load(_from_json(await request.body(), kind))
-    length = request.headers.get("content-length", "")
     try:
-        async with server.publisher.bodies.holding(
-            request.stream(), int(length) if length.isdecimal() else None
-        ) as file:
+        async with server.publisher.bodies.holding(request.stream()) as file:
             return await server.publisher.load(_from_query(request), file)
     except ClientDisconnect:
         logger.warning("An adapter broke off on its way here: nothing of it is published")

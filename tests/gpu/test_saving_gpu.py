@@ -22,7 +22,7 @@ from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen
-from vllm_server.protocol.page_lock import page_lock
+from vllm_server.protocol.file_parts import page_lock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

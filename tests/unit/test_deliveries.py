@@ -163,7 +163,7 @@ def receive(*pieces: bytes) -> Any:
     """What a body is taken for."""
 
     async def once() -> Any:
-        async with BODIES.holding(chunks(*pieces), None) as file:
+        async with BODIES.holding(chunks(*pieces)) as file:
             assert Path(file).read_bytes() == b"".join(pieces)
             return await delivered(LoraLoadRequest(), file, Workers().channels(), ())
 
@@ -175,8 +175,8 @@ async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> N
     bodies = Bodies()
     large = bytes(range(256)) * 20_000  # more than a file begins with
     files = set()
-    for body, promised in ((b"long" * 1000, 4000), (b"short", None), (b"short", 5), (b"short", 3), (large, None)):
-        async with bodies.holding(chunks(body), promised) as file:  # unknown, right, and too short a promise
+    for body in (b"long" * 1000, b"short", large, b"short"):
+        async with bodies.holding(chunks(body)) as file:
             assert Path(file).read_bytes() == body
             files.add(file)
     assert len(files) == 1
@@ -185,7 +185,7 @@ async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> N
 @story
 async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     bodies = Bodies()
-    async with bodies.holding(chunks(b"a"), 1) as one, bodies.holding(chunks(b"b"), 1) as two:
+    async with bodies.holding(chunks(b"a")) as one, bodies.holding(chunks(b"b")) as two:
         assert (Path(one).read_bytes(), Path(two).read_bytes()) == (b"a", b"b")
     assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
 

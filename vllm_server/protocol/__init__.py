@@ -1,6 +1,6 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it. Only `group`, `file_parts` and `page_lock` need torch.
+It imports neither torch nor vLLM, so that both sides can use it. Only `group` and `file_parts` need torch.
 Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
 Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
 

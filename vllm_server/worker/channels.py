@@ -23,10 +23,9 @@ from vllm_server.protocol.channels import (
     MappedTensor,
     Spec,
 )
-from vllm_server.protocol.file_parts import PART_BYTES, PartMemory, PartThreads
+from vllm_server.protocol.file_parts import PART_BYTES, PartMemory, PartThreads, page_lock
 from vllm_server.protocol.flat import decode_header, read_header, with_version
 from vllm_server.protocol.group import Group as Ranks
-from vllm_server.protocol.page_lock import page_lock
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,14 +30,6 @@ from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.weights import WeightChannel
 
 C = TypeVar("C", AdapterChannel, WeightChannel)
-
-
-@dataclass
-class PolicyState:
-    """A worker's adapters."""
-
-    slots: AdapterSlots
-    files: AdapterFiles
 
 
 REFUSALS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, OSError)
@@ -86,7 +78,7 @@ class PolicyWorker:
         """Open this worker's end of a channel (a `ChannelRequest` as JSON); return the bytes set aside for staging."""
         asked = msgspec.json.decode(request, type=ChannelRequest)
         if asked.adapter_config is not None:
-            with self._grpo().slots.writing():
+            with self._grpo_adapters()[0].writing():
                 channel = AdapterChannel(asked, self.device, self._grpo_rank())
         else:
             model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
@@ -102,7 +94,7 @@ class PolicyWorker:
             return
         del self.__dict__["_grpo_open"]
         if isinstance(channel, AdapterChannel):
-            self._grpo().slots.forget_views()
+            self._grpo_adapters()[0].forget_views()
         channel.close()
 
     def _grpo_channel(self, name: str, kind: type[C]) -> C:
@@ -117,15 +109,15 @@ class PolicyWorker:
         Return `Installed` as a dict, with the seconds that this took.
         """
         started = time.perf_counter()
-        state = self._grpo()
+        slots, files = self._grpo_adapters()
         settings = msgspec.json.decode(config)
         try:
-            with state.slots.writing():
+            with slots.writing():
                 if channel:
                     adapter = self._grpo_channel(channel, AdapterChannel).receive()
                 else:
-                    adapter = state.files.read(Path(file), settings_of(settings))
-                installed = state.slots.install(adapter_id, adapter, settings)
+                    adapter = files.read(Path(file), settings_of(settings))
+                installed = slots.install(adapter_id, adapter, settings)
         except GroupError as error:
             self.grpo_close_channel(channel)
             return {"refused": str(error)}
@@ -140,14 +132,11 @@ class PolicyWorker:
         parallel = self.parallel_config  # type: ignore[attr-defined]  # the worker's own
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
-    def _grpo(self) -> PolicyState:
-        state: PolicyState | None = self.__dict__.get("_grpo_state")
-        if state is None:
+    def _grpo_adapters(self) -> tuple[AdapterSlots, AdapterFiles]:
+        if "_grpo_state" not in self.__dict__:
             manager = self.get_model().lora_manager  # type: ignore[attr-defined]  # the worker's own
-            state = self.__dict__["_grpo_state"] = PolicyState(
-                AdapterSlots(manager, self.device), AdapterFiles(self.device)
-            )
-        return state
+            self.__dict__["_grpo_state"] = AdapterSlots(manager, self.device), AdapterFiles(self.device)
+        return self.__dict__["_grpo_state"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

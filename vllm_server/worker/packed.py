@@ -75,9 +75,8 @@ def layout_of(header: bytes, settings: str) -> Layout:
     parsed = decode_header(header)
     dtypes = {span.dtype for span in parsed.spans}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
-        raise ValueError(
-            f"tensors of {', '.join(sorted(dtypes)) or 'no dtype'}, wanted all of one of {', '.join(DTYPES)}"
-        )
+        found = ", ".join(sorted(dtypes)) or "no dtype"
+        raise ValueError(f"tensors of {found}, wanted all of one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtypes.pop()]
     places = {span.name: Place(span.start // dtype.itemsize, span.shape) for span in parsed.spans}
     return Layout(f"{hash(bytes(header[: parsed.size]))}:{settings}", dtype, places)
