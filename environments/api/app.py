@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from environments.api.http import (
     respond,
     stream,
 )
-from environments.api.queue import RolloutQueue, Run
 from environments.api.service import Service
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser
@@ -172,16 +170,18 @@ async def batch(
     wait: wire.Wait | None = None,
 ) -> object:
     """The next batch; with `wait` as soon as there is one."""
-    if service.queue.run is None:
+    queue = service.queue
+    if queue.run is None:
         return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
     until = service.timer() + _held(service, wait)
     while True:
-        run = service.queue.run
+        run = queue.run
         served = await service.next_batch(lease, request, uuid)
         left = until - service.timer()
         if served is not None or left <= 0 or service.batch_waiters.ended:
             break
-        await service.batch_waiters.until(http, partial(_may_answer, service.queue, run), left)
+        # `run` is another one when a trainer has registered.
+        await service.batch_waiters.until(http, lambda run=run: queue.batch_ready or queue.run is not run, left)
     if served is None:
         return {"batch": None}
     fields: dict[str, object] = {}
@@ -226,11 +226,6 @@ async def _parsed(body: groups.Buffer, parse: Callable[[Any, str | None], T], co
 def _held(service: Service, wait: float | None) -> float:
     """Return how long a request may be held: an environment must be heard of several times within its time-out."""
     return min(wait or 0.0, service.settings.env_timeout / 3)
-
-
-def _may_answer(queue: RolloutQueue, run: Run | None) -> bool:
-    """Return whether GET /batch has an answer, or a trainer has registered since the run was `run`."""
-    return queue.batch_ready or queue.run is not run
 
 
 def _post_key(http: Request) -> bytes | None:

@@ -254,11 +254,16 @@ class RolloutQueue:
         """
         if self.run is None or not self.run.started or 0 < self.run.trainer.num_steps <= self.run.current_step:
             return None
-        known = self.environments.values()
-        environment = next((each for each in known if _continues(each, request)), None)
+        known = [each for each in self.environments.values() if each.request.desired_name == request.desired_name]
+        for environment in known:
+            was_killed = request.process is not None and environment.request.process == request.process
+            if was_killed or not environment.alive or environment.restored:
+                break
+        else:
+            environment = None
         if environment is None:
-            number = sum(each.request.desired_name == request.desired_name for each in known)
-            environment = Environment(len(known), f"{request.desired_name or 'env'}_{number}", request)
+            name = f"{request.desired_name or 'env'}_{len(known)}"
+            environment = Environment(len(self.environments), name, request)
         else:
             self._lose(environment)  # its buffer is of the former group size
             environment.request, environment.connected = request, True
@@ -520,10 +525,3 @@ class RolloutQueue:
             raise ApiError(409, Problem(f"batch {batch_id}", summary=_ENDED[how]), "batch_id", how)
         wanted = "an id that GET /batch?lease=SECONDS gave"
         raise ApiError(404, Problem("batch_id", got=batch_id, wanted=wanted), "batch_id")
-
-
-def _continues(former: Environment, request: wire.RegisterEnv) -> bool:
-    """Return whether an environment has left and has the name of one that registers."""
-    was_killed = request.process is not None and former.request.process == request.process
-    has_left = was_killed or not former.alive or former.restored
-    return has_left and former.request.desired_name == request.desired_name
