@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_common.errors import Problem
 from grpo_trainer.errors import ServerError
-from grpo_trainer.weights import channels
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
 from tests.integration.serving import serving, shared_server
 from tests.processes import free_port
@@ -32,20 +30,6 @@ def test_contract(made: Contract, promise: str) -> None:
     getattr(made, promise)()
 
 
-def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(shared_server())
-    with trainer.swap, caplog.at_level("INFO"):
-        first = trainer.swap.connect(1)
-        fill_b(trainer.model, seed=first)
-        trainer.swap.publish(first)
-        probe, answered = trainer.ask()
-        assert answered == first and trainer.gap(probe) < 1e-3
-    on_a_cpu = Problem("trainer", "a CPU", "a GPU")
-    (chosen,) = [record.args for record in caplog.records if record.name == channels.__name__]
-    assert isinstance(chosen, tuple) and chosen[:2] == ("adapters", "memory")
-    assert chosen[-1] == f" (not nccl: {on_a_cpu}; not cuda_ipc: {on_a_cpu})"
-
-
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
 def test_a_server_on_a_cpu_refuses_channels_and_goes_on(kind: str) -> None:
     with contract(shared_server(), "memory") as made:
@@ -62,12 +46,6 @@ def test_a_server_on_a_cpu_refuses_channels_and_goes_on(kind: str) -> None:
         error = refused.json()["error"]
         assert error["param"] == "channel"
         assert ("GPU-of-the-trainer" if kind == "cuda_ipc" else "libnccl.so.2") in error["got"]
-        for field, wrong, status in (("buckets", ["AAAA"], 422), ("boot_id", "another", 409)):
-            refused = made.server.post("/channels", there | {field: wrong})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
-        unknown = made.server.post("/lora/load", {"channel": "c0ffee", "version": made.first + 1})
-        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "channel")
-        assert made.server.post("/channels/close", {"channel": "c0ffee"}).json() == {"status": "closed"}
         made.assert_serves(made.first)
 
 

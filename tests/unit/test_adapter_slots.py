@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_server.protocol.flat import encode_header, lay_out
-from vllm_server.worker.packed import NotFiniteError, PackedAdapter, layout_of
+from vllm_server.worker.packed import NotFiniteError, PackedAdapter, cast, check_finite, layout_of, scaling_of
 from vllm_server.worker.slots import AdapterSlots, Installed
 
 SLOTS, MAX_RANK, RANK, WIDTH, SCALING = 2, 4, 2, 6, 3
@@ -88,17 +89,6 @@ def assert_holds(manager: Manager, slot: int, adapter: PackedAdapter) -> None:
         assert torch.equal(slots_S2RH[slot], wanted_2RH), name
 
 
-def test_a_second_adapter_of_the_same_layout_is_written_by_repeating_the_copies() -> None:
-    manager = Manager()
-    slots = AdapterSlots(manager, torch.device("cpu"))
-    for adapter_id, replayed in ((1, False), (2, True)):
-        adapter = packed(adapter_id, *MODULES)
-        installed = install(slots, adapter_id, adapter)
-        assert (installed.slot, installed.replayed) == (0, replayed)
-        assert_holds(manager, 0, adapter)
-        manager.remove_adapter(adapter_id)
-
-
 def test_a_slot_that_vllm_has_half_written_and_refused_is_written_by_vllm_again() -> None:
     """The refused adapter leaves k_proj in the slot, to which an adapter of q_proj alone copies nothing."""
     manager = Manager(refused=9)
@@ -142,3 +132,46 @@ def test_an_adapter_that_is_not_finite_leaves_the_slots_as_they_were(replayed: b
     assert install(slots, 4, good).replayed is replayed
     assert_holds(manager, 0, kept)
     assert_holds(manager, 1, good)
+
+
+# values that are not finite, before or after scaling ------------------------------------------------------------
+
+NAMES = ("q.lora_A.weight", "q.lora_B.weight")
+
+
+def flat(*values: float, dtype: str = "F32") -> PackedAdapter:
+    """Two tensors of two values each."""
+    layout = layout_of(encode_header(lay_out([(name, (1, 2)) for name in NAMES], dtype), {}), "")
+    return PackedAdapter(layout, torch.tensor(values, dtype=layout.dtype))
+
+
+def test_what_is_finite_in_32_bits_is_judged_in_the_dtype_of_the_slots() -> None:
+    large = flat(1.0, 2.0, 70_000.0, 0.0)  # float16 ends at 65,504
+    for dtype in (torch.float32, torch.bfloat16):
+        check_finite(cast(large, dtype), 1.0)
+    with pytest.raises(NotFiniteError) as refused:
+        check_finite(cast(large, torch.float16), 1.0)
+    assert refused.value.field == NAMES[1]
+    beyond = flat(3.4e38, 0.0, 0.0, 0.0)  # bfloat16 ends at 3.3895e38
+    check_finite(beyond, 1.0)
+    with pytest.raises(NotFiniteError):
+        check_finite(cast(beyond, torch.bfloat16), 1.0)
+
+
+@pytest.mark.parametrize(("dtype", "largest", "limit"), [("F16", 1000.0, 65.5), ("F32", 1e30, 3.4e8)])
+def test_so_is_what_its_scale_makes_of_it(dtype: str, largest: float, limit: float) -> None:
+    """1,000 x 65.5 is 65,500; 1e30 x 3.4e8 is 3.4e38, and float32 ends at 3.4028e38."""
+    for sign in (1.0, -1.0):
+        check_finite(flat(0.1, 0.1, -largest, 0.0, dtype=dtype), sign * limit)
+        with pytest.raises(NotFiniteError) as refused:
+            check_finite(flat(0.1, 0.1, -largest, 0.0, dtype=dtype), sign * 1.01 * limit)
+        assert refused.value.field == "lora_alpha"
+    for scale in (math.inf, math.nan):
+        with pytest.raises(NotFiniteError):
+            check_finite(flat(0.0, 0.0, 0.0, 0.0, dtype=dtype), scale)
+
+
+def test_the_scale_is_alpha_over_the_rank_or_its_root() -> None:
+    config = {"r": 16, "lora_alpha": 8}
+    assert scaling_of(config) == scaling_of(config | {"use_rslora": None}) == 0.5
+    assert scaling_of(config | {"use_rslora": True}) == 2.0

@@ -283,21 +283,6 @@ class Servers:
             time.sleep(0.02)
 
 
-def test_a_killed_server_leaves_at_once_and_comes_back_as_another(tmp_path: Path) -> None:
-    run = Servers(tmp_path)
-    specs = [run.server("server"), run.server("server-2")]
-
-    def script(running: Running) -> None:
-        run.serve()
-        assert len(in_use(run.servers)) == 2
-        os.kill(running.pids["server-2"][0], signal.SIGKILL)
-        run.until(lambda: len(in_use(run.servers)) == 1)
-        run.until(lambda: run.states()["server-2"] == ("running", 2))
-        assert len(in_use(run.servers)) == 1, "the trainer has not proved it yet"
-
-    run.play(specs, script)
-
-
 def test_a_server_that_ends_too_often_is_left_out_while_another_serves(tmp_path: Path) -> None:
     run = Servers(tmp_path)
     specs = [run.server("server"), run.server("server-2")]
@@ -538,12 +523,6 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
     assert error.value.field == "server" and got in error.value.got
     assert all(each in str(error.value) for each in helps)
     assert pid is not None and not alive([pid])
-
-
-def test_owned_server_readiness_has_the_key(tmp_path: Path) -> None:
-    with server(tmp_path, key="secret") as owned:
-        owned.start("locked", 0)
-        owned.wait_ready()
 
 
 def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:

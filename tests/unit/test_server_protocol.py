@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +22,8 @@ from safetensors.torch import load, save
 from tests.unit.factories import refusing
 from vllm_server import protocol
 from vllm_server.__main__ import main
-from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, TokenPrompt, nccl
-from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, header_size, lay_out
+from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, nccl
+from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, lay_out
 from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
 from vllm_server.worker.channels import AdapterFiles
 from vllm_server.worker.packed import DTYPES, layout_of
@@ -52,11 +51,6 @@ def test_unservable_rank_names_the_legal_ones(rank: int) -> None:
         protocol.servable_rank(rank)
     numbers = [int(number) for number in re.findall(r"-?\d+", str(error.value))]
     assert numbers == [rank, 1, 512, *protocol.LEGAL_LORA_RANKS]
-
-
-def test_generate_body_is_flat_and_leaves_unset_routing_out() -> None:
-    request = GenerateRequest(prompt=TokenPrompt([1, 2]), sampling={"n": 2, "logprobs": 0})
-    assert request.to_body() == {"prompt": {"prompt_token_ids": [1, 2]}, "n": 2, "logprobs": 0}
 
 
 def test_generate_body_round_trips() -> None:
@@ -148,25 +142,13 @@ def as_header(value: object) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-@given(tensors, dtypes, metadata)
-def test_a_header_decodes_to_what_was_encoded(
-    found: list[tuple[str, tuple[int, ...]]], dtype: str, labels: dict[str, str]
-) -> None:
-    spans = lay_out(found, dtype)
-    header = encode_header(spans, labels)
-    decoded = decode_header(header + b"data")
-    assert decoded.spans == spans
-    assert decoded.metadata == labels
-    assert decoded.size == len(header) == header_size(header[:8])
-    assert decoded.size % 64 == 0  # the data is aligned for any dtype
-    assert decoded.nbytes == sum(torch.Size(shape).numel() for _, shape in found) * ITEM_SIZES[dtype]
-
-
 @given(tensors, dtypes)
 def test_safetensors_reads_what_we_lay_out(found: list[tuple[str, tuple[int, ...]]], dtype: str) -> None:
     spans = lay_out(found, dtype)
     values_E = torch.arange(spans[-1].end // ITEM_SIZES[dtype]).to(DTYPES[dtype])
-    loaded = load(encode_header(spans, {"format": "pt"}) + values_E.view(torch.uint8).numpy().tobytes())
+    header = encode_header(spans, {"format": "pt"})
+    assert len(header) % 64 == 0, "the data is aligned for any dtype"
+    loaded = load(header + values_E.view(torch.uint8).numpy().tobytes())
     assert {name: tuple(tensor.shape) for name, tensor in loaded.items()} == dict(found)
     for span in spans:
         size = ITEM_SIZES[dtype]
@@ -182,7 +164,7 @@ def test_we_read_what_safetensors_writes(
     file = tmp_path_factory.mktemp("flat") / "adapter.safetensors"
     file.write_bytes(save(made, metadata={"format": "pt"}))
     header = decode_header(file.read_bytes())
-    assert header.size + header.nbytes == file.stat().st_size
+    assert header.size + header.nbytes == file.stat().st_size and header.size % 8 == 0
     assert header.metadata == {"format": "pt"}
     if header.nbytes == 0:
         return  # nothing to map
@@ -234,22 +216,6 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
 
 
 @pytest.mark.parametrize(
-    ("header", "cause"),
-    [
-        ([], TypeError),
-        ({"a": 1}, TypeError),
-        ({"a": {"dtype": "F32", "shape": [2]}}, KeyError),
-        ({"a": entry(offsets=(0, 8, 9))}, TypeError),
-    ],
-)
-def test_a_header_of_another_shape_is_refused(header: object, cause: type[Exception]) -> None:
-    with pytest.raises(ValueError) as error:
-        decode_header(as_header(header))
-    assert isinstance(error.value.__cause__, cause)
-    assert str(error.value.__cause__) in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("header", "values"),
     [
         ({"a": entry(offsets=(0, 4))}, ["a ", " 4 ", "(2,)", "F32"]),
@@ -285,14 +251,6 @@ def test_a_header_of_another_size_is_refused(data: bytes, size: str) -> None:
         decode_header(data)
 
 
-def test_what_is_no_json_is_no_header() -> None:
-    with pytest.raises(ValueError) as error:
-        decode_header(struct.pack("<Q", 200_000) + b"[" * 200_000)
-    assert isinstance(error.value.__cause__, RecursionError)
-    with pytest.raises((UnicodeDecodeError, json.JSONDecodeError)):
-        decode_header(struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc")
-
-
 @pytest.mark.parametrize("found", [{"F32", "BF16"}, {"I64"}, {"F8_E4M3"}])
 def test_an_adapter_has_one_dtype_of_floats(found: set[str]) -> None:
     header: dict[str, object] = {}
@@ -302,13 +260,6 @@ def test_an_adapter_has_one_dtype_of_floats(found: set[str]) -> None:
         header[dtype] = entry(dtype, (1,), (start, start + size))
     with pytest.raises(ValueError, match=rf"\b{', '.join(sorted(found))}, "):
         layout_of(as_header(header), "")
-
-
-def test_a_file_that_became_shorter_is_a_value_error(tmp_path: Path) -> None:
-    file = tmp_path / "adapter.safetensors"
-    file.write_bytes(save({"a": torch.ones(4)})[:-4])
-    with pytest.raises(ValueError):
-        AdapterFiles(torch.device("cpu")).read(file, "")
 
 
 class StandInLibrary:
