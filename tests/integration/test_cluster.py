@@ -28,9 +28,10 @@ from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from tests.integration.odd_environment import NAME
-from tests.processes import ROOT, found_in, free_port, mentioning, once, tail, wait_for
+from tests.processes import ROOT, alive, found_in, free_port, mentioning, once, tail, wait_for
 from tests.runs import arguments, of_mode, rows
-from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, UNTIL, assert_gone, runs, spec
+from tests.unit.factories import refusing
+from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, UNTIL, spec
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(900)
@@ -101,7 +102,7 @@ def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCl
     assert "Step 1 200" in said
     logs = [(tmp_path / f"{name}.log").read_text() for name in ("server", "trainer", "env")]
     assert all(log.startswith("$ ") for log in logs) and "server up" in logs[0] and "asleep" in logs[2]
-    assert_gone([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
+    assert not alive([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
 
 
 @pytest.mark.parametrize(
@@ -112,25 +113,26 @@ def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCl
         ("/nowhere/python", "", "", "/nowhere/python"),
     ],
 )
-def test_a_process_on_another_node_that_fails_is_told_as_a_local_one(
+def test_ray_process_that_fails(
     cluster: RayCluster, tmp_path: Path, python: str, code: str, got: str, fix: str
 ) -> None:
     here, there = occupied(cluster)
     failing = replace(at(there, "server", code), argv=(python, "-c", code))
-    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+    with refusing(ProcessFailedError, "server", words=[got, fix]), supervisor(cluster, tmp_path) as running:
         running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
-    assert error.value.field == "server" and got in error.value.got and fix in error.value.fix
 
 
 def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
     _, there = occupied(cluster)
     slow = at(there, "server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
-    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+    with (
+        refusing(ProcessFailedError, "server", words=[str(slow.ready_url), "asleep"]),
+        supervisor(cluster, tmp_path) as running,
+    ):
         server = running.start(slow)
         log = server.log_path
         wait_for("its last words", lambda: found_in(log, "^asleep$") is not None, log)  # its time may be up by then
         running.run([])
-    assert error.value.field == "server" and str(slow.ready_url) in error.value.got and "asleep" in error.value.fix
 
 
 def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path
     ):
         running.run([stubborn])
     assert time.monotonic() - sent[0] < SHUTDOWN_SECONDS + 1.0  # what is promised to users, not a benchmark
-    assert_gone([pid_in(log, word) for log in logs for word in ("pid", "child")])
+    assert not alive([pid_in(log, word) for log in logs for word in ("pid", "child")])
 
 
 def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp_path: Path) -> None:
@@ -161,9 +163,9 @@ def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as command:
         pid = pid_in(tmp_path / "server.log", "pid")
-        assert runs(pid)
+        assert alive([pid])
         command.kill()
-    wait_for("the process ends", lambda: not runs(pid), tmp_path / "server.log")
+    wait_for("the process ends", lambda: not alive([pid]), tmp_path / "server.log")
 
 
 def test_processes_see_the_gpus_of_their_place(cluster: RayCluster, tmp_path: Path) -> None:
@@ -210,21 +212,16 @@ def held(node: Node, gpus: int) -> Any:
     return holder
 
 
-def test_gpus_that_another_run_holds_are_not_taken(
-    nodes: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_gpus_of_another_run(nodes: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     other = cluster.nodes[1]
     holder = held(other, 2)
     monkeypatch.setattr(ray_cluster, "AGENT_SECONDS", 2.0)
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--cluster", got=other.name):
         cluster.occupy({"server": Place(other, (0,))})
-    assert (error.value.field, error.value.got) == ("--cluster", other.name)
     del holder  # Ray ends it
 
 
-def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_up(
-    nodes: Any, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_room_for_later(nodes: Any, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run holds the emptier node's GPUs, so that Ray gives no room there, and later one of them."""
     head, other = cluster.nodes
 
@@ -243,7 +240,7 @@ def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_u
     del holder  # Ray ends it
     there = given()
     assert (there.node, there.gpus) == (other, (0,))
-    assert runs(cluster.start({}, at(there, "server-3", SLEEPER), tmp_path / "log", print).pid)
+    assert alive([cluster.start({}, at(there, "server-3", SLEEPER), tmp_path / "log", print).pid])
 
     holder = held(other, 1)
     with monkeypatch.context() as patched:
@@ -257,13 +254,11 @@ def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_u
 def test_a_cluster_without_enough_nodes_or_without_an_answer(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "NODES_SECONDS", 0.5)
     monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.1)
-    with pytest.raises(ConfigError) as few:
+    with refusing(ConfigError, "--cluster-nodes", wanted="9"):
         RayCluster(nodes.address, 9)
-    assert few.value.field == "--cluster-nodes" and few.value.wanted == "9"
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError) as silent:
+    with refusing(ConfigError, "--cluster", got=address):
         RayCluster(address)
-    assert (silent.value.field, silent.value.got) == ("--cluster", address)
 
 
 def test_a_run_is_placed_on_the_nodes_that_ray_knows(cluster: RayCluster) -> None:
@@ -295,7 +290,7 @@ def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
         cluster.close()
         small.shutdown()
     assert error.value.field == "server" and node.name in error.value.got and "asleep" in error.value.fix
-    wait_for("the process ends", lambda: not runs(pid_in(tmp_path / "server.log", "pid")), tmp_path / "server.log")
+    wait_for("the process ends", lambda: not alive([pid_in(tmp_path / "server.log", "pid")]), tmp_path / "server.log")
 
 
 # Slurm: its daemons run here, with two nodes on this machine ------------------------------------------------------

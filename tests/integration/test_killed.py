@@ -206,9 +206,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
-    mode: str, trainers: Trainers, api: ServerProcess, tmp_path: Path
-) -> None:
+def test_run_that_is_killed_ten_times(mode: str, trainers: Trainers, api: ServerProcess, tmp_path: Path) -> None:
     own, final, weights = MODES[mode]
     options = {
         "model_name": str(save_tiny(tmp_path / "model")), "atropos_url": api.url, "training_steps": STEPS,

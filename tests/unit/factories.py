@@ -103,13 +103,21 @@ def bridge_info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
 
 @contextmanager
 def refusing(
-    kind: type[E], field: str, status: int | None = None, got: str | None = None
+    kind: type[E],
+    field: str,
+    status: int | None = None,
+    got: str | None = None,
+    *,
+    wanted: str | None = None,
+    words: Sequence[str] = (),
 ) -> Iterator[pytest.ExceptionInfo[E]]:
-    """The block raises this error of this field; a server's has this status."""
+    """The block raises this error of this field, whose other parts have these words; a server's has this status."""
     with pytest.raises(kind) as refused:
         yield refused
-    for part, wanted in {"field": field, "status": status, "got": got}.items():
-        assert wanted is None or getattr(refused.value, part) == wanted
+    error: Any = refused.value
+    for part, value in {"field": field, "status": status, "got": got, "wanted": wanted}.items():
+        assert value is None or getattr(error, part) == value
+    assert all(word in f"{error.summary} {error.got} {error.wanted} {error.fix}" for word in words)
 
 
 def story(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_trainer.batch.batching import ReadyBatch, group_advantages, is_zero_variance, prepare
 from grpo_trainer.batch.microbatches import MicroBatch, deal, families, idle_microbatch, plan, split
-from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.loss import LOSSES, LossConfig
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.groups import RoutedExperts, Sample
 from tests.unit.factories import batch, sample, untrained
@@ -45,11 +45,10 @@ def test_group_advantages_by_hand(rewards: list[float], scale: Any, estimator: s
 
 
 def test_advantage_scale_follows_the_loss() -> None:
-    assert LossConfig(loss="dr_grpo").advantage_scale == "none"
+    for loss in LOSSES:
+        assert LossConfig(loss=loss).advantage_scale == ("none" if loss == "dr_grpo" else "group")
     assert LossConfig(loss="dr_grpo", scale_rewards="group").advantage_scale == "group"
     assert LossConfig(advantage_estimator="rloo").advantage_scale == "none"
-    others = ("dapo", "grpo", "bnpo", "gspo", "cispo", "sapo")
-    assert {LossConfig(loss=loss).advantage_scale for loss in others} == {"group"}
 
 
 def test_group_advantages_of_equal_rewards_are_0_and_of_nearly_equal_ones_small() -> None:
@@ -128,10 +127,7 @@ def test_overlong_sequences_are_cut_or_left_out(drop: bool, kept: int) -> None:
     assert prepared(groups, 2, drop=drop, loss="grpo").sequences == ()  # cut before any completion
 
 
-LEFT_OUT = [{"truncated": True}, {"unscored": True}]
-
-
-@pytest.mark.parametrize("why", LEFT_OUT, ids=["masked", "unscored"])
+@pytest.mark.parametrize("why", [{"truncated": True}, {"unscored": True}], ids=["masked", "unscored"])
 @pytest.mark.parametrize(
     ("loss", "weights"),
     [
@@ -223,10 +219,8 @@ def test_prepare_reward_metrics() -> None:
     assert [found[name] for name in ("min", "p10", "p90", "max")] == pytest.approx([1.0, 1.3, 8.6, 11.0])
 
     few = (0.0, 0.0, 0.0, 1 / 3, 0.0, 0.0, 0.0, 1 / 3)
-    made = prepared([[sample([1], [2], reward) for reward in few]])
-    assert numbers(made, "reward/share/") == {"0": 0.75, "0.3333": 0.25}
-    made = prepared([[sample([1], [2], reward) for reward in few[:7]]])
-    assert numbers(made, "reward/share/") == {}, "more than one distinct value for four samples"
+    for rewards, shares in ((few, {"0": 0.75, "0.3333": 0.25}), (few[:7], {})):  # one distinct value for four samples
+        assert numbers(prepared([[sample([1], [2], reward) for reward in rewards]]), "reward/share/") == shares
 
 
 # microbatches --------------------------------------------------------------------------------------------------------
@@ -368,7 +362,7 @@ def test_microbatch_by_hand() -> None:
     ],
     ids=["family", "tool", "no family"],
 )
-def test_a_row_with_shared_prompts_by_hand(
+def test_microbatch_with_shared_prompts_by_hand(
     made: list[Sample],
     tokens: list[int],
     boundaries: list[int],
@@ -435,20 +429,19 @@ def test_an_idle_microbatch_has_no_weight_and_no_size_of_0_or_1(form: dict[str, 
     assert one.tokens_BT.shape == {0: (2, 4), 1: (1, 8), 2: (1, 6)}[len(form)]
 
 
-def test_every_tensor_of_a_packed_microbatch_moves_those_of_shared_prompts_included() -> None:
+def test_microbatch_moves_every_tensor() -> None:
+    """Those of shared prompts included."""
     (packed,) = split(FAMILY, 4, packed=True, shared=True)
     copied: list[Tensor] = []
 
     def move(tensor: Tensor) -> Tensor:
-        copied.append(tensor)
-        return tensor.clone()
+        copied.append(tensor.clone())
+        return copied[-1]
 
     moved = packed.moved(move)
     assert packed.packed is not None and moved.packed is not None
-    parts = [(packed, moved), (packed.packed, moved.packed), (packed.packed.shared, moved.packed.shared)]
-    for before, after in parts:
+    for before, after in ((packed, moved), (packed.packed, moved.packed), (packed.packed.shared, moved.packed.shared)):
         tensors = {name: tensor for name, tensor in vars(before).items() if isinstance(tensor, Tensor)}
         assert tensors
         for name, tensor in tensors.items():
-            assert any(tensor is each for each in copied), name
-            assert getattr(after, name) is not tensor and torch.equal(getattr(after, name), tensor)
+            assert any(getattr(after, name) is each for each in copied) and torch.equal(getattr(after, name), tensor)

@@ -250,9 +250,7 @@ def test_main_memory_brings_each_version_as_it_would_be_packed(model: PreTrained
             assert torch.equal(got_E, wanted_E) and got_E.any()
 
 
-def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_main_memory_of_something_else_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     way = way_of(model, gathering(model))
     source: Any = MainMemory(way).spec
     layouts = layouts_of(way)
@@ -275,9 +273,7 @@ def test_a_worker_refuses_memory_that_it_does_not_see_or_that_is_something_else(
     worker_channels.MainMemory(source, layouts, CPU)
 
 
-def test_without_memory_that_processes_can_share_weights_take_another_way(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_main_memory_without_shared_memory(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(name: str) -> int:
         raise OSError(errno.EPERM, "not permitted")
 

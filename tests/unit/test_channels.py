@@ -240,9 +240,7 @@ def test_auto_takes_the_first_that_opens(
 
 
 @pytest.mark.parametrize(("way", "flag"), [(adapter_way, "--lora-transport"), (model_way, "--broadcast-transport")])
-def test_a_channel_that_was_asked_for_is_opened_or_refused_with_the_reason(
-    way: Callable[[], Way], flag: str, opening: Opening
-) -> None:
+def test_channels_asked_for(way: Callable[[], Way], flag: str, opening: Opening) -> None:
     for name in ("cuda_ipc", "nccl", "gloo", "disk"):
         assert opening.open(name, way()).name == name
         opening.failures[name] = NcclError("absent")
@@ -302,9 +300,7 @@ def test_disk_begins_with_the_folders_of_a_trainer_before_it_and_leaves_stranger
     assert left == {*others, "policy-v8", "policy-v9", ".other-v9.0a1b2c3d.tmp"}
 
 
-def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disk_makes_a_deleted_folder_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "adapters"
 
     class Deletes(Answering):

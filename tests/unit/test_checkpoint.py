@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,17 @@ from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
-from tests.unit.factories import batch, sample
+from tests.unit.factories import batch, refusing, sample
 from tests.unit.tiny_lora import tiny_lora, tiny_qwen
 
 
 def trainer_with(**options: Any) -> Trainer:
-    config = TrainConfig(model_name="tiny", training_steps=100)
-    return Trainer(tiny_lora(**options), config)
+    return Trainer(tiny_lora(**options), TrainConfig(model_name="tiny", training_steps=100))
+
+
+def trainer_of_all_weights(seed: int = 0, **options: Any) -> Trainer:
+    model = tiny_qwen(seed).requires_grad_(True)
+    return Trainer(model, TrainConfig(model_name="tiny", training_steps=100, **options))
 
 
 def checkpoints(trainer: Trainer, folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> Checkpoints:
@@ -41,12 +44,6 @@ def checkpoints(trainer: Trainer, folder: Path, dtype: torch.dtype = torch.float
     return Checkpoints(config, policy, trainer.optimizer)
 
 
-def trainer_of_all_weights(seed: int = 0) -> Trainer:
-    model = tiny_qwen(seed)
-    model.requires_grad_(True)
-    return Trainer(model, TrainConfig(model_name="tiny", training_steps=100))
-
-
 ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
 
 
@@ -54,10 +51,16 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.parameters]
 
 
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("made", [trainer_with, trainer_of_all_weights], ids=["adapter", "all weights"])
-def test_a_resumed_trainer_goes_on_bit_for_bit_though_a_saved_model_is_rounded(
-    tmp_path: Path, made: Callable[[], Trainer]
-) -> None:
+def test_resume_goes_on_bit_for_bit(tmp_path: Path, made: Callable[[], Trainer]) -> None:
     straight, first, second = made(), made(), made()
     for step in range(4):
         straight.step(ROLLOUTS, step)
@@ -70,7 +73,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit_though_a_saved_model_is_rounded(
     assert checkpoints(second, tmp_path).resume() == Progress(2, 7)
     for step in range(2, 4):
         second.step(ROLLOUTS, step)
-    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
+    assert same(weights(straight), weights(second))
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -80,40 +83,32 @@ def test_the_folder_is_there_before_anything_is_saved(tmp_path: Path, resume: st
     assert folder.is_dir() and not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("resume", ["auto", "path"])
 @pytest.mark.parametrize("is_adapter", [True, False])
-def test_a_checkpoint_of_another_mode_is_refused_with_both_named(tmp_path: Path, resume: str, is_adapter: bool) -> None:
+def test_resume_refuses_another_mode_and_names_both(tmp_path: Path, is_adapter: bool) -> None:
     saved, resumed = trainer_with(), trainer_of_all_weights()
     kinds = Adapter.kind, AllWeights.kind
     if not is_adapter:
         saved, resumed, kinds = resumed, saved, kinds[::-1]
     path = checkpoints(saved, tmp_path).save(Progress(1, 1))
-    with pytest.raises(ConfigError) as error:
-        checkpoints(resumed, tmp_path, resume="auto" if resume == "auto" else str(path)).resume()
-    assert (error.value.field, error.value.got, error.value.wanted) == (f"--resume {path}", *kinds)
+    for resume in ("auto", str(path)):
+        with refusing(ConfigError, f"--resume {path}", got=kinds[0], wanted=kinds[1]):
+            checkpoints(resumed, tmp_path, resume=resume).resume()
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_resume_refuses_another_model(tmp_path: Path) -> None:
     path = checkpoints(trainer_of_all_weights(), tmp_path).save(Progress(1, 1))
     other = trainer_of_all_weights()
     other.model.model.layers = other.model.model.layers[:1]  # type: ignore[union-attr, index]
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--resume", got=str(path), words=["--model-name"]):
         checkpoints(other, tmp_path).resume()
-    assert (error.value.field, error.value.got) == ("--resume", str(path))
-    assert "--model-name" in error.value.summary
 
 
 @pytest.mark.parametrize(
     ("folder", "resume", "field", "got"),
     [
-        ("a file/checkpoints", "auto", "--save-path", "{folder}"),
-        ("run", "{folder}/nothing", "--resume", "{folder}/nothing"),  # no checkpoint
-        (
-            "run",
-            "{folder}/adapter_step_1",
-            "--resume {folder}/adapter_step_1",
-            "adapter_step_2",
-        ),  # there is a newer one
+        ("a file/checkpoints", "auto", "--save-path", "{0}"),
+        ("run", "{0}/nothing", "--resume", "{0}/nothing"),  # no checkpoint
+        ("run", "{0}/adapter_step_1", "--resume {0}/adapter_step_1", "adapter_step_2"),  # there is a newer one
     ],
 )
 def test_resume_refuses_paths(tmp_path: Path, folder: str, resume: str, field: str, got: str) -> None:
@@ -122,9 +117,8 @@ def test_resume_refuses_paths(tmp_path: Path, folder: str, resume: str, field: s
     for step in (1, 2):
         saver.save(Progress(step, step))
     place = tmp_path / folder
-    with pytest.raises(ConfigError) as error:
-        checkpoints(trainer_with(), place, resume=resume.format(folder=place)).resume()
-    assert (error.value.field, error.value.got) == (field.format(folder=place), got.format(folder=place))
+    with refusing(ConfigError, field.format(place), got=got.format(place)):
+        checkpoints(trainer_with(), place, resume=resume.format(place)).resume()
 
 
 def test_weights_written_for_the_server_are_not_written_again_for_the_checkpoint(tmp_path: Path) -> None:
@@ -152,24 +146,36 @@ def test_after_a_skipped_step_no_checkpoint_is_overwritten_by_what_is_served(tmp
     assert again.resume() == Progress(5, 4) and again.export(4) == tmp_path / "step_5"
 
 
-def test_what_is_served_outlives_pruning_and_goes_with_the_next(tmp_path: Path) -> None:
+def test_checkpoints_that_are_served_outlive_pruning_and_go_with_the_next(tmp_path: Path) -> None:
     saver = checkpoints(trainer_of_all_weights(), tmp_path, keep_checkpoints=1)
     saver.save(Progress(1, 1))
     saver.serving(saver.export(2))
     for step in (3, 4):
         saver.save(Progress(step, step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_4"]
+    assert names(tmp_path) == ["step_2", "step_4"]
     saver.serving(saver.export(6))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
+    assert names(tmp_path) == ["step_4", "step_6"]
 
 
-def test_auto_takes_the_newest_by_number_and_the_final_one(tmp_path: Path) -> None:
-    saver = checkpoints(trainer_with(), tmp_path)
-    for step in (9, 10, 2):
-        saver.save(Progress(step, step))
-    assert saver.resume().step == 10
+def test_checkpoints_keep_newest_and_final(
+    tmp_path: Path,
+) -> None:
+    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2, background_writes=False)
+    for step in range(1, 11):
+        saver.maybe_save(Progress(step, step))
+    assert saver.resume().step == 10 and names(tmp_path) == ["adapter_step_10", "adapter_step_8"]
     saver.save(Progress(11, 11), final=True)
     assert saver.resume() == Progress(11, 11)
+    assert names(tmp_path) == ["adapter_final", "adapter_step_10", "adapter_step_8"]
+
+
+def test_checkpoints_a_users_copy_is_neither_resumed_nor_pruned(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=1)
+    saver.save(Progress(9, 9)).rename(tmp_path / "adapter_step_9_best")
+    for step in (1, 2):
+        saver.save(Progress(step, step))
+    assert names(tmp_path) == ["adapter_step_2", "adapter_step_9_best"]
+    assert checkpoints(trainer_with(), tmp_path).resume() == Progress(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +186,15 @@ def test_auto_takes_the_newest_by_number_and_the_final_one(tmp_path: Path) -> No
         ({"target_modules": ("v_proj",)}, "--lora-target-modules", "['v_proj']", str(sorted(ALL_LINEAR))),
     ],
 )
-def test_a_checkpoint_of_another_adapter_is_refused_by_name(
+def test_resume_of_another_adapter(
     tmp_path: Path, options: dict[str, object], field: str, got: str, wanted: str
 ) -> None:
     path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, field, got=got, wanted=wanted, words=[f"--resume {path} "]):
         checkpoints(trainer_with(**options), tmp_path, resume=str(path)).resume()
-    assert (error.value.field, error.value.got, error.value.wanted) == (field, got, wanted)
-    assert error.value.summary.startswith(f"--resume {path} ")
 
 
-def test_a_checkpoint_of_other_trained_layers_is_refused_by_their_names(tmp_path: Path) -> None:
+def test_resume_refuses_other_trained_layers_by_their_names(tmp_path: Path) -> None:
     """Their optimizer states have the same shapes."""
 
     def trainer_of_layer(number: int) -> Trainer:
@@ -201,24 +205,25 @@ def test_a_checkpoint_of_other_trained_layers_is_refused_by_their_names(tmp_path
     first = trainer_of_layer(0)
     first.step(ROLLOUTS, 0)
     path = checkpoints(first, tmp_path).save(Progress(1, 1))
-    with pytest.raises(ConfigError) as error:
-        checkpoints(trainer_of_layer(1), tmp_path).resume()
-    assert error.value.field == f"--resume {path}" and "--train-layer-indices" in error.value.fix
-    assert error.value.got.startswith("12 ") and "model.layers.0." in error.value.got
-    assert error.value.wanted.startswith("12 ") and "model.layers.1." in error.value.wanted
-    with pytest.raises(ConfigError) as error:
-        checkpoints(trainer_of_all_weights(), tmp_path).resume()
-    assert error.value.got.startswith("0 ") and "model" not in error.value.got
-    assert error.value.wanted.startswith("15 ") and "lm_head" in error.value.wanted
+    for other, got, wanted in (
+        (trainer_of_layer(1), "12 model.layers.0.", "12 model.layers.1."),
+        (trainer_of_all_weights(), "0 ", "15 lm_head"),
+    ):
+        with refusing(ConfigError, f"--resume {path}", words=["--train-layer-indices"]) as error:
+            checkpoints(other, tmp_path).resume()
+        for said, (count, _, name) in (
+            (error.value.got, got.partition(" ")),
+            (error.value.wanted, wanted.partition(" ")),
+        ):
+            assert said.startswith(f"{count} ") and name in said
     assert checkpoints(trainer_of_layer(0), tmp_path).resume() == Progress(1, 1)
 
 
-def test_hyperparameters_are_those_of_the_flags_not_of_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_takes_hyperparameters_from_the_options(tmp_path: Path) -> None:
     trainer = trainer_with()
     trainer.step(ROLLOUTS, 0)
     checkpoints(trainer, tmp_path).save(Progress(1, 1))
-    config = TrainConfig(model_name="tiny", adam_beta2=0.9, weight_decay=0.1)
-    second = Trainer(tiny_lora(), config)
+    second = Trainer(tiny_lora(), TrainConfig(model_name="tiny", adam_beta2=0.9, weight_decay=0.1))
     checkpoints(second, tmp_path).resume()
     (group,) = second.optimizer.param_groups
     assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
@@ -233,25 +238,6 @@ def test_saving_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     trainer = trainer_with()
     trainer.model.peft_config["default"].base_model_name_or_path = "some/model"  # type: ignore[index, union-attr]
     checkpoints(trainer, tmp_path).save(Progress(1, 1))
-
-
-def test_old_checkpoints_are_pruned_and_the_final_one_stays(tmp_path: Path) -> None:
-    options = {"keep_checkpoints": 2, "checkpoint_interval": 2, "background_writes": False}
-    saver = checkpoints(trainer_with(), tmp_path, **options)
-    for step in range(1, 9):
-        saver.maybe_save(Progress(step, step))
-    saver.save(Progress(8, 8), final=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_final", "adapter_step_6", "adapter_step_8"]
-
-
-def test_a_users_copy_of_a_checkpoint_is_neither_resumed_nor_pruned(tmp_path: Path) -> None:
-    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=1)
-    copy = shutil.copytree(saver.save(Progress(9, 9)), tmp_path / "adapter_step_9_best")
-    shutil.rmtree(tmp_path / "adapter_step_9")
-    for step in (1, 2):
-        saver.save(Progress(step, step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_step_2", copy.name]
-    assert checkpoints(trainer_with(), tmp_path).resume() == Progress(2, 2)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
@@ -321,11 +307,10 @@ def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_pa
     assert isinstance(said, DiskFullError) and said.field == str(tmp_path / STATES_FOLDER)
 
 
-def test_states_that_can_not_be_read_are_an_error_of_the_house(tmp_path: Path) -> None:
+def test_states_that_can_not_be_read_are_named(tmp_path: Path) -> None:
     model, optimizer = trained("adamw")
     save_states(World(), tmp_path, whole_parts(model), optimizer, Place())
     (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
     file.unlink()
-    with pytest.raises(ConfigError) as refused:
+    with refusing(ConfigError, f"--resume {tmp_path}", words=["FileNotFoundError: "]):
         read_states(tmp_path, whole_parts(model), Place())
-    assert refused.value.field == f"--resume {tmp_path}" and refused.value.got.startswith("FileNotFoundError: ")

@@ -134,9 +134,7 @@ MODES = pytest.mark.parametrize(("mode", "name"), [("lora_restart", "merged_step
 
 
 @MODES
-def test_the_server_is_restarted_every_few_versions_and_each_publish_says_which_it_serves(
-    tmp_path: Path, mode: str, name: str
-) -> None:
+def test_restart_bridge_restarts_every_few_versions(tmp_path: Path, mode: str, name: str) -> None:
     made = Bridge(mode, tmp_path, interval=2, last=6)
     served = []
     with made.bridge as bridge:
@@ -228,9 +226,7 @@ def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
         *(("none", "step", *each) for each in ((0, [1, 2, 3]), (1, [3]), (2, [3]))),
     ],
 )
-def test_served_models_are_kept_as_asked_and_the_newest_always(
-    tmp_path: Path, mode: str, name: str, keep: int, left: list[int]
-) -> None:
+def test_restart_bridge_keeps_models(tmp_path: Path, mode: str, name: str, keep: int, left: list[int]) -> None:
     made = Bridge(mode, tmp_path, interval=1, keep=keep)
     with made.bridge as bridge:
         bridge.connect(0)
@@ -258,9 +254,7 @@ def test_merged_models_of_a_process_that_was_killed_are_counted_and_strangers_le
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, ["step_2", "version_9"]), (2, [])])
-def test_exports_of_a_process_that_was_killed_go_when_its_run_goes_on(
-    tmp_path: Path, keep: int, left: list[str]
-) -> None:
+def test_restart_bridge_exports_of_a_killed_process(tmp_path: Path, keep: int, left: list[str]) -> None:
     base = str(save_tiny(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     optimizer = Trainer(model, TrainConfig(model_name=base)).optimizer

@@ -20,6 +20,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
 from grpo_trainer.files import held_folder
 from grpo_trainer.parallel.world import World
+from tests.unit.factories import refusing
 
 HOLDER = """
 import sys
@@ -55,15 +56,11 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
-def test_a_second_holder_is_refused_until_the_first_has_ended_however_it_ends(
-    tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]
-) -> None:
+def test_held_folder_refuses_a_second_holder(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
     folder = tmp_path / "checkpoints"
     holder = held(folder)
-    with pytest.raises(ConfigError) as refused, held_folder(folder, "--save-path"):
+    with refusing(ConfigError, f"--save-path {folder}", words=[str(holder.pid)]), held_folder(folder, "--save-path"):
         pass
-    assert refused.value.field == f"--save-path {folder}"
-    assert str(holder.pid) in refused.value.got and str(holder.pid) in refused.value.fix
     holder.kill()
     holder.wait()
     with held_folder(folder, "--save-path"), held_folder(tmp_path / "another", "--save-path"):
@@ -92,10 +89,10 @@ def test_a_folder_that_is_gone_is_noticed_and_one_that_came_back_is_another(tmp_
         for there in (False, True):
             if there:
                 folder.mkdir()
-            with pytest.raises(FolderGoneError) as gone:
+            with refusing(
+                FolderGoneError, f"--run-dir {folder}", got="another folder" if there else os.strerror(errno.ENOENT)
+            ):
                 held.check()
-            assert gone.value.field == f"--run-dir {folder}"
-            assert gone.value.got == ("another folder" if there else os.strerror(errno.ENOENT))
         folder.rmdir()
         (tmp_path / "moved").rename(folder)
         held.check()
@@ -139,30 +136,18 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
         monkeypatch.setattr(run, check, lambda *_, **__: None)
     before = contents(folder)
     flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
-    with pytest.raises(ConfigError) as refused:
+    with refusing(ConfigError, f"--run-dir {folder}", words=[str(holder.pid)]):
         run.run(build_run({}, {**flags, "training_steps": "7", "run_dir": str(folder)}), Console(quiet=True))
-    assert refused.value.field == f"--run-dir {folder}"
-    assert str(holder.pid) in refused.value.got
     assert contents(folder) == before
 
 
-def test_a_second_trainer_on_one_save_path_touches_nothing(
-    tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]
-) -> None:
+def test_held_folder_second_trainer(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
     folder = tmp_path / "checkpoints"
     holder = held(folder)
     (folder / "step_1").mkdir()
     (folder / "step_1" / "state.json").write_text("{}")
     before = contents(tmp_path)
-    values = {
-        "model": "/no/model",
-        "device": "cpu",
-        "save_path": str(folder),
-        "log_dir": str(tmp_path),
-        "resume": "auto",
-    }
-    with pytest.raises(ConfigError) as refused:
-        loop.train(build(TrainConfig, values), lambda _: World())
-    assert refused.value.field == f"--save-path {folder}"
-    assert str(holder.pid) in refused.value.got
+    values = {"model": "/no/model", "device": "cpu", "save_path": str(folder), "log_dir": str(tmp_path)}
+    with refusing(ConfigError, f"--save-path {folder}", words=[str(holder.pid)]):
+        loop.train(build(TrainConfig, values | {"resume": "auto"}), lambda _: World())
     assert contents(tmp_path) == before

@@ -22,6 +22,7 @@ from grpo_trainer.config.options import build, dump
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.lora import adapter_state, add_adapter, save_adapter, use_few_kernels
+from tests.unit.factories import refusing
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora, tiny_qwen
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26]])
@@ -63,11 +64,16 @@ def test_chosen_layers_have_the_adapter_and_no_others() -> None:
     assert adapted(model) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
 
 
-def test_layers_that_the_model_lacks_are_named_with_their_number() -> None:
-    with pytest.raises(ModelError) as refused:
+def test_lora_layers_that_the_model_lacks_are_named() -> None:
+    with refusing(ModelError, "--lora-layer-indices", got="2,3", wanted="0 to 1"):
         tiny_lora(layers="0-3")
-    assert (refused.value.field, refused.value.got) == ("--lora-layer-indices", "2,3")
-    assert refused.value.wanted == "0 to 1"
+
+
+def test_lora_on_a_model_without_linear_modules() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
+    options = BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("c_attn",))
+    with refusing(ModelError, "--lora-target-modules", got="c_attn", wanted="none", words=["c_attn (Conv1D)"]):
+        add_adapter(model, options, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +86,10 @@ def test_layers_that_the_model_lacks_are_named_with_their_number() -> None:
     ],
 )
 def test_modules_that_vllm_need_not_serve_are_refused(target: str, kind: str | None) -> None:
-    with pytest.raises(ModelError) as refused:
+    with refusing(ModelError, "--lora-target-modules", got=target) as refused:
         tiny_lora(target_modules=("q_proj", target))
-    assert (refused.value.field, refused.value.got) == ("--lora-target-modules", target)
     assert refused.value.wanted.startswith("down_proj, gate_proj, ")
     assert kind in refused.value.summary if kind else "(" not in refused.value.summary
-
-
-def test_a_model_without_linear_modules_says_so() -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
-    with pytest.raises(ModelError) as refused:
-        add_adapter(model, BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("c_attn",)), seed=0)
-    assert (refused.value.got, refused.value.wanted) == ("c_attn", "none")
-    assert "c_attn (Conv1D)" in refused.value.summary
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"layers_to_transform": [1]}, {"r": 16}])
@@ -133,9 +130,7 @@ def names(text: str, part: str) -> bool:
         ({"lora_alpha": "much"}, ("adapter_config.json",)),
     ],
 )
-def test_an_adapter_that_cannot_be_served_is_refused_at_once(
-    tmp_path: Path, change: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_lora_adapter_that_cannot_be_served(tmp_path: Path, change: dict[str, Any], parts: tuple[str, ...]) -> None:
     path = saved(tmp_path)
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps({**config, **change}))
@@ -167,9 +162,8 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     other = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     for layers, parts in ((2, ("[8, 32]", "[8, 48]")), (3, ("layers.2.",))):
         other.num_hidden_layers = layers
-        with pytest.raises(ModelError) as refused:
+        with refusing(ModelError, f"--lora-adapter {path}") as refused:
             add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
-        assert refused.value.field == f"--lora-adapter {path}"
         assert all(part in refused.value.got for part in parts)
 
 

@@ -17,7 +17,6 @@ from grpo_trainer.config.loss import LOSSES, KlEstimator, LossConfig
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, TrainedTokens, batch_loss, token_weight
 from grpo_trainer.losses.surrogates import (
-    Correction,
     Segments,
     cispo,
     clipped,
@@ -82,30 +81,6 @@ def gradient(case: LossInputs, config: LossConfig) -> list[float]:
 # ---------------------------------------------------------------- means, parts
 
 
-@pytest.mark.parametrize(
-    ("loss", "weight"),
-    [
-        ("grpo", 1 / (5 * 4)),  # 5 tokens in this sequence, 4 sequences
-        ("gspo", 1 / (5 * 4)),
-        ("sapo", 1 / (5 * 4)),
-        ("bnpo", 1 / 30),  # 30 trained tokens in the batch
-        ("dapo", 1 / 30),
-        ("cispo", 1 / 30),
-        ("dr_grpo", 1 / (4 * 100)),  # 4 sequences of at most 100 tokens
-    ],
-)
-def test_token_weights(loss: str, weight: float) -> None:
-    counts = BatchCounts(sequences=4, trained_tokens=30)
-    assert token_weight(loss, length=5, counts=counts, max_completion_len=100) == pytest.approx(weight)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_on_policy_every_loss_has_the_plain_policy_gradient(loss: str) -> None:
-    config = LossConfig(loss=loss, ratio_against="trainer")
-    case = inputs([one([-1.0, -2.0], 3.0), one([-0.5], -1.0)], config, old_logprobs_N=None)
-    assert gradient(case, config) == pytest.approx((-case.tokens.weights_N * case.tokens.advantages_N).tolist())
-
-
 def test_old_logprobs_are_the_servers_the_trainers_before_or_the_trainers_now() -> None:
     # log ratios: the server's 0.5 where it is known; the trainer's, a moment ago, 0.1; its own now, 0
     sequences = [one([-1.0], old=[-1.1], roll=[-1.5]), one([-1.0], old=[-1.1])]
@@ -120,7 +95,7 @@ def test_old_logprobs_are_the_servers_the_trainers_before_or_the_trainers_now() 
     assert mean_ratio(against_trainer, old_logprobs_N=None) == pytest.approx(1)
 
 
-def test_the_correction_weighs_the_policys_part_alone() -> None:
+def test_correction_weighs_the_policys_part_alone() -> None:
     config = LossConfig(ratio_against="trainer", is_cap=1.25, kl_beta=0.1, kl_estimator="k2")
     sequences = [one([-1.0], 2.0, roll=[-1.2], ref=[-1.5]), one([-1.0], 2.0, roll=[-2.0], ref=[-1.0])]
     # w = exp(0.2) = 1.2214 and min(exp(1), 1.25) = 1.25; dapo: half of each
@@ -132,13 +107,8 @@ def test_the_correction_weighs_the_policys_part_alone() -> None:
     assert output.loss.item() == pytest.approx(-2.4714 + 0.00625, abs=1e-4)
     assert numbers["correction/weight_mean"] == pytest.approx((1.2214 + 1.25) / 2, abs=1e-4)
     assert numbers["correction/clipped_fraction"] == 0.5
-
-
-def test_there_is_no_correction_to_speak_of_where_the_ratio_contains_it() -> None:
-    config = LossConfig()
-    numbers = reduce(batch_loss(inputs([one([-1.0], roll=[-1.2])], config), config).metrics)
-    assert not [key for key in numbers if key.startswith("correction/")]
-    assert numbers["grpo/mean_ratio"] == pytest.approx(math.exp(0.2))
+    contained = reduce(batch_loss(inputs(sequences, LossConfig()), LossConfig()).metrics)
+    assert not [key for key in contained if key.startswith("correction/")], "the ratio contains it"
 
 
 @pytest.mark.parametrize(
@@ -196,10 +166,10 @@ def test_a_logprob_of_minus_9999_moves_neither_its_token_nor_the_others_of_its_s
         assert slopes == pytest.approx([0.7368, 0.0, 0.8999], abs=1e-4)
 
 
-def test_a_logprob_that_is_no_number_is_seen_by_every_loss() -> None:
-    for loss in LOSSES:
-        config = LossConfig(loss=loss)
-        assert math.isnan(batch_loss(inputs([one([-1.0, -1.0], roll=[math.nan, -1.0])], config), config).loss.item())
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_of_a_logprob_that_is_no_number_is_none(loss: str) -> None:
+    config = LossConfig(loss=loss)
+    assert math.isnan(batch_loss(inputs([one([-1.0, -1.0], roll=[math.nan, -1.0])], config), config).loss.item())
 
 
 def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None:
@@ -363,23 +333,13 @@ def test_surrogates_by_hand(
     assert (bool(result.low_N), bool(result.high_N)) == (end == "low", end == "high")
 
 
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
-    lp_N = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
-    old_N = torch.tensor([-1.3, -2.4, -0.9])
-    ratio_N = sequence_ratio(lp_N, old_N, Segments(torch.tensor([0, 1, 0]), 2))
-    # sequence 0 has the log ratios 0.3 and -1.1, mean -0.4; sequence 1 has 1.4
-    assert ratio_N.tolist() == pytest.approx([math.exp(-0.4), math.exp(1.4), math.exp(-0.4)])
-    (slope_N,) = torch.autograd.grad(ratio_N.sum(), lp_N)
-    # d s / d lp_t is s / |o| in GSPO; here each of the |o| tokens bears s, and the mean over them is the same
-    assert slope_N.tolist() == pytest.approx(ratio_N.tolist())
-
-
 @pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_ratio_beyond_fp32_makes_no_nan(ratio, advantage: float) -> None:
-    lp_N = torch.tensor([-0.1, -200.0], requires_grad=True)
-    ratio_N = ratio(lp_N, torch.tensor([-120.0, -0.1]), Segments(torch.tensor([0, 1]), 2))
-    clipped(ratio_N, lp_N, torch.full((2,), advantage), LossConfig()).gain_N.sum().backward()
+def test_ratio_and_divergence_beyond_fp32_make_no_nan(ratio, advantage: float) -> None:
+    lp_N, old_N = torch.tensor([-0.1, -200.0], requires_grad=True), torch.tensor([-120.0, -0.1])
+    ratio_N = ratio(lp_N, old_N, Segments(torch.tensor([0, 1]), 2))
+    gain_N = clipped(ratio_N, lp_N, torch.full((2,), advantage), LossConfig()).gain_N
+    (gain_N + divergence(lp_N, old_N, "k3")).sum().backward()
     assert lp_N.grad is not None and lp_N.grad.isfinite().all()
 
 
@@ -390,41 +350,34 @@ W = [1.5, 3.0, 0.25, 0.8, 1.0]
 SEGMENTS = Segments(torch.tensor([0, 0, 0, 1, 1]), 2)
 
 
-def correct(kind, level, cap: float = 2.0) -> Correction:
+@pytest.mark.parametrize(
+    ("kind", "level", "cap", "weights", "cut"),
+    [
+        ("none", "token", 2.0, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        ("truncate", "token", 2.0, [1.5, 2, 0.25, 0.8, 1], [0, 1, 0, 0, 0]),  # min(w, 2): 3 is cut
+        ("mask", "token", 2.0, [1.5, 0, 0, 0.8, 1], [0, 1, 1, 0, 0]),  # 3 is above 2, 0.25 below 1 / 2
+        ("truncate", "sequence", 2.0, [1.125] * 3 + [0.8] * 2, [0] * 5),  # 1.5 * 3 * 0.25 = 1.125; 0.8 * 1
+        ("mask", "sequence", 2.0, [1.125] * 3 + [0.8] * 2, [0] * 5),
+        ("truncate", "sequence", 1.1, [1.1] * 3 + [0.8] * 2, [1] * 3 + [0] * 2),
+        ("mask", "sequence", 1.1, [0] * 5, [1] * 5),  # 1.125 is above 1.1, 0.8 below 1 / 1.1 = 0.909
+    ],
+)
+def test_correction_by_hand(kind, level, cap: float, weights: list[float], cut: list[int]) -> None:
     old_N = torch.tensor([-1.0] * 5, requires_grad=True)
     rollout_N = torch.tensor([-1.0 - math.log(w) for w in W[:4]] + [-50.0])
     known_N = torch.tensor([True] * 4 + [False])
-    return mismatch_correction(old_N, rollout_N, known_N, SEGMENTS, kind=kind, level=level, cap=cap)
-
-
-@pytest.mark.parametrize(
-    ("kind", "level", "weights", "cut"),
-    [
-        ("none", "token", [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
-        ("truncate", "token", [1.5, 2, 0.25, 0.8, 1], [0, 1, 0, 0, 0]),  # min(w, 2): 3 is cut
-        ("mask", "token", [1.5, 0, 0, 0.8, 1], [0, 1, 1, 0, 0]),  # 3 is above 2, 0.25 below 1 / 2
-        ("truncate", "sequence", [1.125] * 3 + [0.8] * 2, [0] * 5),  # 1.5 * 3 * 0.25 = 1.125; 0.8 * 1
-        ("mask", "sequence", [1.125] * 3 + [0.8] * 2, [0] * 5),
-    ],
-)
-def test_correction_by_hand(kind, level, weights: list[float], cut: list[int]) -> None:
-    got = correct(kind, level)
+    got = mismatch_correction(old_N, rollout_N, known_N, SEGMENTS, kind=kind, level=level, cap=cap)
     assert got.weights_N.tolist() == pytest.approx(weights)
     assert got.cut_N.tolist() == [bool(each) for each in cut]
     assert not got.weights_N.requires_grad  # the weight is a constant
 
 
-def test_correction_of_sequences_and_beyond_fp32() -> None:
-    assert correct("truncate", "sequence", 1.1).weights_N.tolist() == pytest.approx([1.1] * 3 + [0.8] * 2)
-    masked = correct("mask", "sequence", 1.1)  # 1.125 is above 1.1, 0.8 below 1 / 1.1 = 0.909
-    assert masked.weights_N.tolist() == [0.0] * 5 and masked.cut_N.all()
-
+@pytest.mark.parametrize(("kind", "weight"), [("truncate", 2.0), ("mask", 0.0)])
+def test_correction_beyond_fp32(kind, weight: float) -> None:
     old_N, rollout_N = torch.tensor([-0.1, -0.1]), torch.tensor([-150.0, -0.1])
-    known_N = torch.tensor([True, True])
-    segments = Segments(torch.tensor([0, 1]), 2)
-    options = (old_N, rollout_N, known_N, segments)
-    assert mismatch_correction(*options, kind="truncate", level="token", cap=2.0).weights_N.tolist() == [2.0, 1.0]
-    assert mismatch_correction(*options, kind="mask", level="token", cap=2.0).weights_N.tolist() == [0.0, 1.0]
+    of_two = torch.tensor([True, True]), Segments(torch.tensor([0, 1]), 2)
+    found = mismatch_correction(old_N, rollout_N, *of_two, kind=kind, level="token", cap=2.0)
+    assert found.weights_N.tolist() == [weight, 1.0]
 
 
 # ---------------------------------------------------------------- divergence and distillation
@@ -447,26 +400,19 @@ def test_divergence_by_hand(estimator: KlEstimator, above: float, below: float, 
     assert lp_N.grad is not None and lp_N.grad.tolist() == pytest.approx(slopes, abs=1e-6)
 
 
-def test_a_divergence_beyond_fp32_makes_no_nan() -> None:
-    lp_N = torch.tensor([-300.0], requires_grad=True)
-    divergence(lp_N, torch.tensor([-0.1]), "k3").sum().backward()
-    assert lp_N.grad is not None and lp_N.grad.isfinite().all()
-
-
-def test_distillation_by_hand() -> None:
+def test_teacher_cross_entropy_by_hand() -> None:
     # teacher 0.6, 0.2 of the whole, so 3/4, 1/4 of the two; at temperature 2: sqrt 3 to 1
     teacher_NK = torch.log(torch.tensor([[0.6, 0.2]]))
     lp_NK = torch.log(torch.tensor([[0.5, 0.1]])).requires_grad_()
-    at_1 = teacher_cross_entropy(lp_NK, teacher_NK, 1.0)
-    assert at_1.item() == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.1))
-    at_2 = teacher_cross_entropy(lp_NK, teacher_NK, 2.0)
     first = math.sqrt(3) / (1 + math.sqrt(3))
-    assert at_2.item() == pytest.approx(-first * math.log(0.5) - (1 - first) * math.log(0.1))
-    (slope,) = torch.autograd.grad(at_1.sum(), lp_NK)
-    assert slope.tolist() == [pytest.approx([-0.75, -0.25])]
+    for temperature, share in ((1.0, 0.75), (2.0, first)):
+        cross_N = teacher_cross_entropy(lp_NK, teacher_NK, temperature)
+        assert cross_N.item() == pytest.approx(-share * math.log(0.5) - (1 - share) * math.log(0.1))
+        (slope,) = torch.autograd.grad(cross_N.sum(), lp_NK)
+        assert slope.tolist() == [pytest.approx([-share, share - 1])]
 
 
-def test_places_without_a_teacher_and_missing_tokens_count_nothing() -> None:
+def test_teacher_cross_entropy_without_a_teacher_or_a_token_is_0() -> None:
     nothing = -math.inf
     teacher_NK = torch.tensor([[-0.1, nothing], [nothing, nothing]])
     lp_NK = torch.tensor([[-2.0, -7.0], [-3.0, -4.0]], requires_grad=True)

@@ -66,9 +66,7 @@ def test_layers_keep_as_much_as_fits_by_hand() -> None:
     tokens=st.integers(1, 100),
     share=st.floats(0, 1.2),
 )
-def test_a_plan_fits_if_any_does_and_less_memory_never_means_less_work(
-    kept: list[int], layers: int, tokens: int, share: float
-) -> None:
+def test_plan_less_memory_is_no_less_work(kept: list[int], layers: int, tokens: int, share: float) -> None:
     levels = [Kept.ALL, *([Kept.PRODUCTS, Kept.NARROW][: len(kept) - 2]), Kept.INPUT]
     memory = LayerMemory(layers, dict(zip(levels, sorted(kept, reverse=True), strict=True)))
     most, least = (memory.needed(tokens, plan) for plan in (Recomputation(), Recomputation(layers)))

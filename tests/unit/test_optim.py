@@ -50,18 +50,6 @@ def step(optimizer: AdamW, parameters: Sequence[Parameter], gradients: Sequence[
 # ---------------------------------------------------------------- rounding
 
 
-def test_rounding_is_unbiased() -> None:
-    # bfloat16 has 7 bits after the point: between 1 and 2 its values are 1/128 apart. 1 + 1/512 lies a quarter of the
-    # way from 1 to 1 + 1/128, so it must go up with probability 1/4.
-    rounded = round_stochastically(torch.full((40_000,), 1 + 1 / 512))
-    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
-    up = float((rounded > 1).float().mean())
-    assert abs(up - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 40_000)
-    negative = round_stochastically(torch.full((40_000,), -1 - 1 / 512))
-    assert set(negative.tolist()) == {-1.0, -1 - 1 / 128}
-    assert abs(float(negative.double().mean()) + 1 + 1 / 512) < 5 * math.sqrt(0.25 * 0.75 / 40_000) / 128
-
-
 def test_what_bfloat16_can_say_stays_exactly() -> None:
     exact = torch.randn(10_000).bfloat16()
     special = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf"), 1e-40, 3e38]).bfloat16()
@@ -124,18 +112,6 @@ def test_the_parameters_stand_still_until_the_second_part(name: str) -> None:
     assert parameter.data_ptr() == place and parameter.grad is None
 
 
-def test_a_step_needs_no_preparation_by_hand() -> None:
-    one, two = weight(1.0, torch.float32), weight(1.0, torch.float32)
-    gradient = torch.randn(SIZE)
-    for parameter, prepared in ((one, True), (two, False)):
-        optimizer = AdamW([parameter], OptimizerConfig(lr=1e-3), in_two_parts=True)
-        parameter.grad = gradient.clone()
-        if prepared:
-            optimizer.prepare()
-        optimizer.step()
-    assert torch.equal(one, two)
-
-
 def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
@@ -167,7 +143,6 @@ def test_adamw_in_one_part_and_in_two_load_each_others_states(in_two_parts: bool
     first, second = (Parameter(torch.ones(70, 33)) for _ in range(2))
     saved = AdamW([first], CONFIG, in_two_parts=in_two_parts)
     loaded = AdamW([second], CONFIG, in_two_parts=not in_two_parts)
-    assert saved.kind == loaded.kind == "adamw"
     second.data.copy_(run(saved, first, 3))
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
     torch.testing.assert_close(run(loaded, second, 3), run(saved, first, 3), rtol=1e-5, atol=1e-7)
@@ -200,9 +175,7 @@ def test_compiled_arithmetic_is_the_same(config: OptimizerConfig, monkeypatch: p
 
 
 @BOTH
-def test_compiled_arithmetic_serves_parameters_of_all_shapes(
-    config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adamw_compiled_for_all_shapes(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "PIECE", 2048)  # the first two are updated together
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
@@ -276,13 +249,12 @@ def test_bytes_of_state_for_each_weight_are_as_documented(name: str) -> None:
     assert size == {"adamw": 8.0, "adamw_8bit": 2 + 1 / 32}[name]
 
 
-def test_states_of_another_kind_have_another_name_and_fp32_parameters_need_no_master_weights() -> None:
-    assert made("adamw", [weight(1.0, torch.float32)], master_weights=True).kind == "adamw"
+def test_adamw_kinds_of_states() -> None:
+    """States of another kind have another name; fp32 parameters need no master weights, float16 ones do."""
     kinds = [made(name, [weight(1.0)], master_weights=m).kind for name in OPTIMIZERS for m in (False, True)]
     assert len({*kinds, "adamw"}) == 5
-
-
-def test_float16_is_refused_without_master_weights() -> None:
+    assert made("adamw", [weight(1.0, torch.float32)], master_weights=True).kind == "adamw"
+    assert {AdamW([weight(1.0, torch.float32)], CONFIG, in_two_parts=two).kind for two in (False, True)} == {"adamw"}
     with pytest.raises(TypeError, match=r"torch\.float16.*--master-weights"):
         made("adamw", [weight(1.0, torch.float16)])
     made("adamw", [weight(1.0, torch.float16)], master_weights=True)
@@ -302,10 +274,6 @@ def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
     # a block's largest value is kept, a negative one to 1 %: there is a code for 1, none for -1
     ends = torch.tensor([255, 511, 767, 999])
     torch.testing.assert_close(back[ends], values[ends], rtol=0.01, atol=0)
-
-
-def test_zeros_stay_zeros_in_8_bits() -> None:
-    levels, midpoints = levels_of(True, torch.device("cpu"))
     assert not decoded(*encoded(torch.zeros(300), midpoints), levels).any()
 
 
@@ -387,9 +355,7 @@ shapes = st.one_of(
 
 
 @given(shape=shapes, writers=st.integers(1, 4), readers=st.integers(1, 4), signed=st.booleans(), seed=st.integers(0, 9))
-def test_every_reader_has_what_was_written_within_a_step_of_8_bits(
-    shape: Shape, writers: int, readers: int, signed: bool, seed: int
-) -> None:
+def test_recoded_is_within_a_step(shape: Shape, writers: int, readers: int, signed: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape[0], generator=generator).view(
         -1, *(1,) * (len(shape) - 1)
@@ -414,7 +380,7 @@ def read_of(codes: Tensor, part: Scaled, *, signed: bool) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(8, 256), (1024,), (6, 128, 6), (4, 3, 100)])
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (4, 2)])
-def test_where_blocks_begin_where_they_did_nothing_changes(shape: Shape, writers: int, readers: int) -> None:
+def test_recoded_changes_nothing_where_blocks_begin_where_they_did(shape: Shape, writers: int, readers: int) -> None:
     torch.manual_seed(0)
     codes, known = written(torch.randn(shape), writers, signed=True)
     scales = torch.cat([each.scales for each in known])
@@ -423,36 +389,26 @@ def test_where_blocks_begin_where_they_did_nothing_changes(shape: Shape, writers
         own = slice(first, first + rows.numel())
         found.append(recoded(codes[own], known, tuple(rows.shape), first, signed=True))
         first += rows.numel()
-    assert torch.equal(torch.cat([own for own, _ in found]), codes)
-    assert torch.equal(torch.cat([own for _, own in found]), scales)
-
-
-def test_a_process_without_rows_has_no_blocks() -> None:
-    codes, known = written(torch.ones(1, 300), 1, signed=False)
-    empty, scales = recoded(codes[:0], known, (0, 300), 300, signed=False)
-    assert len(empty) == len(scales) == 0
+    for parts, whole in zip(zip(*found, strict=True), (codes, scales), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+    empty = recoded(codes[:0], known, (0, *shape[1:]), first, signed=True)  # of a process without rows
+    assert [len(each) for each in empty] == [0, 0]
 
 
 # around a step ----------------------------------------------------------------------------------------------------
 
 
-def rates(schedule: str, warmup: int, total: int) -> list[float]:
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "wanted"),
+    [
+        ("constant", 0, [1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),  # never 0
+        ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),  # 0 just after the last step
+        # 0.5 (1 + cos(0)) = 1, cos(pi/4), cos(pi/2), cos(3pi/4)
+        ("cosine", 0, [1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_learning_rate(schedule: str, warmup: int, wanted: list[float]) -> None:
     config = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": warmup, "lr_schedule": schedule})
-    return [learning_rate(config, step, total) for step in range(total)]
-
-
-def test_learning_rate_constant() -> None:
-    assert rates("constant", 0, 3) == [1, 1, 1]
-
-
-def test_learning_rate_warm_up_reaches_the_peak_and_never_starts_at_zero() -> None:
-    assert rates("constant", 4, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_learning_rate_linear_falls_to_zero_just_after_the_last_step() -> None:
-    assert rates("linear", 2, 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-
-
-def test_learning_rate_cosine_halves_in_the_middle() -> None:
-    # 0.5 (1 + cos(0)) = 1, cos(pi/4), cos(pi/2), cos(3pi/4)
-    assert rates("cosine", 0, 4) == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    rates = [learning_rate(config, step, len(wanted)) for step in range(len(wanted))]
+    assert rates == pytest.approx(wanted, abs=1e-6)

@@ -29,6 +29,7 @@ from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from grpo_trainer.weights.lora_swap import LoraSwap
 from tests.processes import ROOT
 from tests.quantised_models import METHODS, PROMPT, RECORD
+from tests.unit.factories import refusing
 from tests.unit.test_proof import INFO, FakeServer, prove
 from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
 
@@ -96,9 +97,8 @@ def test_files_of_another_layout_are_refused(tmp_path: Path, tensors: dict[str, 
     settings = GPTQ | {key: value for key, value in tensors.items() if key == "group_size"}
     parts |= {key: value for key, value in tensors.items() if key != "group_size"}
     paths = files(tmp_path, **{name: each for name, each in parts.items() if each is not None})
-    with pytest.raises(ModelError) as refused:
+    with refusing(ModelError, "--model-name: layer"):
         plain_weights(paths, settings, torch.float32)
-    assert refused.value.field == "--model-name: layer"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -134,9 +134,7 @@ UNCOMPARED: dict[str, list[dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("method", "settings"), [(of, each) for of, some in UNCOMPARED.items() for each in some])
-def test_files_that_were_not_compared_with_vllm_are_refused(
-    tmp_path: Path, method: str, settings: dict[str, object]
-) -> None:
+def test_quantised_uncompared_files_are_refused(tmp_path: Path, method: str, settings: dict[str, object]) -> None:
     name = changed(tmp_path, method, **settings)
     with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(model_name=name, device="cpu"))
@@ -158,9 +156,8 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool)
 
 def test_a_method_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
     name = changed(tmp_path, "gptq", quant_method="hqq")
-    with pytest.raises(ModelError) as refused:
+    with refusing(ModelError, f"--model-name {name}"):
         load_model(ModelConfig(model_name=name, device="cpu"))
-    assert refused.value.field == f"--model-name {name}"
 
 
 @pytest.mark.parametrize(
@@ -176,9 +173,7 @@ def test_a_method_whose_package_is_missing_is_refused(tmp_path: Path) -> None:
         ("awq", "auto_gptq", ("awq", "gptq")),
     ],
 )
-def test_trainer_and_server_have_files_of_one_method(
-    own: str | None, served: str | None, differ: tuple[str, str] | None
-) -> None:
+def test_quantised_files_of_one_method(own: str | None, served: str | None, differ: tuple[str, str] | None) -> None:
     model = tiny_lora()
     if own is not None:
         mark(model.get_base_model(), own)

@@ -46,6 +46,8 @@ if "stays" in sys.argv:
 """
 """Ends in some way at its first start, and keeps running at its second."""
 KILLED = "import os; os.kill(os.getpid(), 9)"
+OF = {"trainer": TRAINERS}
+"""Name of a process -> those that restart together with it; others restart alone."""
 
 
 def awaiting(path: Path, lines: int) -> ProcessSpec:
@@ -95,11 +97,20 @@ def starts(folder: Path, name: str) -> list[str]:
     return (folder / name).read_text().splitlines()
 
 
-def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path: Path) -> None:
-    env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
+@pytest.mark.parametrize(
+    ("name", "end", "options"),
+    [
+        ("env", KILLED, {"may_end": True, "after_errors": True}),
+        ("api", KILLED, {}),
+        ("trainer", f"sys.exit({os.EX_TEMPFAIL})", {"ends_run": True}),  # it says so that another trainer has ended
+    ],
+)
+def test_supervisor_restarts(tmp_path: Path, name: str, end: str, options: dict[str, Any]) -> None:
+    words = ["stays"] if name == "api" else []
+    one = spec(name, TWICE.format(end=end), str(tmp_path / "a"), *words, restarts=OF.get(name, name), **options)
     with Running(tmp_path) as running:
-        running.run([[awaiting(tmp_path / "env", 2), env]])
-    assert starts(tmp_path, "env") == [".", "."]
+        running.run([[one] if name == "trainer" else [awaiting(tmp_path / "a", 2), one]])
+    assert starts(tmp_path, "a") == ["".join([*words, "."])] * 2
 
 
 def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> None:
@@ -124,45 +135,30 @@ def test_a_server_that_restarts_samples_with_another_seed_each_time(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("options", "end"),
+    ("name", "options", "end"),
     [
-        ({"begun": False}, KILLED),
-        ({"has_checkpoint": lambda: False}, KILLED),
-        ({"most": 0}, KILLED),
-        ({}, "sys.exit(1)"),
+        ("trainer", {"begun": False}, KILLED),
+        ("trainer", {"has_checkpoint": lambda: False}, KILLED),
+        ("trainer", {"most": 0}, KILLED),
+        ("trainer", {}, "sys.exit(1)"),
+        ("api", {}, "sys.exit(1)"),
     ],
-    ids=["before the first step", "no checkpoint", "no restarts", "an error that it reports itself"],
+    ids=["before the first step", "no checkpoint", "no restarts", "its own error", "the api's own error"],
 )
-def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end: str) -> None:
-    trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with pytest.raises(ProcessFailedError), Running(tmp_path, **options) as running:
-        running.run([[trainer]])
+def test_supervisor_does_not_restart(tmp_path: Path, name: str, options: dict[str, Any], end: str) -> None:
+    one = spec(
+        name, TWICE.format(end=end), str(tmp_path / "a"), ends_run=name == "trainer", restarts=OF.get(name, name)
+    )
+    with refusing(ProcessFailedError, name), Running(tmp_path, **options) as running:
+        running.run([[one, spec("env", SLEEPER)]])
     assert len(starts(tmp_path, "a")) == 1
-
-
-def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(tmp_path: Path) -> None:
-    trainer = awaiting(tmp_path / "a", 2)
-    with Running(tmp_path) as running:
-        running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
-    (tmp_path / "a").write_text("")
-    with refusing(ProcessFailedError, "api"), Running(tmp_path) as running:
-        running.run([[trainer, spec("api", TWICE.format(end="sys.exit(1)"), str(tmp_path / "a"), restarts="api")]])
-
-
-def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -> None:
-    end = f"sys.exit({os.EX_TEMPFAIL})"
-    trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with Running(tmp_path) as running:
-        running.run([[trainer]])
-    assert len(starts(tmp_path, "a")) == 2
 
 
 def test_a_process_that_fails_at_once_every_time_ends_the_run_with_its_error(tmp_path: Path) -> None:
     code = f"import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit({LAST!r})"
     env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
-    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, 2) as running:
+    with refusing(ProcessFailedError, "env", got="exit code 1", words=[LAST]), Running(tmp_path, 2) as running:
         running.run([[spec("trainer", SLEEPER, ends_run=True), env]])
-    assert (error.value.field, error.value.got) == ("env", "exit code 1") and LAST in error.value.fix
     assert len(starts(tmp_path, "env")) == 3
 
 
@@ -185,13 +181,11 @@ def test_restarts_of_a_server_that_is_never_ready(tmp_path: Path, monkeypatch: p
     assert len(running.pids["server"]) == 3 and error.value.field == "server"
 
 
-def test_a_process_that_has_lost_another_one_is_not_blamed(tmp_path: Path) -> None:
+def test_supervisor_does_not_blame_a_process_that_has_lost_another_one(tmp_path: Path) -> None:
     """Both have ended when the supervisor looks."""
-    names = ("trainer-1", os.EX_TEMPFAIL), ("trainer", 1)
-    ended = [spec(name, f"raise SystemExit({code})", ends_run=name == "trainer") for name, code in names]
     with refusing(ProcessFailedError, "trainer"), Running(tmp_path, 0) as running:
-        for one in ended:
-            running.start(one)
+        for name, code in (("trainer-1", os.EX_TEMPFAIL), ("trainer", 1)):
+            running.start(spec(name, f"raise SystemExit({code})", ends_run=name == "trainer"))
         while any(child.exit_code is None for child in running.processes):
             time.sleep(0.01)
         running.run([])
@@ -262,8 +256,7 @@ class Servers:
             raise self.fault
 
     def listed(self, specs: Sequence[ProcessSpec]) -> list[Member]:
-        found = {member.name: member for member in read_members(self.servers)}
-        self.until(lambda: all(each.name in {m.name for m in read_members(self.servers)} for each in specs))
+        self.until(lambda: {each.name for each in specs} <= self.states().keys())
         found = {member.name: member for member in read_members(self.servers)}
         return [found[each.name] for each in specs]
 
@@ -283,13 +276,17 @@ class Servers:
             time.sleep(0.02)
 
 
-def test_a_server_that_ends_too_often_is_left_out_while_another_serves(tmp_path: Path) -> None:
+def test_servers_killed_one_comes_back_and_is_left_out_at_last(tmp_path: Path) -> None:
     run = Servers(tmp_path)
     specs = [run.server("server"), run.server("server-2")]
 
     def script(running: Running) -> None:
+        run.serve()
+        assert len(in_use(run.servers)) == 2
         os.kill(running.pids["server-2"][0], signal.SIGKILL)
+        run.until(lambda: len(in_use(run.servers)) == 1)
         run.until(lambda: run.states().get("server-2") == ("running", 2))
+        assert len(in_use(run.servers)) == 1, "the trainer has not proved it yet"
         os.kill(running.pids["server-2"][1], signal.SIGKILL)
         run.until(lambda: "server-2" not in run.states())
         assert run.states() == {"server": ("running", 1)}
@@ -475,21 +472,19 @@ def engine_of(owned: OwnedServer) -> int:
     return int(owned.log_path.read_text().rpartition("engine ")[2].split()[0])
 
 
-def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(tmp_path: Path) -> None:
-    with server(tmp_path) as owned:
+def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
+    with server(tmp_path, key="secret") as owned:
         pids = []
         for version in (0, 2):
             owned.stop()
-            owned.start("model", version)
+            owned.start("locked", version)
             owned.wait_ready()
             assert owned.pid is not None
             pids.append(owned.pid)
-            line = f"serving model-v{version}"
-            wait_for(
-                line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30
-            )  # a thread writes the log
+            line = f"serving locked-v{version}"  # a thread writes the log
+            wait_for(line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30)
         assert not alive(pids[:1]) and alive(pids[1:])
-        assert "serving model-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
+        assert "serving locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
     assert not alive(pids)
 
 
@@ -525,7 +520,7 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
     assert pid is not None and not alive([pid])
 
 
-def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:
+def test_owned_server_that_dies_later(tmp_path: Path) -> None:
     with server(tmp_path) as owned:
         owned.start("model", 0)
         owned.wait_ready()
@@ -534,9 +529,8 @@ def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
-        with pytest.raises(ProcessFailedError) as error:
+        with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
             owned.check()
-    assert error.value.field == "server" and "SIGKILL" in error.value.got
 
 
 @pytest.mark.parametrize("kind", ["engine", "deaf-engine"])

@@ -194,7 +194,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
 
 
-def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment(
+def test_feed_trains_the_rest_and_names_the_environment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     poison = UNFIT[0][0]

@@ -88,7 +88,7 @@ def test_several_begin_with_the_highest_version_that_one_has_seen() -> None:
 
 
 @pytest.mark.parametrize("ask", [Fleet.connect, Fleet.publish])
-def test_several_are_asked_at_the_same_time_and_each_that_fails_is_named(
+def test_several_are_asked_together_and_each_failure_is_named(
     ask: Callable[[Fleet, int], object],
 ) -> None:
     gone = ServerError("the connection broke", field="POST /x")  # names its server itself
@@ -294,9 +294,7 @@ def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) 
 
 
 @pytest.mark.parametrize("one_answers", [True, False])
-def test_a_trainer_that_starts_again_does_not_wait_for_a_silent_server(
-    run: Run, monkeypatch: pytest.MonkeyPatch, one_answers: bool
-) -> None:
+def test_present_leaves_a_silent_server(run: Run, monkeypatch: pytest.MonkeyPatch, one_answers: bool) -> None:
     """The silent one accepts connections and says nothing, as a stopped process does; C still starts."""
     monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
     with ExitStack() as up:

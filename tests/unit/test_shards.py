@@ -34,7 +34,7 @@ from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, 
 from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import World
 from grpo_trainer.trainer import Trainer
-from tests.unit.factories import batch, sample
+from tests.unit.factories import batch, refusing, sample
 from vllm_server.protocol import PROOF_VERSION
 
 CPU = torch.device("cpu")
@@ -90,9 +90,7 @@ def cut_model(
 @pytest.mark.parametrize(
     ("config", "shard"), [(TIED, "1GB"), (APART, "20KB"), (FUSED, "1GB")], ids=["tied", "several files", "fused"]
 )
-def test_a_cut_model_has_the_weights_of_its_files_and_computes_as_whole(
-    tmp_path: Path, config: object, shard: str
-) -> None:
+def test_shards_have_their_files_weights(tmp_path: Path, config: object, shard: str) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -113,7 +111,7 @@ def config_with(**values: object) -> TrainConfig:
     return build(TrainConfig, {"model": "x", "weight_bridge_mode": "none", "seq_len": 64, "batch_size": 4, **values})
 
 
-def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_counted(
+def test_shards_are_not_counted_in_what_layers_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The plan for a GPU, made on a CPU: its memory is what is said here."""
@@ -169,9 +167,7 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
 
 @pytest.mark.complete
 @pytest.mark.parametrize("packing", ["on", "off"])
-def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(
-    packing: str, graphs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_compiled_steps(packing: str, graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if another process makes a pass more, and in passes whose sequences share no prompt."""
     monkeypatch.setattr(Shards, "passes", lambda _, own: own + 1)
     options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True, "packing": packing}
@@ -215,9 +211,7 @@ def test_the_change_of_a_proof_is_made_in_a_shard_and_undone() -> None:
 
 
 @pytest.mark.parametrize("is_common", [True, False])
-def test_the_change_of_a_proof_is_undone_by_all_processes_or_none(
-    monkeypatch: pytest.MonkeyPatch, is_common: bool
-) -> None:
+def test_weight_change_is_undone_by_all_or_none(monkeypatch: pytest.MonkeyPatch, is_common: bool) -> None:
     """A process that fails alone would wait for the others, which are in another operation."""
     written: list[int] = []
 
@@ -270,9 +264,7 @@ class Uncompilable(Qwen2DecoderLayer):
 
 
 @pytest.mark.parametrize("where", ["here", "in a later layer", "elsewhere"])
-def test_a_cut_model_that_torch_can_not_compile_is_trained_uncompiled(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shards_uncompilable(where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By all processes, if one of them can't compile it."""
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -306,6 +298,5 @@ def test_what_can_not_be_cut_stays_whole(caplog: pytest.LogCaptureFixture) -> No
 def test_a_model_of_unknown_layers_is_refused() -> None:
     model = build_without_weights(APART, torch.float32, "sdpa", CPU)
     model.model.layers = nn.Sequential(*model.model.layers)
-    with pytest.raises(ConfigError) as refused:
+    with refusing(ConfigError, "--sharding", words=["Qwen2ForCausalLM"]):
         shard_model(model, World(), CPU, torch.float32)
-    assert refused.value.field == "--sharding" and "Qwen2ForCausalLM" in refused.value.summary

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
-import psutil
 import pytest
 
 from grpo_common import status
@@ -33,7 +33,8 @@ from grpo_trainer.launch.process import START_STOP_SECONDS, Process
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from grpo_trainer.phases import SERVER as WAITS_FOR_SERVER
-from tests.processes import found_in, free_port, once, wait_for
+from tests.processes import alive, found_in, free_port, once, wait_for
+from tests.unit.factories import refusing
 
 SERVER = """
 import http.server, sys, time
@@ -115,7 +116,7 @@ class Recorded(Supervisor):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert not [pid for pids in self.pids.values() for pid in pids if runs(pid)]
+        assert not alive([pid for pids in self.pids.values() for pid in pids])
 
 
 def failed(folder: Path, *processes: ProcessSpec) -> ProcessFailedError:
@@ -123,18 +124,6 @@ def failed(folder: Path, *processes: ProcessSpec) -> ProcessFailedError:
     with pytest.raises(ProcessFailedError) as error, Recorded(folder) as supervisor:
         supervisor.run([processes])
     return error.value
-
-
-def runs(pid: int) -> bool:
-    """Whether a process still does anything; one that waits for init to collect it does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def assert_gone(all_pids: list[int]) -> None:
-    assert all_pids and not [pid for pid in all_pids if runs(pid)]
 
 
 @contextmanager
@@ -187,15 +176,6 @@ def test_supervisor_asks_a_real_api_with_the_key(tmp_path: Path, asked_with: str
     error = failed(tmp_path, api, trainer(SLEEPER))
     assert error.field == "api" and "401" in error.got
     assert "secret" not in str(error) and "another" not in str(error)
-
-
-def test_supervisor_stage_starts_together(tmp_path: Path) -> None:
-    sign, ready, supervisor = tmp_path / "sign", tmp_path / "ready", Recorded(tmp_path)
-    first = f"{UNTIL}pathlib.Path({str(sign)!r}).touch()\nuntil({str(ready)!r})"
-    with once(lambda: any("ready after" in line for line in supervisor.said), ready.touch), supervisor:
-        supervisor.run([[served(f"until({str(sign)!r})\n"), trainer(first)]])
-    named = [line.partition(":")[0] for line in supervisor.said]
-    assert named == ["server", "trainer", "server"], "both were started, the server became ready later"
 
 
 def test_supervisor_server_that_is_never_ready(tmp_path: Path) -> None:
@@ -273,7 +253,7 @@ def test_supervisor_trainer_before_its_first_step_has_little_time_to_end(tmp_pat
         ("api", "pass", False, "exit code 0", ""),
     ],
 )
-def test_supervisor_failure_has_the_last_lines(
+def test_supervisor_failure_last_lines(
     tmp_path: Path, name: str, code: str, may_end: bool, got: str, last: str
 ) -> None:
     error = failed(tmp_path, trainer(SLEEPER), spec(name, code, may_end=may_end))
@@ -314,16 +294,15 @@ def test_supervisor_whose_reader_went_away_goes_on(tmp_path: Path) -> None:
 
 
 def test_supervisor_raises_what_ends_the_run_before_the_processes_that_it_ended(tmp_path: Path) -> None:
-    gone, folder = tmp_path / "gone", FolderGoneError(field="--run-dir")
+    gone = tmp_path / "gone"
 
     def check() -> None:
         if gone.exists():
-            raise folder
+            raise FolderGoneError(field="--run-dir")
 
     code = f"import pathlib, sys; pathlib.Path({str(gone)!r}).touch(); sys.exit(1)"
-    with pytest.raises(FolderGoneError) as error, Recorded(tmp_path, check=check) as supervisor:
+    with refusing(FolderGoneError, "--run-dir"), Recorded(tmp_path, check=check) as supervisor:
         supervisor.run([[spec("api", code), trainer(SLEEPER)]])
-    assert error.value is folder
 
 
 @pytest.mark.parametrize("fetched", [False, True], ids=["starves", "gets its last batch"])
@@ -334,31 +313,25 @@ def test_supervisor_without_environments(tmp_path: Path, monkeypatch: pytest.Mon
     waits = f"""
         OWN.update(lacks_batch=True)
         until({str(ended)!r})
-        if {fetched}:
-            OWN.update(lacks_batch=False)
-            time.sleep(7)
-            sys.exit(0)
-        time.sleep(120)
+        OWN.update(lacks_batch={not fetched})
+        time.sleep({7 if fetched else 120})
     """
     last = spec("env-b", f"print({LAST!r})", may_end=True)
     stages = [[spec("env-a", "pass", may_end=True), last, speaking(tmp_path, "trainer", waits, ends_run=True)]]
+    starves = refusing(ProcessFailedError, "env-b", got="exit code 0", words=[LAST, "logs/env-b.log"])
     supervisor = Recorded(tmp_path)
-    with once(lambda: sum("has ended" in line for line in supervisor.said) == 2, ended.touch):
-        if fetched:
-            with supervisor:
-                supervisor.run(stages)
-            return
-        with pytest.raises(ProcessFailedError) as error, supervisor:
-            supervisor.run(stages)
-    assert (error.value.field, error.value.got) == ("env-b", "exit code 0")
-    assert LAST in error.value.fix and "logs/env-b.log" in error.value.fix
+    with (
+        once(lambda: sum("has ended" in line for line in supervisor.said) == 2, ended.touch),
+        nullcontext() if fetched else starves,
+        supervisor,
+    ):
+        supervisor.run(stages)
 
 
 def test_supervisor_full_disk_under_the_logs(small_disk: Path) -> None:
     chatty = "import time\nwhile True: print('x' * 1000, flush=True); time.sleep(0.001)"
-    with pytest.raises(DiskFullError) as error, Recorded(small_disk) as supervisor:
+    with refusing(DiskFullError, str(small_disk / "logs" / "env.log")), Recorded(small_disk) as supervisor:
         supervisor.run([[spec("env", chatty)]])
-    assert error.value.field == str(small_disk / "logs" / "env.log")
 
 
 def test_supervisor_large_log_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,19 +351,14 @@ def test_supervisor_large_log_begins_again(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_supervisor_signal_ends_every_child_and_grandchild(number: signal.Signals, tmp_path: Path) -> None:
     stubborn, log, supervisor = trainer(STUBBORN, stop_seconds=0.5), tmp_path / "logs/trainer.log", Recorded(tmp_path)
-    stop = partial(os.kill, os.getpid(), number)
-    with (
-        once(lambda: found_in(log, CHILD) is not None, stop) as sent,
-        pytest.raises(StoppedError) as error,
-        supervisor,
-    ):
+    stop = once(lambda: found_in(log, CHILD) is not None, partial(os.kill, os.getpid(), number))
+    with stop as sent, pytest.raises(StoppedError) as error, supervisor:
         supervisor.run([[spec("env", SLEEPER), stubborn]])
     assert time.monotonic() - sent[0] < SHUTDOWN_SECONDS + 0.5  # what is promised to users, not a benchmark
     assert error.value.exit_code == 128 + number
     assert [line for line in supervisor.said if number.name in line] == supervisor.said[-1:]
     grandchild = found_in(log, CHILD)
-    assert grandchild
-    assert_gone([int(grandchild[1])])
+    assert grandchild and not alive([int(grandchild[1])])
 
 
 def test_supervisor_second_signal_kills_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,12 +366,9 @@ def test_supervisor_second_signal_kills_at_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(supervisor_module, "SHUTDOWN_SECONDS", 100.0)
     log, interrupt = tmp_path / "logs" / "trainer.log", partial(os.kill, os.getpid(), signal.SIGINT)
     supervisor = Recorded(tmp_path)
-    with (
-        once(lambda: found_in(log, CHILD) is not None, interrupt),
-        once(lambda: any(line.startswith("stopping") for line in supervisor.said), interrupt) as again,
-        pytest.raises(StoppedError),
-        supervisor,
-    ):
+    first = once(lambda: found_in(log, CHILD) is not None, interrupt)
+    second = once(lambda: any(line.startswith("stopping") for line in supervisor.said), interrupt)
+    with first, second as again, pytest.raises(StoppedError), supervisor:
         supervisor.run([[trainer(STUBBORN, stop_seconds=60)]])
     assert time.monotonic() - again[0] < 60  # less than what one signal would have allowed
 
@@ -446,7 +411,7 @@ def test_supervisor_ends_an_orphan_of_a_process_with_it(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "env.log"
     found = found_in(log, r"^orphan (\d+)$")
     assert found
-    wait_for("the orphan's end", lambda: not runs(int(found[1])), log, 60)
+    wait_for("the orphan's end", lambda: not alive([int(found[1])]), log, 60)
 
 
 def test_supervisor_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
@@ -464,19 +429,14 @@ def test_supervisor_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
-        assert runs(child)
+        assert alive([child])
         supervisor.kill()
-    wait_for("the child's end", lambda: not runs(child), tmp_path / "env.log", 60)
+    wait_for("the child's end", lambda: not alive([child]), tmp_path / "env.log", 60)
 
 
-def test_supervisor_is_not_held_by_a_killed_process_that_the_kernel_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_leaves_what_the_kernel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Process(spec("trainer", SLEEPER), tmp_path / "trainer.log")
-
-    def held(timeout: float | None = None) -> int:
-        raise subprocess.TimeoutExpired("trainer", timeout or math.inf)
-
+    held = mock.Mock(side_effect=subprocess.TimeoutExpired("trainer", math.inf))
     with monkeypatch.context() as patched:
         patched.setattr(child.popen, "wait", held)
         child.kill()
@@ -606,12 +566,8 @@ def test_status_notices_are_a_burst_and_then_one_in_a_while(tmp_path: Path, monk
     ("code", "phase", "error"),
     [
         ("if os.fork() == 0: OWN.update(phase='forked'); os._exit(0)\nos.wait()", "mine", ""),
-        ("log.warning('%d', 'no number')", "mine", "no number"),  # wrong arguments raise nothing
-        (
-            "path.parent.rename('gone'); OWN.update(phase='lost'); path.parent.mkdir(); OWN.update(phase='lost')",
-            "lost",
-            "",
-        ),
+        ("log.warning('%d', 'no number')", "mine", "no number"),
+        ("path.parent.rename('a'); OWN.update(phase='b'); path.parent.mkdir(); OWN.update(phase='b')", "b", ""),
     ],
     ids=["fork", "wrong arguments", "lost write"],
 )

@@ -209,9 +209,7 @@ def test_an_adapter_on_the_matrix_that_vllm_copies_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "warn")])
-def test_doctor_says_that_the_server_needs_torchvision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, status: str
-) -> None:
+def test_doctor_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, status: str) -> None:
     save_model("gemma3_whole", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: installed or None)
     run = build_run({}, {"model_name": str(tmp_path), "weight_bridge_mode": "lora_only"})

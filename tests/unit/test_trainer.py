@@ -25,7 +25,7 @@ from grpo_trainer.model.reference import FrozenWeights
 from grpo_trainer.optim.steps import first_not_finite
 from grpo_trainer.rollouts.groups import RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer, loss_scale
-from tests.unit.factories import VOCAB, TinyModel, batch, sample
+from tests.unit.factories import VOCAB, TinyModel, batch, refusing, sample
 
 
 def config(**changes: object) -> TrainConfig:
@@ -94,9 +94,7 @@ def assert_same(one: tuple[dict[str, float], list[Tensor]], other: tuple[dict[st
 
 @settings(max_examples=40)
 @given(st.integers(1, 16), st.sampled_from(LOSSES), st.integers(0, 5))
-def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(
-    size: int, loss: dict[str, object], seed: int
-) -> None:
+def test_step_any_split_is_the_same(size: int, loss: dict[str, object], seed: int) -> None:
     """And so does padding: one sequence a microbatch has none."""
     data = full_rollouts(seed)
     assert_same(trained_once(data, loss, 100), trained_once(data, loss, size))
@@ -111,44 +109,30 @@ def test_the_order_of_groups_and_samples_changes_nothing(loss: dict[str, object]
     assert_same(trained_once(data, loss, 4), trained_once(replace(data, groups=tuple(groups)), loss, 4))
 
 
-def test_a_step_raises_the_logprob_of_what_was_rewarded() -> None:
-    model = TinyModel()
-    good, bad = sample([1, 2], [3], 1.0), sample([1, 2], [4], 0.0)
-
-    def logprob_of(token: int) -> float:
-        logits = model(torch.tensor([[1, 2]]), use_cache=False).logits[0, -1]  # type: ignore[attr-defined]
-        return torch.log_softmax(logits, -1)[token].item()
-
-    before = logprob_of(3), logprob_of(4)
-    trainer = Trainer(model, config(lr=1e-2))
-    result = trainer.step(batch([good, bad]), 0)
-    assert result.updated
-    assert logprob_of(3) > before[0] and logprob_of(4) < before[1]
-    assert 0 < reduce(result.metrics)["train/changed_fraction"] <= 1
-
-
 def no_fence() -> AbstractContextManager[None]:
     pytest.fail("a step that is skipped takes a fence")
 
 
-def test_a_step_without_a_spread_of_rewards_is_skipped_and_changes_nothing() -> None:
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_step_without_a_spread_of_rewards_is_skipped() -> None:
     model = TinyModel()
     before = copy.deepcopy(model.state_dict())
     result = Trainer(model, config()).step(batch([sample([1], [2], 1.0), sample([1], [3], 1.0)]), 0, no_fence)
-    assert not result.updated
     numbers = reduce(result.metrics)
-    assert numbers["train/loss"] == 0 and numbers["train/skipped"] == 1
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not result.updated and numbers["train/loss"] == 0 and numbers["train/skipped"] == 1
+    assert unchanged(model, before)
 
 
-def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run() -> None:
+def test_step_with_a_nan_changes_nothing_and_too_many_stop_the_run() -> None:
     model = TinyModel()
     trainer = Trainer(model, config(max_bad_steps=2))
     poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
     before = copy.deepcopy(model.state_dict())
     assert not trainer.step(poisoned, 0, no_fence).updated
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert not trainer.optimizer.state_dict()["state"]
+    assert unchanged(model, before) and not trainer.optimizer.state_dict()["state"]
     assert trainer.step(rollouts(), 1).updated  # a good step in between resets the count
     assert not trainer.step(poisoned, 2).updated
     with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b2\b.*\bnan\b") as sound:
@@ -161,7 +145,7 @@ def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_leaves_weights_that_are_not_finite_ends_the_run_before_they_are_published(
+def test_step_that_leaves_weights_not_finite(
     dtype: torch.dtype,
 ) -> None:
     """In 32 bits torch's optimizer writes them, and the error tears the fence; in 16 bits nothing is written."""
@@ -185,16 +169,15 @@ def test_a_step_that_leaves_weights_that_are_not_finite_ends_the_run_before_they
     assert "end" not in entered
 
 
-def test_weights_that_are_not_finite_are_named_before_the_first_publish() -> None:
+def test_check_finite_names_the_weights() -> None:
     model = TinyModel()
     trainer = Trainer(model, config())
     trainer.check_finite()
     name, parameter = list(model.named_parameters())[-1]
     with torch.no_grad():
         parameter.view(-1)[-1] = math.inf
-    with pytest.raises(TrainingError) as refused:
+    with refusing(TrainingError, name):
         trainer.check_finite()
-    assert refused.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -206,36 +189,33 @@ def test_weights_that_are_not_finite_are_named_before_the_first_publish() -> Non
         ([[65_504.0], [-65_505.0]], torch.float16, 1),  # what float16 ends at, and one more
         ([[3.4e38]], torch.bfloat16, 0),  # bfloat16 ends at 3.3895e38
         ([[3.4e38]], torch.float32, None),
+        ([], torch.float32, None),
     ],
 )
-def test_the_first_tensor_that_is_not_finite_in_the_dtype_of_its_parameter(
-    values: list[list[float]], target: torch.dtype, found: int | None
-) -> None:
+def test_first_not_finite(values: list[list[float]], target: torch.dtype, found: int | None) -> None:
+    """In the dtype of its parameter."""
     tensors = [torch.tensor(each) for each in values]
     assert first_not_finite(tensors, [each.to(target) for each in tensors]) == found
 
 
-def test_tensors_of_several_dtypes_are_looked_at_together() -> None:
+def test_first_not_finite_of_several_dtypes() -> None:
     mixed = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor([math.nan])]
-    assert first_not_finite(mixed, mixed) == 2
-    assert first_not_finite(mixed[:2], mixed[:2]) is None and first_not_finite([], []) is None
+    assert first_not_finite(mixed, mixed) == 2 and first_not_finite(mixed[:2], mixed[:2]) is None
 
 
-def test_a_stop_between_microbatches_leaves_the_weights_untouched() -> None:
+def test_step_stopped_between_microbatches_changes_nothing() -> None:
     model = TinyModel()
-    calls: list[int] = []
+    stops = iter([None, StoppedError(15)])
 
     def stop_at_second() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise StoppedError(15)
+        if (stop := next(stops)) is not None:
+            raise stop
 
     trainer = Trainer(model, config(batch_size=2), stop_at_second)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(StoppedError) as stopped:
         trainer.step(rollouts(), 0)
-    assert stopped.value.exit_code == 143
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert stopped.value.exit_code == 143 and unchanged(model, before)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.7, 1 / 512, 1 / 3_000_000])
@@ -311,20 +291,26 @@ def test_a_teacher_that_is_not_listened_to_is_said_once(caplog: pytest.LogCaptur
     assert ["--distill-coef" in record.message for record in caplog.records].count(True) == 1
 
 
-@pytest.mark.parametrize("kind", ["supervised", "taught"])
-def test_imitation_and_distillation_teach_without_a_spread_of_rewards(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rewarded", "imitated", "taught"])
+def test_step_raises_the_logprob(kind: str) -> None:
+    """Imitation and distillation need no spread of rewards."""
     model = TinyModel()
-    shown = sample([1, 2], [3], 0.0, supervised=True) if kind == "supervised" else None
-    shown = shown or sample([1, 2], [4], 0.0, teacher=[{3: -0.01}])
-    trainer = Trainer(model, config(distill_coef=1.0, lr=1e-2))
+    shown = {
+        "rewarded": [sample([1, 2], [3], 1.0), sample([1, 2], [4], 0.0)],
+        "imitated": [sample([1, 2], [3], 0.0, supervised=True)],
+        "taught": [sample([1, 2], [4], 0.0, teacher=[{3: -0.01}])],
+    }[kind]
 
-    def chance() -> float:
-        with torch.no_grad():
-            return torch.log_softmax(model(torch.tensor([[1, 2]]), False).logits[0, -1], -1)[3].item()  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def logprob_of(token: int) -> float:
+        logits = model(torch.tensor([[1, 2]]), use_cache=False).logits[0, -1]  # type: ignore[attr-defined]
+        return torch.log_softmax(logits, -1)[token].item()
 
-    before = chance()
-    assert trainer.step(batch([shown]), 0).updated
-    assert chance() > before
+    before = logprob_of(3), logprob_of(4)
+    result = Trainer(model, config(distill_coef=1.0, lr=1e-2)).step(batch(shown), 0)
+    assert result.updated and logprob_of(3) > before[0]
+    assert kind != "rewarded" or logprob_of(4) < before[1]
+    assert 0 < reduce(result.metrics)["train/changed_fraction"] <= 1
 
 
 @contextmanager
@@ -352,9 +338,8 @@ def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_schedule() -> None:
     """The last rate of 2,000 cosine steps is 6e-7 of --lr: hardly a 16-bit weight changes by so little."""
     low = Trainer(TinyModel().to(torch.bfloat16), config(lr=1e-15))
-    with pytest.raises(TrainingError) as refused:
+    with refusing(TrainingError, "--lr"):
         low.step(rollouts(), 0)
-    assert refused.value.field == "--lr"
     falls = {"lr": 1e-6, "lr_schedule": "cosine"}
     last = Trainer(TinyModel().to(torch.bfloat16), config(**falls, training_steps=2000))
     result = last.step(rollouts(), 1999)
