@@ -63,7 +63,7 @@ class DataConfig(BaseModel):
     chat: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="whether a text prompt is sent as a user message through the model's chat template; auto: yes, if "
-        "the model has a template and the prompts don't contain its special tokens already",
+        "the model has a template and the first prompt does not contain its special tokens",
     )
     held_out: int = Field(default=0, ge=0, description="rows kept for evaluation, which are never trained on")
     held_out_split: str | None = Field(

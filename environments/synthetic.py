@@ -11,7 +11,6 @@ import random
 import string
 from collections.abc import Sequence
 from itertools import count
-from statistics import fmean
 from typing import Any
 
 from pydantic import Field
@@ -71,11 +70,6 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
     async def score_group(self, item: int, completions: Sequence[Completion]) -> list[float]:
         """Return 1.0 for an even number of tokens, else 0.0: rewards vary, and no policy learns them."""
         return [float(len(completion.token_ids) % 2 == 0) for completion in completions]
-
-    async def evaluate(self) -> dict[str, float]:
-        """Return the mean reward of one more group."""
-        completions = await self.complete(self.prompt(0), self.config.group_size)
-        return {"accuracy": fmean(await self.score_group(0, completions))}
 
 
 if __name__ == "__main__":

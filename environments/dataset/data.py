@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,7 +199,8 @@ def _file(field: str, path: Path) -> Data:
 
 def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
     saved = any((path / name).is_file() for name in SAVED)
-    files = [each for each in sorted(path.rglob("*")) if each.is_file() and not _is_hidden(each.relative_to(path))]
+    shown = (each for each in sorted(path.rglob("*")) if not re.search(r"(^|/)\.", str(each.relative_to(path))))
+    files = [each for each in shown if each.is_file()]
     if saved:
         files = [each for each in files if not each.name.startswith("cache-")]  # which `datasets` keeps there
     else:
@@ -209,7 +211,18 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
     card = path / "README.md"  # it may say which files are which split
     cards = card.is_file() and "\nconfigs:" in card.read_text(errors="replace").partition("\n---")[0]
     if not (saved or subset or cards) and all(_kind(each) in JSON_ENDS for each in files):
-        found = _load(field, lambda library: _splits_of(library, source, files), path)
+
+        def splits(library: Any) -> dict[str, list[Path]]:
+            """Return which files are which split by `datasets`' rules for their names."""
+            ours, patterns = (
+                {str(each.absolute()): each for each in files},
+                library.data_files.get_data_patterns(source),
+            )
+            named = library.data_files.DataFilesDict.from_patterns(patterns, base_path=source)
+            found = {str(split): [ours[name] for name in names if name in ours] for split, names in named.items()}
+            return {split: own for split, own in found.items() if own}
+
+        found = _load(field, splits, path)
         chosen, part = _split_of(field, found, split, split_flag)
         rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
     else:
@@ -253,10 +266,6 @@ def _options_of(files: Sequence[Path]) -> dict[str, Any]:
         return {}
     separator = "\t" if kinds == {".tsv"} else ","
     return {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -383,15 +392,6 @@ def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapp
                 field = f"{field}, line {next((number for number, line in lines if chr(0xFFFD) in line), 1)}"
                 fix = "save the file as UTF-8"
         raise ConfigError("cannot be read", field=field, got=_first_line(error), fix=fix) from chain[0]
-
-
-def _splits_of(library: Any, folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return which files of a folder are which split by `datasets`' rules for their names."""
-    ours = {str(each.absolute()): each for each in files}
-    patterns = library.data_files.get_data_patterns(folder)
-    found = library.data_files.DataFilesDict.from_patterns(patterns, base_path=folder)
-    splits = {str(split): [ours[name] for name in names if name in ours] for split, names in found.items()}
-    return {split: own for split, own in splits.items() if own}
 
 
 def _split_of(field: str, found: Any, split: str | None, flag: str) -> tuple[Any, str | None]:

@@ -12,6 +12,7 @@ import random
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 from typing import ClassVar
@@ -32,14 +33,10 @@ from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
 
-SPARE_TOKENS = 16
-"""Kept free when a prompt's bytes, more than its tokens, show that it fits."""
 SPLIT_SEED = 20261128
 """A constant, not the run's seed: a row that one run trains on is not held out in another."""
 MESSAGE_BYTES = 32
 """More than the tokens that a chat template adds to each message, such as its role and its ends."""
-LOOKED_AT = 100
-"""Prompts by which `--data.chat auto` decides."""
 OUR_METRICS = ("reward", "rows")
 """Beginnings of the names of the environment's own metrics."""
 LONGEST_EXTRA = 1000
@@ -122,7 +119,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                     fix="use an instruction-tuned model, or prompts that are text",
                 )
             return False
-        in_chat = chat == "on" or (chat == "auto" and not self._prompts_have_marks())
+        in_chat = chat == "on" or (chat == "auto" and not self._is_rendered())
         if not in_chat and not self.columns.as_messages and self.config.system_prompt:
             got = "--data.chat off" if chat == "off" else "prompts that have the template's special tokens"
             raise ConfigError(
@@ -134,17 +131,14 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             )
         return in_chat and not self.columns.as_messages
 
-    def _prompts_have_marks(self) -> bool:
-        """Return whether most of the first prompts contain special tokens of the model, as rendered prompts do."""
+    def _is_rendered(self) -> bool:
+        """Return whether the first usable prompt contains a special token of the model, as rendered prompts do."""
         marks = [str(token) for token in self.tokenizer.all_special_tokens if len(str(token)) > 1]
-        numbers, found = self._source.checked()[:LOOKED_AT], 0
-        for number in numbers:
-            try:
+        for number in self._source.checked():
+            with suppress(UnusableRow):  # reported when all rows are checked
                 prompt = self.columns.prompt_of(self._source.rows[number])
-            except UnusableRow:  # reported when all rows are checked
-                continue
-            found += any(mark in prompt for mark in marks if isinstance(prompt, str))
-        return 2 * found > len(numbers)
+                return any(mark in prompt for mark in marks if isinstance(prompt, str))
+        return False
 
     def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
         """Return a row, and its prompt as it is in the data set.
@@ -181,14 +175,17 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         """
         room, fitting, longest, skipped = self.config.max_token_length, array("Q"), 0, 0
         shortest: Prompt = [{"role": "user", "content": "1"}] if self.columns.as_messages else self._asked("1")
-        free = room - len(self.tokenize(shortest)) - SPARE_TOKENS  # without template and system prompt
+        free = room - len(self.tokenize(shortest))  # without template and system prompt
         for number in data.checked():
             try:
                 row, prompt = self._prompt(data, number)
                 self.columns.answer_of(row)
             except UnusableRow as error:
                 raise ConfigError.of([replace(error.problems[0], fix="correct or remove the row")]) from None
-            if _bytes_of(prompt) > free and (length := len(self.tokenize(self._asked(prompt)))) >= room:
+            # A token has one byte or more.
+            parts = [{"content": prompt}] if isinstance(prompt, str) else prompt
+            size = sum(len(str(each.get("content", "")).encode()) + MESSAGE_BYTES for each in parts)
+            if size > free and (length := len(self.tokenize(self._asked(prompt)))) >= room:
                 longest, skipped = max(longest, length), skipped + 1
             else:
                 fitting.append(number)
@@ -309,10 +306,3 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             if name != only:
                 values[name].append(value)
         return {name: fmean(each) for name, each in values.items()}
-
-
-def _bytes_of(prompt: Prompt) -> int:
-    """Return the bytes of a prompt's text: a token has one or more."""
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return sum(len(str(message.get("content", "")).encode()) + MESSAGE_BYTES for message in prompt)

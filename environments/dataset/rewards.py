@@ -181,7 +181,10 @@ def _keywords_of(field: str, function: Callable[..., Any], known: Sequence[str])
 async def _call(
     config: RewardConfig, function: Callable[..., Any], names: Sequence[str], threads: Threads, asked: Asked
 ) -> Any:
-    keywords = {name: _copied(asked.keywords[name]) for name in names if name in asked.keywords}
+    keywords = {name: asked.keywords[name] for name in names if name in asked.keywords}
+    for name, value in keywords.items():
+        if isinstance(value, list):  # what a function changes must change neither the data set nor what others get
+            keywords[name] = [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in value]
     try:
         if config.main_thread:
             return await settled(function(**keywords))
@@ -193,13 +196,6 @@ async def _call(
                 "parsing_timeout=None and timeout_seconds=None, or set main_thread = true in its [[rewards]]"
             )
         raise
-
-
-def _copied(value: Any) -> Any:
-    """Return a function's own argument: what it changes must change neither the data set nor what others get."""
-    if not isinstance(value, list):
-        return value
-    return [copy.deepcopy(each) if isinstance(each, list | dict) else each for each in value]
 
 
 async def _regex(judge: MathJudge, field: str, pattern: str, asked: Asked) -> list[float]:
@@ -228,13 +224,8 @@ async def _math(judge: MathJudge, asked: Asked) -> list[Score]:
     """
     if asked.answer is None:
         return [None] * len(asked.finals)
-    gold = boxed_or_all(asked.answer)
+    gold = (in_the_asked_form(asked.answer, "boxed") or asked.answer).strip().strip("$").strip()
     if (number := read_number(gold)) is not None:
         return [float(number.accepts(final_number(text))) for text in asked.finals]
     verdicts = await asyncio.gather(*(judge.judge(gold, text, "boxed") for text in asked.finals))
     return [float(verdict.lenient) for verdict in verdicts]
-
-
-def boxed_or_all(answer: str) -> str:
-    r"""Return what a right answer has in its last `\boxed{…}`, or all of it, without dollar signs around it."""
-    return (in_the_asked_form(answer, "boxed") or answer).strip().strip("$").strip()

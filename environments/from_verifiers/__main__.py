@@ -9,7 +9,6 @@ there (no torch, no vLLM).
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import venv
@@ -79,8 +78,6 @@ def link(place: Path) -> None:
     (site,) = place.glob("lib/python*/site-packages")
     for name in LINKED:
         there, target = site / name, Path(__file__).parents[2] / name
-        if there.is_dir() and not there.is_symlink():
-            shutil.rmtree(there)
         if not (there.is_symlink() and there.readlink() == target):
             there.unlink(missing_ok=True)
             there.symlink_to(target)

@@ -84,7 +84,6 @@ class Runner:
         self._registration: wire.RegisterEnvResponse | None = None
         self._changed = asyncio.Condition()
         self._status: wire.StatusEnv | None = None
-        self._moved_at = time.monotonic()
         self._is_known = False  # the API knows this environment, and the status is of it
         self._is_stale = True  # there is news since the status
         self._tasks: dict[asyncio.Task[None], Literal["making", "posting", ""]] = {}  # and what those of groups do
@@ -309,22 +308,12 @@ class Runner:
                 self._changed.notify_all()
 
     def _take(self, status: wire.StatusEnv) -> None:
-        """Take a new status: report a new step, start an evaluation that is due, and warn if nothing changes.
+        """Take a new status: report a new step, and start an evaluation that is due.
 
         While one runs, others that fall due are left out; only that of the last step waits for it.
         """
-        now, before, self._status = time.monotonic(), self._status, status
+        before, self._status = self._status, status
         running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
-        if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
-            self._moved_at = now
-        elif now - self._moved_at >= SAY_WAITING_EVERY_S:
-            self._moved_at = now
-            missing = "groups in flight" if self._in_flight else "the evaluation" if running else "the trainer"
-            log.warning(
-                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, %d in flight; %s",
-                *(SAY_WAITING_EVERY_S, missing, status.current_step, status.queue_size, len(self._in_flight)),
-                self.reporter.line({}),
-            )
         if before is None or status.current_step == before.current_step:
             return
 

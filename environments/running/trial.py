@@ -159,13 +159,12 @@ async def _try_evaluation(env: BaseEnv[Any, Any]) -> str:
 
 def _needs_server(error: BaseException | None) -> bool:
     """Return whether a request to a server is behind an error, which the user's code may have wrapped or grouped."""
-    seen: list[BaseException] = []  # a cause may have its effect as its context
-    while error is not None and error not in seen:
-        if isinstance(error, NeedsServer | BaseExceptionGroup):
-            return isinstance(error, NeedsServer) or all(map(_needs_server, error.exceptions))
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return False
+    for _ in range(10):
+        if error is None or isinstance(error, NeedsServer):
+            break
+        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+        error = inner or error.__cause__ or error.__context__
+    return isinstance(error, NeedsServer)
 
 
 async def _try_items(env: BaseEnv[Any, Any]) -> str:

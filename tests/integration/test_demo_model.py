@@ -62,17 +62,6 @@ def test_its_answers_sampled_by_transformers_are_as_often_right_as_it_says(demo_
     assert accuracy == pytest.approx(said, abs=0.07)
 
 
-def test_the_tokenizer_gives_back_any_text(demo_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    text = "".join(map(chr, range(1, 127))) + "Janet's  ducks\n\nlay 16 eggs — 日本"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("12+34=<|endoftext|>")[-1] == tokenizer.eos_token_id
-    assert len(tokenizer.encode("12+34=")) == 6
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    messages = [{"role": "user", "content": "12+34="}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "12+34="
-
-
 def test_a_second_run_reuses_what_is_there(demo_model: Path) -> None:
     before = (demo_model / "model.safetensors").stat()
     done = run(str(demo_model))

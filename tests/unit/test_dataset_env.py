@@ -28,9 +28,6 @@ from environments.dataset.columns import Columns
 from environments.dataset.data import Data, read_data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
-from environments.peers.http import PeerGone
-from environments.peers.inference import Completion, Sampling
-from environments.running import evaluation
 from environments.running.cli import process
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.running.state import keep
@@ -223,12 +220,6 @@ def test_dataset_text_becomes_a_user_message_where_the_model_has_a_chat_template
             asked(environment(tokenizer, data, options={"chat": chat}, system_prompt="Be brief."))
 
 
-def test_dataset_one_special_token_changes_no_other_prompt(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    tokenizer.chat_template = CHAT
-    data = written(folder / "rows.jsonl", [*ROWS[:3], {"prompt": f"What is {END}?", "answer": "2"}])
-    assert asked(environment(tokenizer, data)) == USER
-
-
 def test_dataset_prompts_that_leave_no_room_are_skipped_and_counted(
     folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,16 +255,6 @@ def test_dataset_held_out_rows_are_never_trained_on(folder: Path, tokenizer: Qwe
     assert held_out[0] == held_out[1] and len(held_out[0]) == 5 and orders[0] != orders[1]
     for order in orders:  # each row once before any comes again
         assert sorted(order[:15]) == sorted(order[15:]) == sorted(set(range(20)) - held_out[0])
-
-
-def test_dataset_held_out_rows_do_not_depend_on_which_prompts_fit(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data = written(folder / "rows.jsonl", [{"prompt": "1" * (10 + 3 * n), "answer": "1"} for n in range(20)])
-    found = []
-    for longest in (50, 80):
-        env = environment(tokenizer, data, options={"held_out": 10}, max_token_length=longest)
-        asyncio.run(env.setup())
-        found.append(set(env._held_out))
-    assert 0 < len(found[0]) < len(found[1]) == 10 and found[0] < found[1]
 
 
 @pytest.mark.parametrize("count", [20, 25])
@@ -315,26 +296,6 @@ def test_dataset_evaluation_counts_failed_rows(folder: Path, tokenizer: Qwen2Tok
     assert metrics["reward"] == 1.0 and metrics["rows"] == 8 and metrics["rows_failed"] == 3
     with pytest.raises(EnvironmentFailed, match="0\\+1="):
         evaluated(environment(tokenizer, written(folder / "one.jsonl", ROWS[:1]), "broken"))
-
-
-def test_dataset_evaluation_bounds(folder: Path, tokenizer: Qwen2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "AT_ONCE", 3)
-    env = environment(tokenizer, written(folder / "rows.jsonl"))
-    asked: list[list[int]] = []
-
-    class Gone(Scripted):
-        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-            asked.append(prompt_token_ids)
-            await asyncio.sleep(0)
-            if len(asked) == 3:
-                raise PeerGone("no answer", field="the server")
-            await asyncio.Event().wait()
-            return []
-
-    env.server = Gone(tokenizer, lambda _: ["1" + END])
-    with pytest.raises(PeerGone):
-        evaluated(env)
-    assert len(asked) == 3
 
 
 def test_measures_leave_out_values_that_are_not_finite() -> None:
@@ -572,18 +533,6 @@ def test_data_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert opened(folder).fingerprint != before[0]
 
 
-def test_data_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
-    monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)
-    (tmp_path / "rows.jsonl").write_text(LINES + "\n{broken\n" + LINES)
-    data = opened(tmp_path / "rows.jsonl")
-    assert not data.whole and list(data.checked()) == [0, 1] and len(data.rows) == 5
-    assert data.rows[3] == DATA_ROWS[0]
-    with pytest.raises(UnusableRow) as caught:
-        data.rows[2]
-    assert caught.value.field.endswith("line 4")
-
-
 # ---------------------------------------------------------------- columns
 
 
@@ -725,10 +674,3 @@ def test_data_that_the_hub_refuses_is_one_line_with_its_fix(tmp_path: Path, repl
     said = from_hub(tmp_path, lambda asked: reply)
     assert said.startswith("refused --data someone/rows: ") and said.count("\n") == 1
     assert part in said and "set HF_TOKEN" in said
-
-
-@pytest.mark.complete
-def test_data_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
-    asked: list[Asked] = []
-    said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE" in said and not asked

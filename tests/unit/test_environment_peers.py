@@ -115,30 +115,6 @@ def test_peer_is_gone_after_the_patience(caplog: pytest.LogCaptureFixture, monke
     assert levels == [logging.INFO, logging.INFO, logging.WARNING, logging.INFO]  # the last reports that it is back
 
 
-def test_what_is_asked_goes_out_as_it_was_given() -> None:
-    asked: list[Asked] = []
-
-    async def scene(url: str) -> None:
-        peer = Peer(NAME, f"{url}/under", patience=30.0, api_key="key")
-        try:
-            await peer.request("POST", "/a?b=c", json={"x": [1.5, None]}, headers={"X-More": "1"})
-            await peer.request("GET", "/d", content=b"raw", headers={"Content-Type": "text/plain"})
-        finally:
-            await peer.close()
-
-    def note(request: Asked) -> Reply:
-        asked.append(request)
-        return Reply()
-
-    with answering(note) as url:
-        asyncio.run(scene(url))
-    first, second = asked
-    assert (first.method, first.path, first.json()) == ("POST", "/under/a?b=c", {"x": [1.5, None]})
-    assert (first.headers["content-type"], first.headers["x-more"]) == ("application/json", "1")
-    assert (second.method, second.path, second.content) == ("GET", "/under/d", b"raw")
-    assert (second.headers["content-type"], second.headers["authorization"]) == ("text/plain", "Bearer key")
-
-
 WAIT = "wait for trainer to start"  # as the original protocol has it
 CONFIG = BaseEnvConfig(tokenizer_name="model", group_size=2, retry_timeout=5.0)
 TRAINER = registration(4, max_token_len=64, num_steps=10)
@@ -242,26 +218,6 @@ def test_another_kind_of_server_is_named() -> None:
     with answering(lambda _: page) as url, pytest.raises(PeerError) as error:
         asyncio.run(with_server(url, work))
     assert "/register-env" in error.value.field and "--env.rollout_server_url" in error.value.fix
-
-
-def test_news_are_told_when_there_are_some() -> None:
-    service = Service(Settings())
-
-    async def work(api: RolloutApi) -> tuple[wire.StatusEnv, wire.StatusEnv]:
-        await service.register(TRAINER)
-        await service.next_batch()
-        await api.register("sums")
-        known = await api.status(0)
-        assert (known.leased, known.seen is None) == (0, False)
-        news = asyncio.create_task(api.status(0, wait=20.0, seen=known.seen or ""))
-        await api.post(msgspec.structs.replace(GROUP, env_id=0))
-        await api.post(msgspec.structs.replace(GROUP, env_id=0))  # these leave no more room than there was
-        assert not news.done()
-        assert await service.next_batch(lease=60.0) is not None
-        return known, await news
-
-    before, after = with_api(work, Tapped(service))
-    assert (before.queue_size, after.queue_size, after.leased) == (0, 0, 2) and before.seen != after.seen
 
 
 # error answers -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -166,19 +165,13 @@ EVALUATES = (
         (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
         (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:18", "NameError"]),
         (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:22", "no_score"]),
-        (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
         *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
-        *("import", "no_room", "top_p", "evaluate", "each_row", "unknown_token"),
+        *("import", "no_room", "top_p", "evaluate", "each_row"),
     ],
 )
 def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]) -> None:
-    if "ids below" in words[-1]:
-        small = Path("small")
-        shutil.copytree(model, small)
-        (small / "config.json").write_text('{"vocab_size": 5}')
-        model = small
     (problem,) = tried_here(code, model, monkeypatch)["problems"]
     said = str(Problem(**problem))
     assert all(word in said for word in words), said
@@ -190,28 +183,6 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     assert found.endswith("; evaluate() returns accuracy, rows_failed")
     asks = CAPITALS + "\n    async def evaluate(self):\n        return await self.server.ask('/v1/models', {})\n"
     assert tried_here(asks, model, monkeypatch)["found"].endswith(" 0 and 0")
-
-
-WRAPS = """
-
-    async def evaluate(self):
-        import asyncio
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(20):
-                    group.create_task(self.complete("x", 1))
-        except Exception as error:
-            raise RuntimeError("no evaluation") from error
-"""
-
-
-def test_an_evaluation_that_needs_a_server_may_say_so_by_another_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tried_here(CAPITALS + WRAPS, model, monkeypatch)["found"].endswith(" 0 and 0")
-    wrong = WRAPS.replace("range(20)", "range(2)").replace('self.complete("x", 1)', "self.no_answer(1)")
-    (problem,) = tried_here(CAPITALS + wrong, model, monkeypatch)["problems"]
-    assert "evaluate()" in str(Problem(**problem))
 
 
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:

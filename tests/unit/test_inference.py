@@ -259,19 +259,6 @@ async def test_a_request_under_way_is_asked_again_where_a_server_is_left(run: Sc
     assert run.made[A][0].given_up == 1 and run.made[A][0].closed
 
 
-async def test_a_server_that_starts_again_is_another_one(run: Scene) -> None:
-    run.list(A=1)
-    asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
-    await until(lambda: A in run.made and len(run.made[A][0].asked) == 1)
-    run.list(A=2)
-    await until(lambda: len(run.made[A]) == 2 and len(run.made[A][1].asked) == 1)
-    assert run.made[A][0].given_up == 1
-    asked.cancel()  # a request that the environment gives up is given up at the server
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert run.made[A][1].given_up == 1
-
-
 async def test_requests_wait_while_no_server_is_left(run: Scene) -> None:
     asked = asyncio.create_task(run.servers.generate([3], 1, ONE))
     await asyncio.sleep(0.1)
@@ -352,20 +339,6 @@ def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch:
         await alone.close()
 
     asyncio.run(scenario())
-
-
-async def test_a_server_that_fails_after_a_long_answer_has_begun_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Server):
-        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-            await asyncio.sleep(0.1)
-            raise PeerGone("not done within 0 s", field=self.url, got="refused")
-
-    good = Server(B)
-    good.let.set()
-    several = named([Slow(A), good], monkeypatch)
-    monkeypatch.setattr(several, "_patience", 0.01)
-    assert (await several.generate([1], 1, ONE))[0].text == B
-    await several.close()
 
 
 def test_several_servers_are_named_with_commas() -> None:
@@ -544,26 +517,19 @@ def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, sa
     assert answer.status_code == status and says in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["install", "-h"], 0), ([], 2)])
-def test_help_needs_no_installation_and_names_it(
-    arguments: list[str],
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_help_needs_no_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path / "none"))
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    said = capsys.readouterr().out
-    assert ended.value.code == status and not (tmp_path / "none").exists()
-    assert f"{COMMAND} install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env.env_id ID" in said
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert f"{COMMAND} install [PACKAGE" in capsys.readouterr().out and not (tmp_path / "none").exists()
 
 
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path))
     site = tmp_path / "lib" / "python3" / "site-packages"
-    (site / "environments").mkdir(parents=True)  # of an older way to install it
+    site.mkdir(parents=True)
     verifiers_venv.link(tmp_path)
     verifiers_venv.link(tmp_path)
     assert (site / "environments" / "from_verifiers" / "env.py").is_file() and (
