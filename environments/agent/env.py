@@ -20,7 +20,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from environments.agent.calls import episode
-from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function, played
+from environments.agent.episode import EpisodeFailed, load_command, load_function, played
 from environments.agent.front import Front, Session
 from environments.api import wire
 from environments.config import ConfigError
@@ -77,9 +77,7 @@ class AgentEnv(DatasetEnv):
             longest=config.max_token_length, max_tokens=config.max_tokens, variables=config.chat_template_kwargs,
         )  # fmt: skip
         url = await self._front.start()
-        self._play: Agent = (
-            load_function(config.agent, url) if config.agent else load_command(config.command or "", url)
-        )
+        self._play = load_function(config.agent, url) if config.agent else load_command(config.command or "", url)
         self._slots = asyncio.Semaphore(config.max_concurrent_episodes)
 
     @property
@@ -129,41 +127,40 @@ class AgentEnv(DatasetEnv):
         self, data: Data, number: int, count: int, metrics: list[tuple[str, float]], **sampling: Any
     ) -> list[Trajectory]:
         """Run episodes of a task; return each, without a score if it failed; add to the metrics."""
-        errors: list[Exception] = []
-        tasks = [asyncio.create_task(self._episode(data, number, errors, sampling)) for _ in range(count)]
+        tasks = [asyncio.create_task(self._episode(data, number, sampling)) for _ in range(count)]
         try:
             ended = await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # the settings or the server are at fault, and the others may still run
                 task.cancel()
+        errors = [result for _, result in ended if isinstance(result, Exception)]
         for own, result in ended:
-            metrics += [("failed", float(result is None)), ("calls", len(own.calls) + own.not_trained)]
-            metrics += [("calls_not_trained", own.not_trained)]
+            metrics += [("failed", float(isinstance(result, Exception))), ("calls_not_trained", own.not_trained)]
+            metrics += [("calls", len(own.calls) + own.not_trained)]
         if len(errors) == count:
             raise errors[-1]
-        scores: list[Score] = [result if isinstance(result, float) else None for _, result in ended]
-        if self._rewards:
-            answers = [Completion([], [], [], result, "stop", None) for _, result in ended if isinstance(result, str)]
-            found, more = await self.scored_within(number, self._scores_of(data, number, answers))
+        answers = [Completion([], [], [], result, "stop", None) for _, result in ended if isinstance(result, str)]
+        judged: list[Score] = []
+        if answers:
+            judged, more = await self.scored_within(number, self._scores_of(data, number, answers))
             metrics += more
-            judged = iter(zip(found, answers, strict=True))
-            for place, (own, result) in enumerate(ended):
-                if result is not None:
-                    scores[place], answer = next(judged)
-                    if answer.extra and own.messages:
-                        own.messages[-1] = {**own.messages[-1], "extra": answer.extra}
-        shown, temperature = self.config.include_messages, self.config.temperature
-        return [
-            episode(own.calls, score, temperature=temperature, messages=own.messages if shown else ())
-            for (own, _), score in zip(ended, scores, strict=True)
-        ]
+        found, judgements = [], iter(zip(judged, answers, strict=True))
+        for own, result in ended:
+            score: Score = result if isinstance(result, float) else None
+            if isinstance(result, str):
+                score, answer = next(judgements)
+                if answer.extra and own.messages:
+                    own.messages[-1] = {**own.messages[-1], "extra": answer.extra}
+            messages = own.messages if self.config.include_messages else ()
+            found.append(episode(own.calls, score, temperature=self.config.temperature, messages=messages))
+        return found
 
     async def _episode(
-        self, data: Data, number: int, errors: list[Exception], sampling: dict[str, Any]
-    ) -> tuple[Session, float | str | None]:
-        """Run one episode; return its reward, or with `--reward` the answer to score; None: it failed."""
+        self, data: Data, number: int, sampling: dict[str, Any]
+    ) -> tuple[Session, float | str | Exception]:
+        """Run one episode; return its reward, or with `--reward` the answer to score, or the agent's error."""
         assert self._front is not None, "setup has made it"
-        own, result = self._front.open(**sampling), None
+        own = self._front.open(**sampling)
         try:
             async with self._slots:
                 task = deepcopy(data.rows[number])  # the agent may change it
@@ -172,7 +169,7 @@ class AgentEnv(DatasetEnv):
             raise
         except Exception as error:  # of the agent's code
             self.failures.log(self.name, f"task {number}", error)
-            errors.append(error)
+            result = error
         finally:
             self._front.end(own)
         if own.faults:
@@ -185,13 +182,13 @@ class AgentEnv(DatasetEnv):
         Raises:
             ConfigError, EpisodeFailed: it is neither.
         """
-        if self._rewards and (returned is None or isinstance(returned, str)):
-            return returned if returned is not None else own.messages[-1]["content"] if own.messages else ""
         if self._rewards:
-            got = f"{returned!r:.100} from the agent, and --reward"
-            raise ConfigError(
-                field="--reward", got=got, wanted="a text, or None", fix="omit --reward, or return a text"
-            )
+            if isinstance(returned, str):
+                return returned
+            if returned is None:
+                return own.messages[-1]["content"] if own.messages else ""
+            got, fix = f"{returned!r:.100} from the agent, and --reward", "omit --reward, or return a text"
+            raise ConfigError(field="--reward", got=got, wanted="a text, or None", fix=fix)
         if returned is None and any(call.reward is not None for call in own.calls):
             return 0.0
         with suppress(TypeError, ValueError):

@@ -289,9 +289,8 @@ def _shown(message: Any) -> dict[str, Any]:
 
 def _is_text(messages: Any) -> bool:
     """Return whether messages hold nothing but text, as far as the server could take them."""
-    contents = (
-        [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-    )
+    known = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    contents = [each.get("content") for each in known]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return all(part.get("type") in TEXT_PARTS for part in parts)
 
