@@ -24,15 +24,7 @@ from vllm_server.channels import Channels
 from vllm_server.errors import FatalError, ServeError, engine_is_dead, not_finite
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
-from vllm_server.protocol import (
-    FORMAT,
-    BridgeDebug,
-    BridgeInfo,
-    LoraStatus,
-    VersionStatus,
-    WorkerInfo,
-    machine_id,
-)
+from vllm_server.protocol import FORMAT, BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Delivery, Installed, Publisher
 from vllm_server.seams import Engine

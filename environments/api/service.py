@@ -97,10 +97,7 @@ class Service:
     """One run's rollout API. Call it from one event loop; what it answers is written down first."""
 
     def __init__(
-        self,
-        settings: Settings,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        self, settings: Settings, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
     ) -> None:
         """Open the store, if there is one, and continue from its content.
 

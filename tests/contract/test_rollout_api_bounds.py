@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
-from environments.peers.http import PeerGone
 from environments.peers.rollout_api import RolloutApi
 from tests.contract.test_rollout_api import ENV, TRAINER, start_run
 from tests.foreign import mangled
@@ -138,20 +137,6 @@ def test_our_environment_waits_for_room(tmp_path: Path) -> None:
         start_run(api, batch_size=2)
         fill(api)
         asyncio.run(run(str(api.base_url), api))
-
-
-def test_our_environment_says_why_it_gave_up(tmp_path: Path) -> None:
-    async def run(url: str) -> None:
-        config = BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url, retry_timeout=0.2)
-        environment = RolloutApi(config)
-        with pytest.raises(PeerGone) as gone:
-            await environment.post(GROUP)
-        assert all(part in gone.value.got for part in ("429", "--max-queued-mb"))
-        await environment.close()
-
-    with small_api(tmp_path) as api:
-        fill(api)
-        asyncio.run(run(str(api.base_url)))
 
 
 def status_of_new_connection(port: int) -> int:

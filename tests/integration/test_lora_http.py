@@ -129,10 +129,7 @@ def test_a_trainer_that_comes_to_a_used_server_goes_on_counting() -> None:
 
 @pytest.mark.parametrize(
     ("options", "field", "got", "wanted"),
-    [
-        ({"lora_r": 16}, "--max-lora-rank", f"{RANK}", "16"),
-        ({"lora_name": "other"}, "--lora-name", "other", "policy"),
-    ],
+    [({"lora_r": 16}, "--max-lora-rank", f"{RANK}", "16"), ({"lora_name": "other"}, "--lora-name", "other", "policy")],
 )
 def test_a_server_that_cannot_take_the_bridge_is_refused_before_training(
     options: dict[str, Any], field: str, got: str, wanted: str

@@ -113,11 +113,7 @@ class Core:
 
 
 @pytest.mark.parametrize(
-    ("batches", "after"),
-    [
-        (0, ["paused", "grpo_synchronize"]),
-        (1, ["grpo_synchronize", "paused", "grpo_synchronize"]),
-    ],
+    ("batches", "after"), [(0, ["paused", "grpo_synchronize"]), (1, ["grpo_synchronize", "paused", "grpo_synchronize"])]
 )
 def test_the_device_is_waited_for_after_the_pause_is_confirmed(batches: int, after: list[str]) -> None:
     core = Core(batches)

@@ -154,7 +154,6 @@ def test_every_test_is_in_a_lane() -> None:
 LEAST_S = 5.0
 SHORT = {
     "its end is what the test expects": (
-        "test_rollout_api_bounds.py test_our_environment_says_why_it_gave_up",
         "test_rollout_client.py test_a_server_that_is_no_rollout_api_is_told_apart",
         "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
         "test_cluster.py test_one_that_is_never_ready_there_is_told",

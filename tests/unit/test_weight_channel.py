@@ -18,14 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.factories import refusing
-from vllm_server.protocol.channels import (
-    ChannelRequest,
-    FolderSpec,
-    MainMemorySpec,
-    MappedTensor,
-    Spec,
-    Staging,
-)
+from vllm_server.protocol.channels import ChannelRequest, FolderSpec, MainMemorySpec, MappedTensor, Spec, Staging
 from vllm_server.protocol.flat import encode_header, lay_out, with_version
 from vllm_server.worker.extension import SharingWorker
 from vllm_server.worker.packed import NotFiniteError
