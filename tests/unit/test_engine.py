@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, Gauge
 
 from tests.unit.factories import story
 from vllm_server.errors import IncompatibleError, ServeError
@@ -71,20 +70,20 @@ def test_an_engine_that_would_outlive_its_server_is_refused(ray: bool) -> None:
 
 
 def test_the_metric_does_not_keep_the_names_of_versions_that_are_gone() -> None:
-    removed: list[int] = []
+    prometheus, removed = pytest.importorskip("prometheus_client"), list[int]()
 
     async def remove_lora(adapter_id: int) -> None:
         removed.append(adapter_id)
 
     engine: Any = SimpleNamespace(remove_lora=remove_lora)
     models = SimpleNamespace(lora_requests={"policy-v1": 0}, lora_id_counter=None)
-    gauge = Gauge("vllm:lora_requests_info", "As vLLM's.", ["running_lora_adapters"])
+    gauge = prometheus.Gauge("vllm:lora_requests_info", "As vLLM's.", ["running_lora_adapters"])
     try:
         gauge.labels("policy-v1").set(1)
         asyncio.run(Adapters(engine, models).remove("policy-v1", 1))
         assert removed == [1] and not [sample for metric in gauge.collect() for sample in metric.samples]
     finally:
-        REGISTRY.unregister(gauge)
+        prometheus.REGISTRY.unregister(gauge)
 
 
 # holding generation -------------------------------------------------------------------------------------------
