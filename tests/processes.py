@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +26,25 @@ ROOT = Path(__file__).parents[1]
 
 def free_port() -> int:
     return claim_ports({"x": 0})["x"]
+
+
+def modules(name: str, *words_of_each: Sequence[object]) -> list[subprocess.Popen[str]]:
+    """Start `python -m NAME WORDS` with each of these words, and with its output in a pipe."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", name, *map(str, words)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for words in words_of_each
+    ]  # fmt: skip
+
+
+def said_by(processes: Sequence[subprocess.Popen[str]], statuses: Sequence[int], seconds: float = 240) -> list[str]:
+    """Wait until processes end with these exit statuses; return what each has said."""
+    said = [process.communicate(timeout=seconds)[0] for process in processes]
+    ended = [process.returncode for process in processes]
+    assert ended == [*statuses], "\n".join(text[-3000:] for text in said)
+    return said
 
 
 @contextmanager

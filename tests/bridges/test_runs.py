@@ -27,9 +27,7 @@ SERVED = [0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("mode", ["lora_only", "shared_vllm", "broadcast", *RELAUNCHED])
-def test_a_run_learns_ends_and_is_resumed(
-    demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_is_resumed(demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
     # Without a bound all three batches may be sampled before the first publish.

@@ -31,6 +31,7 @@ from tests.unit.factories import refusing
 
 BATCH = 4
 RUN: dict[str, Any] = {"max_token_len": 10, "num_steps": 9, "eval_every": 5}
+ENVIRONMENT: dict[str, Any] = {"max_token_length": 10, "weight": 1.0, "group_size": 2}
 
 
 class Api(ServerProcess):
@@ -89,21 +90,12 @@ def finish(rollouts: Any, batch: ReadyBatch, step: int) -> None:
     rollouts.settle(done)
 
 
+def post(api: Api, path: str, **body: object) -> dict[str, Any]:
+    return httpx.post(api.url + path, json=body, trust_env=False).raise_for_status().json()
+
+
 def status(api: Api) -> dict[str, Any]:
     return httpx.get(api.url + "/status", trust_env=False).json()
-
-
-def test_groups_come_as_they_were_scored(api: Api) -> None:
-    rollouts = feed(api)
-    api.post(5, 7, version=3)
-    batch = rollouts.next(4)
-    assert first_tokens(batch) == [5, 7]  # oldest first
-    sample = batch.rollouts.groups[0].samples[1]
-    assert sample.tokens_T.tolist() == [1, 2, 6] and sample.positions.tolist() == [2]
-    assert sample.reward == 1.0 and sample.version == 3 and sample.temperature == 1.0
-    assert sample.rollout_logprobs is not None and sample.rollout_logprobs.tolist() == [-0.25]
-    numbers = reduce(batch.metrics)
-    assert numbers["rollout/staleness_mean"] == 1 and numbers["rollout/staleness_max"] == 1
 
 
 def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -> None:
@@ -138,14 +130,19 @@ def test_a_trainer_that_waits_for_a_batch_says_so_until_it_has_one(
     assert said().notices[0].waits
 
 
-def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
+def test_feed_drops_stale_groups_and_counts_them(api: Api) -> None:
     rollouts = feed(api, max_staleness=2)
     api.post(20, version=1)
     api.post(22, version=5)
     batch = rollouts.next(6)
     assert trained(batch) == [22, 23]
-    assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
+    numbers = reduce(batch.metrics)
+    assert numbers["rollout/dropped_stale_groups"] == 1 and numbers["rollout/staleness_max"] == 1
     assert first_tokens(batch) == [22], "samples are chosen from what is trained on"
+    sample = batch.rollouts.groups[0].samples[1]
+    assert sample.tokens_T.tolist() == [1, 2, 23] and sample.positions.tolist() == [2]
+    assert sample.reward == 1.0 and sample.version == 5 and sample.temperature == 1.0
+    assert sample.rollout_logprobs is not None and sample.rollout_logprobs.tolist() == [-0.25]
     finish(rollouts, batch, 1)
     api.post(30, 32, version=1)
     api.post(34, 36, version=6)
@@ -196,16 +193,14 @@ def test_a_stop_ends_the_wait(api: Api) -> None:
         rollouts.next(0)
 
 
-def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
+def test_client_tells_a_server_that_is_no_rollout_api(tmp_path: Path) -> None:
     with running("-m", "http.server", str(port := free_port()), "--bind", "127.0.0.1", log=tmp_path / "log"):
         url = f"http://127.0.0.1:{port}"
         wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
-        rollouts = RolloutClient(
-            RolloutConfig(atropos_url=url, rollout_timeout=1), registration(BATCH, **RUN), lambda: None
-        )
-        with pytest.raises(ServerError) as refused:
-            rollouts.register()
-        assert refused.value.field == f"POST {url}/register" and refused.value.got.startswith("501 ")
+        config = RolloutConfig(atropos_url=url, rollout_timeout=1)
+        with refusing(ServerError, f"POST {url}/register") as refused:
+            RolloutClient(config, registration(BATCH, **RUN), lambda: None).register()
+        assert refused.value.got.startswith("501 ")
 
 
 def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
@@ -297,7 +292,7 @@ def test_client_batch_of_somebody_else_by_now(api: Api, caplog: pytest.LogCaptur
     assert [record.levelname for record in caplog.records if nameless in str(record.args)] == ["WARNING"]
 
 
-def test_one_batch_is_fetched_ahead_and_given_back_in_the_end(api: Api) -> None:
+def test_feed_fetches_one_batch_ahead_and_gives_it_back_in_the_end(api: Api) -> None:
     api.post(10, 12, 14, 16, 18, 20)
     with feed(api, prefetch=True) as rollouts:
         assert first_tokens(rollouts.next(0)) == [10, 12]
@@ -308,28 +303,21 @@ def test_one_batch_is_fetched_ahead_and_given_back_in_the_end(api: Api) -> None:
     assert first_tokens(feed(api).next(0)) == [10, 12]
 
 
-def test_nothing_is_fetched_ahead_of_the_last_batch_nor_on_policy(api: Api) -> None:
+@pytest.mark.parametrize(("options", "last"), [({}, True), ({"max_staleness": 0}, False)], ids=["last", "on policy"])
+def test_feed_fetches_nothing_ahead(api: Api, options: dict[str, Any], last: bool) -> None:
     api.post(10, 12, 14, 16, 18, 20)
-    with feed(api, prefetch=True) as rollouts:
-        rollouts.next(0, last=True)
-        assert len(status(api)["leases"]) == 1
-    with feed(api, prefetch=True, max_staleness=0) as rollouts:
-        rollouts.next(0)
+    with feed(api, prefetch=True, **options) as rollouts:
+        rollouts.next(0, last=last)
         assert len(status(api)["leases"]) == 1
 
 
 def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> None:
-    url = api.url
-
-    def post(path: str, **body: object) -> dict[str, Any]:
-        return httpx.post(url + path, json=body, trust_env=False).raise_for_status().json()
-
     rollouts = feed(api)
     api.post(10, 12, 14, 16)
     first = rollouts.next(0)
-    answered = post("/register-env", max_token_length=10, desired_name="sums", weight=1.0, group_size=2)
+    answered = post(api, "/register-env", desired_name="sums", **ENVIRONMENT)
     assert answered["eval_every"] == 5
-    post("/evaluation", env_id=answered["env_id"], step=7, metrics={"accuracy": 0.5, "samples": 96})
+    post(api, "/evaluation", env_id=answered["env_id"], step=7, metrics={"accuracy": 0.5, "samples": 96})
     rollouts.trained(first)
     assert reduce(rollouts.report(1)) == {"eval/sums_0/accuracy": 0.5, "eval/sums_0/samples": 96, "eval/sums_0/step": 7}
     rollouts.trained(rollouts.next(1))
@@ -337,38 +325,34 @@ def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> N
     resumed = feed(api)
     resumed.trained(resumed.next(1))
     assert not resumed.report(2)  # they were the former trainer's
-    refused = httpx.post(url + "/evaluation", json={"env_id": 99, "step": 1, "metrics": {}}, trust_env=False)
+    refused = httpx.post(api.url + "/evaluation", json={"env_id": 99, "step": 1, "metrics": {}}, trust_env=False)
     assert refused.status_code == 404 and refused.json()["field"] == "env_id" and "99" in refused.json()["detail"]
 
 
 def test_report_last_step_waits_for_followers(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     """Others, such as those of Atropos, never leave. A signal ends the wait, and the run ends with its last row."""
-    url, signals = api.url, []
+    stopped = threading.Event()
 
     def check_stop() -> None:
-        if signals:
+        if stopped.is_set():
             raise StoppedError(signal.SIGINT)
 
-    def post(path: str, **body: object) -> dict[str, Any]:
-        return httpx.post(url + path, json=body, trust_env=False).raise_for_status().json()
-
     def follow() -> int:
-        env_id = post("/register-env", desired_name="own", **fields)["env_id"]
-        httpx.get(f"{url}/status-env?env_id={env_id}&wait=0", trust_env=False).raise_for_status()
+        env_id = post(api, "/register-env", desired_name="own", **ENVIRONMENT)["env_id"]
+        httpx.get(f"{api.url}/status-env?env_id={env_id}&wait=0", trust_env=False).raise_for_status()
         return env_id
 
     rollouts = feed(api, check_stop=check_stop, eval_every=1)
     api.post(10, 12)
     rollouts.trained(rollouts.next(0))
-    fields = {"max_token_length": 10, "weight": 1.0, "group_size": 2}
-    post("/register-env", desired_name="foreign", **fields)
+    post(api, "/register-env", desired_name="foreign", **ENVIRONMENT)
     own = follow()
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO):
         reported = pool.submit(rollouts.report, 1, last=True)
         wait_for("the trainer waits", lambda: "the last evaluation of own_0" in caplog.text, api.log)
         assert not reported.done()
-        post("/evaluation", env_id=own, step=1, metrics={"accuracy": 0.5})
-        post("/disconnect-env", env_id=own)
+        post(api, "/evaluation", env_id=own, step=1, metrics={"accuracy": 0.5})
+        post(api, "/disconnect-env", env_id=own)
         found = reduce(reported.result(20))
         assert found.pop("train/evaluation_time") > 0 and found == {"eval/own_0/accuracy": 0.5, "eval/own_0/step": 1}
 
@@ -376,7 +360,7 @@ def test_report_last_step_waits_for_followers(api: Api, caplog: pytest.LogCaptur
         caplog.clear()
         reported = pool.submit(rollouts.report, 1, last=True)
         wait_for("the trainer waits", lambda: "the last evaluation of own_0" in caplog.text, api.log)
-        signals.append(signal.SIGINT)
+        stopped.set()
         assert reported.result(20).keys() == {"train/evaluation_time"}
 
 

@@ -103,9 +103,7 @@ def test_each_version_reaches_another_gpu_bit_for_bit(
     assert_versions_arrive(apart, made, "nccl" if transport == "auto" else transport)
 
 
-def test_a_trainer_that_dies_while_it_broadcasts_is_replaced(
-    apart: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broadcast_trainer_that_dies(apart: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged weights of a version that has not arrived whole are not written."""
     monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 16384)
     made = Sending(apart, tmp_path, broadcast_transport="nccl", broadcast_staging="on", dtype="bfloat16")

@@ -64,9 +64,7 @@ on_two_gpus = pytest.mark.parametrize(  # NCCL refuses two ranks on one GPU
 
 @on_each
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_ranks_write_the_same_rounded_weights_and_every_server_follows(
-    layout: Layout, tmp_path: Path, optimizer: str
-) -> None:
+def test_pairs_write_the_same_rounded_weights(layout: Layout, tmp_path: Path, optimizer: str) -> None:
     options = (f"optimizer={optimizer}", f"gpus={layout.gpus}", f"tensor_parallel_size={layout.workers}")
     first, second = trained(layout.servers, tmp_path, *options)
     assert "error" not in first, first["error"]

@@ -52,9 +52,7 @@ def test_replay_closes_most_of_the_gap(served: tuple[nn.Module, str, list[Comple
     assert torch.isfinite(replayed).all()
 
 
-def test_vllms_own_experts_close_the_gap_as_ours_do(
-    served: tuple[nn.Module, str, list[Completion]], tmp_path: Path
-) -> None:
+def test_routed_experts_of_vllm(served: tuple[nn.Module, str, list[Completion]], tmp_path: Path) -> None:
     model, dtype, completions = served
     kind = "mixtral" if "Mixtral" in type(model).__name__ else "qwen3_moe"
     near_ties(kind, tmp_path / "model", getattr(torch, dtype))

@@ -122,19 +122,6 @@ def test_ray_process_that_fails(
         running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
 
 
-def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
-    _, there = occupied(cluster)
-    slow = at(there, "server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
-    with (
-        refusing(ProcessFailedError, "server", words=[str(slow.ready_url), "asleep"]),
-        supervisor(cluster, tmp_path) as running,
-    ):
-        server = running.start(slow)
-        log = server.log_path
-        wait_for("its last words", lambda: found_in(log, "^asleep$") is not None, log)  # its time may be up by then
-        running.run([])
-
-
 def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
     here, there = occupied(cluster)
     stubborn = [at(place, f"trainer{n}", PID + STUBBORN, stop_seconds=0.5) for n, place in enumerate((here, there))]

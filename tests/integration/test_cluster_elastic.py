@@ -70,9 +70,7 @@ def assert_no_log_shows(run_dir: Path, log: Path, keys: set[str]) -> None:
     assert json.dumps(key) in (run_dir / "config" / "trainer.toml").read_text()
 
 
-def test_a_run_learns_and_survives_the_loss_of_a_servers_node_and_of_the_trainers(
-    demo_model: Path, tmp_path: Path, cluster: Any
-) -> None:
+def test_run_survives_the_loss_of_nodes(demo_model: Path, tmp_path: Path, cluster: Any) -> None:
     run_dir, log, config, draw = tmp_path / "run", tmp_path / "log", tmp_path / "run.toml", random.Random(42)
     config.write_text(2 * ENVIRONMENTS)
     options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})

@@ -107,7 +107,7 @@ def save_calm_model(folder: Path, *sizes: int) -> Path:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra qlora)")
-def test_a_4_bit_trainer_and_its_server_are_apart_by_the_noise_that_the_proof_tells(
+def test_lora_in_4_bits_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tests.integration.serving.save_tiny_model", save_calm_model)

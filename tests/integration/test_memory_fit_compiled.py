@@ -26,13 +26,14 @@ from tests.unit.test_packing import gradients, one_step, settings, tiny
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_qwen
 
+PACKED: dict[str, Any] = {"packing": "on", "max_tokens_per_microbatch": 40}
+
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
     base = tiny("qwen2", num_hidden_layers=3)
-    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": checkpointing}
-    wanted = one_step(copy.deepcopy(base), settings(**packed))
-    config = settings(**packed, compile="on")
+    wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=checkpointing))
+    config = settings(**PACKED, checkpointing=checkpointing, compile="on")
     model = copy.deepcopy(base)
     assert_same(wanted, one_step(model, config))
     # one for all layers and lengths; two of the head; two of adamw's arithmetic are not, weights being fp32
@@ -46,11 +47,10 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
 def test_whatever_compiled_layers_keep_the_step_is_the_same(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Recomputation(2, Kept.INPUT, Kept.NARROW)
     base = tiny("qwen2", num_hidden_layers=3)
-    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": None}
-    wanted = one_step(copy.deepcopy(base), settings(**packed))
+    wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=None))
     Gpu(monkeypatch, 1e9)
     monkeypatch.setattr(LayerMemory, "plan", lambda *_: plan)
-    trainer = Trainer(copy.deepcopy(base), settings(**packed, compile="on"))
+    trainer = Trainer(copy.deepcopy(base), settings(**PACKED, checkpointing=None, compile="on"))
     assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
     assert trainer.forward.compiled is not None
     assert trainer.forward.recomputation == plan == trainer.forward.compiled.plan
@@ -92,9 +92,7 @@ def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pyte
     assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work[0] < work[1] < work[2]
 
 
-def test_what_torch_cant_compile_is_trained_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fit_of_what_torch_cant_compile(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("uncompilable\nand more")
 
@@ -147,7 +145,7 @@ def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
     assert flags(trainer.forward) == [False, False]
 
 
-def test_what_compiled_layers_cant_recompute_checkpoints_do(
+def test_fit_where_checkpoints_do(
     graphs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
@@ -173,9 +171,8 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
 @pytest.mark.parametrize("hidden_size", [32, 64])
 def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) -> None:
     """Also if the model has a dimension that a trial pass could have as its number of tokens."""
-    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
     model = tiny("qwen2", num_hidden_layers=3, hidden_size=hidden_size)
-    trainer = Trainer(model, settings(**packed, compile="on"))
+    trainer = Trainer(model, settings(**PACKED, compile="on"))
     compiled_before = graphs["unique_graphs"]
     assert compiled_before == 3  # a layer, and two of the head
     assert all(parameter.grad is None for parameter in trainer.parameters)
@@ -185,9 +182,8 @@ def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) ->
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_what_is_compiled_before_there_are_weights_serves_the_model(mode: str, graphs: Any) -> None:
-    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
     options = {"lora_r": 8, "share_base": True} if mode == "lora_only" else {}
-    config = settings(**packed, compile="on", weight_bridge_mode=mode, **options)
+    config = settings(**PACKED, compile="on", weight_bridge_mode=mode, **options)
     base = tiny("qwen2", num_hidden_layers=3)
     before = torch.get_rng_state()
     compile_ahead(config, build_without_weights(base.config, torch.float32, "sdpa", torch.device("cpu")))

@@ -133,9 +133,7 @@ def test_three_steps_are_proved_and_server_and_trainer_agree(run_dir: Path) -> N
     assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
 
 
-def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
-    released_model: Path, run_dir: Path, tmp_path: Path
-) -> None:
+def test_served_checkpoint_and_its_export_answer_alike(released_model: Path, run_dir: Path, tmp_path: Path) -> None:
     export, checkpoint = tmp_path / "export", run_dir / "checkpoints" / "adapter_final"
     merge = [sys.executable, "-m", "grpo_trainer", "export", str(checkpoint), str(export), "--merge"]
     subprocess.run(merge, cwd=ROOT, check=True, timeout=300)

@@ -182,7 +182,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
     return write
 
 
-def test_older_readers_answer_as_newer_ones(
+def test_older_readers_answers(
     older: Path, written: Callable[[str], Written], demo_model: Path, tmp_path: Path
 ) -> None:
     """Each way of writing a model or an adapter, each architecture, and the demo model."""
@@ -216,9 +216,7 @@ def test_older_readers_answer_as_newer_ones(
         assert merged["text"] == TEXT and (plain["dtype"], rounded["dtype"]) == ("float32", "bfloat16")
 
 
-def test_older_reader_without_the_older_keys_answers_otherwise(
-    older: Path, written: Callable[[str], Written], tmp_path: Path
-) -> None:
+def test_older_readers_need_the_older_keys(older: Path, written: Callable[[str], Written], tmp_path: Path) -> None:
     """The prompt is long enough for the tests above to see a lost base or scaling."""
     whole = written("llama3").all_weights
     config = json.loads((whole / "config.json").read_text())

@@ -78,7 +78,7 @@ def delete_run(run_dir: Path) -> None:
     ("delete", "names"),
     [(delete_queue, r"^api: .*--store {}/queue\.sqlite"), (delete_run, r"^--run-dir {}: ")],
 )
-def test_without_its_queue_or_its_folder_a_run_ends_saved(
+def test_run_without_queue_or_folder(
     demo_model: Path, tmp_path: Path, delete: Callable[[Path], None], names: str
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -124,9 +124,7 @@ def test_without_its_adapters_or_a_checkpoint_a_run_goes_on(demo_model: Path, tm
     ("how", "names"),
     [("nan", "a score that is not finite"), ("empty", r"\b16 groups\b.*\bempty\b"), ("crashes", r"exit code 3")],
 )
-def test_an_environment_that_goes_wrong_ends_the_run_saved_and_by_name(
-    demo_model: Path, tmp_path: Path, how: str, names: str
-) -> None:
+def test_run_ends_saved_if_an_environment_goes_wrong(demo_model: Path, tmp_path: Path, how: str, names: str) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     own = {**LONG, "checkpoint_interval": 1, "env": NAME, "env__how": how}
     with started(demo_model, run_dir, log, **own) as process:

@@ -80,9 +80,7 @@ def test_ranks_that_differ(server: Serving, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [EXCHANGED, "another worker's matrix"])
-def test_a_shard_in_the_wrong_place_is_seen_before_anything_is_trained(
-    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_shard_in_the_wrong_place(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before = server.get("/bridge/info").json()
     monkeypatch.setenv("BRIDGE_FILE", before["bridge_config_path"])
     with exchanged_shards() if fault == EXCHANGED else nullcontext(), shards(server, tmp_path).attached(fault) as made:

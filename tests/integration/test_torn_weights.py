@@ -16,9 +16,7 @@ pytestmark = pytest.mark.timeout(300)
     ("bridge", "fenced", "writes"),
     [("shared_vllm", True, 100), ("shared_vllm", False, 30_000), ("broadcast", True, 50)],
 )
-def test_answer_of_half_written_weights_only_without_a_fence(
-    tmp_path: Path, bridge: str, fenced: bool, writes: int
-) -> None:
+def test_torn_weights_only_without_a_fence(tmp_path: Path, bridge: str, fenced: bool, writes: int) -> None:
     options = SyncOptions.model_validate({"shape": "tiny", "bridge": bridge, "log_dir": tmp_path})
     with opened(options, ()) as publisher:
         found = find_torn_answers(publisher, writes=writes, fenced=fenced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,7 @@ from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.export import export_model
 from grpo_trainer.model.load import build_without_weights, freeze, load_model
 from grpo_trainer.shared import attach
-from grpo_trainer.shared.attach import (
-    attach_model,
-    bind,
-    build_skeleton,
-    open_handles,
-    server_device,
-)
+from grpo_trainer.shared.attach import attach_model, bind, build_skeleton, open_handles, server_device
 from grpo_trainer.shared.names import Binding, NamesError
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
 from tests.golden.stand_in import StandIn, bridge_config, stand_in
@@ -107,19 +102,6 @@ def test_attach_gives_no_parameter_memory_of_its_own(server: StandIn) -> None:
         assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
-def test_a_write_in_place_is_seen_by_everybody_who_maps_the_memory(qwen: StandIn) -> None:
-    writer, reader = attached(qwen), attached(qwen)
-    before = logprobs(reader)
-    with torch.no_grad():
-        writer.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(2)
-    theirs = open_handles(qwen.config, CPU)["model.layers.0.mlp.gate_up_proj.weight"]
-    ours = qwen.model.get_submodule("model.layers.0.mlp")
-    assert torch.equal(theirs[:96], ours.get_parameter("gate_proj.weight"))
-    assert torch.equal(theirs[96:], 2 * ours.get_parameter("up_proj.weight"))
-    assert not torch.equal(logprobs(reader), before)
-    assert torch.equal(logprobs(reader), logprobs(writer))
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_optimizers_step_lands_in_the_file(qwen: StandIn, checkpointing: bool) -> None:
     model = attached(qwen, gradient_checkpointing=checkpointing)
@@ -184,12 +166,13 @@ def test_nothing_is_random_in_training_mode(config: Any) -> None:
     assert torch.equal(logprobs(model), logprobs(model))
 
 
-def test_attention_that_would_leave_out_capping_is_refused(tmp_path: Path) -> None:
+def test_attach_refuses_attention_that_would_leave_out_capping(tmp_path: Path) -> None:
     server = stand_in("gemma2", tmp_path)
     for make in (attached, lambda server: load_model(options(server))):
-        with refusing(ConfigError, "--attention", got="sdpa") as refused:
+        with refusing(
+            ConfigError, "--attention", got="sdpa", words=["attn_logit_softcapping 50.0", "--attention eager"]
+        ):
             make(server)
-        assert "attn_logit_softcapping 50.0" in refused.value.summary and "--attention eager" in refused.value.fix
     assert torch.equal(logprobs(attached(server, "gemma2")), logprobs(load_model(options(server, "gemma2"))))
 
 
@@ -246,16 +229,15 @@ def test_attach_wrong_buffer(qwen: StandIn, monkeypatch: pytest.MonkeyPatch, fac
 # faults ----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
-    """The server holds a separate head, which the trainer would not change."""
+def test_attach_refuses_a_head_that_is_not_tied_there(tmp_path: Path) -> None:
+    """The trainer would not change the server's separate head."""
     server = stand_in("llama", tmp_path)
     handles = dict(server.config.ipc_handles)
     embedding = handles["model.embed_tokens.weight"]
     assert isinstance(embedding, FileHandle)
-    with (tmp_path / "memory").open("ab") as file:
-        file.seek(-file.tell() % 64, 2)
-        end = file.tell() + (-file.tell() % 64)
-        file.truncate(end + 128 * 128 * 4)
+    memory = tmp_path / "memory"
+    end = -(-memory.stat().st_size // 64) * 64
+    os.truncate(memory, end + 128 * 128 * 4)
     handles["lm_head.weight"] = msgspec.structs.replace(embedding, offset=end)
     apart = StandIn(tmp_path, server.model, bridge_config(str(tmp_path), handles))
     with pytest.raises(NamesError) as refused:
@@ -264,24 +246,18 @@ def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in refused.value.problems[1].wanted
 
 
-def test_another_dtype_than_the_servers_is_refused(qwen: StandIn) -> None:
-    with refusing(ConfigError, "--dtype", got="bfloat16") as refused:
+def test_attach_refuses_another_dtype_than_the_servers(qwen: StandIn) -> None:
+    with refusing(ConfigError, "--dtype", got="bfloat16", words=["float32", "--dtype auto"]):
         attached(qwen, dtype="bfloat16")
-    assert refused.value.wanted.startswith("float32") and "--dtype auto" in refused.value.fix
     attached(qwen, dtype="float32")
-
-
-def test_one_parameter_of_another_dtype_is_refused(qwen: StandIn) -> None:
     name = "model.norm.weight"
     changed = {
         field: {**entries, name: msgspec.structs.replace(entries[name], dtype="bfloat16")}
         for field in ("param_mappings", "ipc_handles")
         for entries in [getattr(qwen.config, field)]
     }
-    config = msgspec.structs.replace(qwen.config, **changed)
-    with refusing(ModelError, "model.norm.weight: dtype") as refused:
-        attach_model(config, options(qwen), CPU)
-    assert refused.value.got.startswith("bfloat16 ") and refused.value.wanted.startswith("float32")
+    with refusing(ModelError, "model.norm.weight: dtype", words=["bfloat16 ", "float32"]):
+        attach_model(msgspec.structs.replace(qwen.config, **changed), options(qwen), CPU)
 
 
 @pytest.mark.parametrize(
@@ -304,33 +280,26 @@ def test_attach_another_model(qwen: StandIn, tmp_path: Path, architecture: str, 
     assert refused.value.field.startswith("--model-name: ") and refused.value.got != refused.value.wanted
 
 
-def test_the_same_model_in_another_folder_is_taken(qwen: StandIn, tmp_path: Path) -> None:
+def test_attach_takes_the_same_model_of_another_folder(qwen: StandIn, tmp_path: Path) -> None:
     copy = random_model("qwen2").config
     copy.initializer_range = 0.5  # without effect on a model that is there
     copy.save_pretrained(tmp_path / "copy")
     attach_model(qwen.config, options(qwen, model_name=str(tmp_path / "copy")), CPU)
+    with refusing(ModelError, "--model-name", words=["/not/here"]):
+        attach_model(msgspec.structs.replace(qwen.config, model="/not/here"), options(qwen), CPU)
 
 
-def test_a_server_whose_model_cant_be_read_is_refused(qwen: StandIn) -> None:
-    config = msgspec.structs.replace(qwen.config, model="/not/here")
-    with refusing(ModelError, "--model-name") as refused:
-        attach_model(config, options(qwen), CPU)
-    assert refused.value.wanted.startswith("/not/here")
-
-
-def test_a_model_that_leaves_something_without_memory_is_refused(qwen: StandIn) -> None:
+def test_attach_refuses_a_model_with_something_without_memory(qwen: StandIn) -> None:
     built = build_without_weights(qwen.model.config, torch.float32, "sdpa", CPU)
     built.get_submodule("model.norm").scale = torch.empty(1, device="meta")  # a plain attribute
-    with refusing(ModelError, "model.norm.scale") as refused:
+    with refusing(ModelError, "model.norm.scale", words=["lora_only"]):
         bind_all(built, qwen.model)
-    assert "lora_only" in refused.value.fix
 
 
-def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(qwen: StandIn) -> None:
+def test_attach_leaves_memory_that_is_shorter_than_said_as_it_is(qwen: StandIn) -> None:
     memory = qwen.folder / "memory"
     size = memory.stat().st_size - 4
-    with memory.open("r+b") as file:
-        file.truncate(size)
+    os.truncate(memory, size)
     with pytest.raises(BridgeError):
         attached(qwen)
     assert memory.stat().st_size == size
@@ -344,28 +313,25 @@ def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(
 # devices ---------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_cpu_needs_a_trainer_on_the_cpu(qwen: StandIn) -> None:
+def test_server_device(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is found by its UUID."""
     assert server_device(qwen.config, CPU) == CPU
-    with refusing(BridgeError, "--device", got="cuda") as refused:
-        server_device(qwen.config, torch.device("cuda"))
-    assert "--device cpu" in refused.value.fix
-
-
-def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     config = bridge_config("some/model", {"a": CUDA}, gpu_uuid="GPU-2")
     uuids = ["GPU-1", "GPU-2", "GPU-3"]
-
     monkeypatch.setattr(attach.torch.cuda, "device_count", lambda: len(uuids))
     monkeypatch.setattr(attach.torch.cuda, "get_device_properties", lambda at: SimpleNamespace(uuid=uuids[at]))
-    assert server_device(config, torch.device("cuda")) == torch.device("cuda", 1)
-    assert server_device(config, torch.device("cuda", 1)) == torch.device("cuda", 1)
-    for device, fix in ((torch.device("cuda", 0), "--device cuda:1"), (CPU, "--device auto")):
-        with refusing(BridgeError, "--device", got=str(device), words=[fix]):
-            server_device(config, device)
+    for asked in ("cuda", "cuda:1"):
+        assert server_device(config, torch.device(asked)) == torch.device("cuda", 1)
+    for served, device, fix in (
+        (config, "cuda:0", "--device cuda:1"),
+        (config, "cpu", "--device auto"),
+        (qwen.config, "cuda", "--device cpu"),
+    ):
+        with refusing(BridgeError, "--device", got=device, words=[fix]):
+            server_device(served, torch.device(device))
     uuids[1] = "GPU-9"
-    with refusing(BridgeError, "gpu_uuid", got="GPU-1, GPU-9, GPU-3") as unseen:
+    with refusing(BridgeError, "gpu_uuid", got="GPU-1, GPU-9, GPU-3", wanted="GPU-2", words=["CUDA_VISIBLE_DEVICES"]):
         server_device(config, torch.device("cuda"))
-    assert unseen.value.wanted == "GPU-2" and "CUDA_VISIBLE_DEVICES" in unseen.value.fix
 
 
 def test_a_model_that_was_built_before_is_taken_if_it_is_as_the_server_has_it(server: StandIn) -> None:

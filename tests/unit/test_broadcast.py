@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,8 +117,8 @@ def test_present_weights_are_gathered_again_once_they_change() -> None:
     """Even for the same version: a server may have been sent the old ones as a version that does not count."""
     shards = Shards()
     weights = shards.present()
-    weights.of(1, torch.float32)
-    weights.of(1, torch.float32)
+    for version in (1, 1):
+        weights.of(version, torch.float32)
     assert shards.count == 1
     weights.of(2, torch.float32)
     bridge = BroadcastBridge(NOTHING, NOTHING, weights, NOTHING, Path("/x"), 8, "float32")
@@ -127,6 +128,7 @@ def test_present_weights_are_gathered_again_once_they_change() -> None:
     bridge.close()
     weights.of(2, torch.float32)
     assert shards.count == 4
+    assert PresentWeights(shards.own).of(1, torch.bfloat16) is shards.weights, "of one process, they are never copied"
 
 
 def test_present_weights_are_rounded_in_memory_that_is_used_again() -> None:
@@ -141,11 +143,6 @@ def test_present_weights_are_rounded_in_memory_that_is_used_again() -> None:
     assert again["v"].data_ptr() == rounded["v"].data_ptr() != exact["v"].data_ptr()
     assert weights.of(1, torch.float32) is exact
     assert weights.own() is shards.weights and shards.looks == 1
-
-
-def test_present_weights_of_one_process_are_never_copied() -> None:
-    own = {"w": torch.zeros(1)}
-    assert PresentWeights(lambda: own).of(1, torch.bfloat16) is own
 
 
 def test_present_weights_are_read_by_another_process() -> None:
@@ -169,11 +166,13 @@ def test_present_weights_are_read_by_another_process() -> None:
 
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buckets_together_are_the_checkpoint(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_buckets_together_are_the_checkpoint_of_now(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = random_model(architecture)
     stored = tensors_of(model)
     buckets = ModelLayout(model, stored, dtype, LIMIT)
     assert len(buckets) > 1
+    with torch.no_grad():
+        next(iter(stored.values())).add_(1.0)
     sent: dict[str, torch.Tensor] = {}
     buffer_E = torch.empty(buckets.largest, dtype=dtype)
     for number, header in enumerate(buckets.headers):
@@ -186,18 +185,6 @@ def test_buckets_together_are_the_checkpoint(architecture: str, dtype: torch.dty
     wanted = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert sorted(sent) == sorted(wanted)
     assert all(sent[name].dtype == dtype and torch.equal(sent[name], wanted[name]) for name in wanted)
-
-
-def test_buckets_have_the_weights_of_now() -> None:
-    model = random_model(sorted(CONFIGS)[0])
-    stored = tensors_of(model)
-    buckets = ModelLayout(model, stored, torch.float32)
-    buffer_E = torch.empty(buckets.largest)
-    before = buckets.pack(0, stored, buffer_E).clone()
-    with torch.no_grad():
-        next(iter(stored.values())).add_(1.0)
-    changed = buckets.pack(0, stored, buffer_E) != before
-    assert int(changed.sum()) == next(iter(stored.values())).numel()
 
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 24, "num_hidden_layers": 1}
@@ -274,15 +261,21 @@ def test_main_memory_of_something_else_is_refused(model: PreTrainedModel, tmp_pa
 
 
 def test_main_memory_without_shared_memory(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(name: str) -> int:
-        raise OSError(errno.EPERM, "not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
+    """Weights take another way then."""
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     weights = gathering(model)
     with pytest.raises(BridgeError):
         MainMemory(way_of(model, weights))
     found = weights.of(1, torch.float32)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(model).items())
+
+
+def test_main_memory_of_what_is_converted_for_a_checkpoint() -> None:
+    """transformers fuses a mixture's experts, which a checkpoint has apart."""
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
+    with pytest.raises(BridgeError, match="experts"):
+        MainMemory(way_of(mixture, gathering(mixture)))
 
 
 def test_memory_stays_open_as_long_as_a_tensor_of_it(model: PreTrainedModel) -> None:
@@ -294,15 +287,6 @@ def test_memory_stays_open_as_long_as_a_tensor_of_it(model: PreTrainedModel) -> 
     del tensor
     gc.collect()
     assert not Path(path).exists()
-
-
-def test_what_is_converted_for_a_checkpoint_takes_another_way() -> None:
-    """transformers fuses a mixture's experts, which a checkpoint has apart."""
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
-    with pytest.raises(BridgeError) as refused:
-        MainMemory(way_of(mixture, gathering(mixture)))
-    assert "experts" in refused.value.got
 
 
 @pytest.fixture(autouse=True)
@@ -377,24 +361,28 @@ def test_disk_names_a_version_only_when_it_is_complete(tmp_path: Path, monkeypat
     assert torch.equal(made.read(2, 0), made.packed(0))
 
 
-def test_disk_does_not_read_a_file_of_the_version_before(tmp_path: Path) -> None:
+def test_disk_does_not_read_a_file_of_the_version_before_or_one_that_ends_early(tmp_path: Path) -> None:
     """As a network disk may show it, where a file's old content is still cached."""
     made = Sent(tmp_path, "qwen2", torch.float32)
     made.sender.send(9, made.stored)
     stale = (tmp_path / "9" / "1.safetensors").read_bytes()
     made.sender.send(10, made.stored)
-    assert torch.equal(made.read(10, 1), made.packed(1))
-    (tmp_path / "10" / "1.safetensors").write_bytes(stale)
-    assert torch.equal(made.read(10, 0), made.packed(0))
+    for number in (0, 1):
+        assert torch.equal(made.read(10, number), made.packed(number))
+    first, second = (tmp_path / "10" / f"{number}.safetensors" for number in (0, 1))
+    second.write_bytes(stale)
     with pytest.raises(ValueError, match="another version"):
         made.read(10, 1)
+    os.truncate(first, first.stat().st_size - 1)
+    with pytest.raises(ValueError, match=str(first)):
+        made.read(10, 0)
 
 
 def test_disk_takes_nothing_that_a_killed_trainer_left(tmp_path: Path) -> None:
-    Sent(tmp_path, "qwen2", torch.float32).sender.send(7, Sent(tmp_path, "qwen2", torch.float32).stored)
-    made = Sent(tmp_path, "qwen2", torch.float32)
+    killed = Sent(tmp_path, "qwen2", torch.float32)
+    killed.sender.send(7, killed.stored)
     with pytest.raises(FileNotFoundError):
-        made.read(7, 0)
+        Sent(tmp_path, "qwen2", torch.float32).read(7, 0)
 
 
 def test_disk_continues_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,15 +392,6 @@ def test_disk_continues_short_reads_and_writes(tmp_path: Path, monkeypatch: pyte
     made = Sent(tmp_path, "qwen2", torch.float32)
     made.sender.send(1, made.stored)
     assert torch.equal(made.read(1, 1), made.packed(1))
-
-
-def test_disk_names_a_file_that_ends_early(tmp_path: Path) -> None:
-    made = Sent(tmp_path, "qwen2", torch.float32)
-    made.sender.send(1, made.stored)
-    file = tmp_path / "1" / "0.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(ValueError, match=str(file)):
-        made.read(1, 0)
 
 
 def test_disk_threads_finish_all_work_before_an_error_is_raised() -> None:

@@ -115,8 +115,9 @@ def test_channels_that_cannot_work_have_a_reason(name: Name) -> None:
             assert problem is None
 
 
-def test_channels_of_both_options_are_all() -> None:
+def test_channels_of_both_options_are_all_and_a_trainer_on_a_cpu_is_there() -> None:
     assert {*get_args(Transport), *get_args(WeightTransport)} == set(CHANNELS) == {*AUTOMATIC, "disk"}
+    assert TrainerPlace.of(adapter_way().first) == TrainerPlace("", machine_id())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,10 +133,6 @@ def model_way() -> Way:
     model = random_model("qwen2")
     stored = dict(model.named_parameters())
     return Way(ModelLayout(model, stored, torch.float32), info(SEES_BOTH), "", Path(), stored=stored)
-
-
-def test_channels_find_a_trainer_on_a_cpu_there() -> None:
-    assert TrainerPlace.of(adapter_way().first) == TrainerPlace("", machine_id())
 
 
 class Stub(Channel):
@@ -251,7 +248,7 @@ def test_channels_asked_for(way: Callable[[], Way], flag: str, opening: Opening)
         assert f"{flag} auto" in refused.value.fix
 
 
-def test_a_server_that_refuses_the_last_channel_is_an_error_of_the_server(opening: Opening) -> None:
+def test_open_channel_refused_by_the_server(opening: Opening) -> None:
     opening.server.refusal = ServerError("refused", field="weights")
     for wanted in ("auto", "gloo"):
         with refusing(ServerError, "weights"):
@@ -259,7 +256,7 @@ def test_a_server_that_refuses_the_last_channel_is_an_error_of_the_server(openin
     assert all(each.closed for each in opening.made)
 
 
-def test_a_server_that_ends_before_gloo_meets_it_is_an_error_of_the_server() -> None:
+def test_gloo_to_a_server_that_has_ended() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with refusing(ServerError, url):
@@ -276,10 +273,18 @@ LOADED = LoraLoadResponse(
 
 
 class Answering:
-    """A server that takes whatever is published."""
+    """A server that takes what is published, and does with it what a test says."""
+
+    def __init__(self, take: Callable[[LoraLoadRequest, memoryview | None], object] = lambda request, body: None):
+        self.take = take
 
     def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+        self.take(request, body)
         return LOADED
+
+
+def refuses(request: LoraLoadRequest, body: memoryview | None) -> None:
+    raise ServerError("refused", field="rank")
 
 
 def publish(channel: Channel, server: Any, version: int) -> Sent:
@@ -301,56 +306,42 @@ def test_disk_begins_with_the_folders_of_a_trainer_before_it_and_leaves_stranger
 
 
 def test_disk_makes_a_deleted_folder_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = tmp_path / "adapters"
+    root, deletions = tmp_path / "adapters", iter([4])
 
-    class Deletes(Answering):
-        """A server under which the folder is deleted once."""
+    def take(request: LoraLoadRequest, body: memoryview | None) -> None:
+        if request.version == 4 and next(deletions, None):
+            shutil.rmtree(root)
+            raise ServerError("no such folder", field="adapter_path")
+        assert request.adapter_path is not None and Path(request.adapter_path).is_dir()
 
-        deleted = False
-
-        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
-            if request.version == 4 and not self.deleted:
-                self.deleted = True
-                shutil.rmtree(root)
-                raise ServerError("no such folder", field="adapter_path")
-            assert request.adapter_path is not None and Path(request.adapter_path).is_dir()
-            return LOADED
-
-    server, disk = Deletes(), AdapterFiles(adapter_way(root))
+    disk = AdapterFiles(adapter_way(root))
     for version in range(7):
         if version == 2:
             shutil.rmtree(root)
-        publish(disk, server, version)
+        publish(disk, Answering(take), version)
         if version == 5:
             shutil.rmtree(root / "policy-v4")
     said: list[Any] = [record.args for record in caplog.records]
     named = [{Path(path).name for path in str(args[0]).split(", ")} for args in said]
     assert named == [{"policy-v0", "policy-v1"}, {"policy-v2", "policy-v3", "policy-v4"}, {"policy-v4"}]
     assert {path.name for path in root.iterdir()} == {"policy-v5", "policy-v6"}
-
-    class Refuses(Answering):
-        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
-            raise ServerError("refused", field="rank")
-
     with refusing(ServerError, "rank"):
-        publish(AdapterFiles(adapter_way(root)), Refuses(), 7)
+        publish(AdapterFiles(adapter_way(root)), Answering(refuses), 7)
     assert len(caplog.records) == 3
 
 
-def test_a_body_is_the_adapter_of_now(tmp_path: Path) -> None:
+def test_body_has_the_adapter_of_now(tmp_path: Path) -> None:
     bodies: list[bytes] = []
 
-    class Keeps(Answering):
-        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
-            assert body is not None and (request.adapter_path, request.channel) == (None, None)
-            bodies.append(bytes(body))
-            return LOADED
+    def keep(request: LoraLoadRequest, body: memoryview | None) -> None:
+        assert body is not None and (request.adapter_path, request.channel) == (None, None)
+        bodies.append(bytes(body))
 
     model = tiny_lora()
     body = Body(Way(AdapterLayout(model, torch.float32), info(), "", tmp_path))
     for seed in (1, 2):
         fill_b(model, seed)
-        publish(body, Keeps(), seed)
+        publish(body, Answering(keep), seed)
         wanted = {name: each for name, each in model.named_parameters() if ".lora_B." in name}
         found = load(bodies[-1])
         assert all(torch.equal(found[name.replace(".default.", ".")], each) for name, each in wanted.items()) and wanted
@@ -358,7 +349,7 @@ def test_a_body_is_the_adapter_of_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_gloo_brings_the_adapter_of_now_and_is_gone_after_a_publish_that_no_worker_received() -> None:
+def test_gloo_brings_the_adapter_of_now_and_ends_with_a_publish_that_no_worker_received() -> None:
     model = tiny_lora()
     layout = AdapterLayout(model, torch.float32)
     with socket.create_server(("127.0.0.1", 0)) as listening:  # the trainer asks which of its addresses leads there
@@ -374,50 +365,30 @@ def test_gloo_brings_the_adapter_of_now_and_is_gone_after_a_publish_that_no_work
     joining.join()
     received: list[torch.Tensor] = []
 
-    class Receives(Answering):
-        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
-            assert (request.adapter_path, body) == (None, None)
-            received.append(ends[0].receive().buffer_E.clone())
-            return LOADED
+    def receive(request: LoraLoadRequest, body: memoryview | None) -> None:
+        assert (request.adapter_path, body) == (None, None)
+        received.append(ends[0].receive().buffer_E.clone())
 
     for seed in (1, 2):
         fill_b(model, seed)
-        publish(group, Receives(), seed)
+        publish(group, Answering(receive), seed)
         assert torch.equal(received[-1], layout.pack())
     assert not torch.equal(*received)
-
-    class Refuses(Answering):
-        def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
-            raise ServerError("refused", field="adapter_name")
-
-    with refusing(ServerError, "adapter_name"):
-        publish(group, Refuses(), 3)
+    with refusing(ServerError, "rank"):
+        publish(group, Answering(refuses), 3)
     with refusing(BridgeError, "--lora-transport"):
-        publish(group, Receives(), 4)
+        publish(group, Answering(receive), 4)
 
 
-@pytest.fixture
-def bridge(monkeypatch: pytest.MonkeyPatch) -> LoraSwap:
-    """A bridge whose server confirms version 3, whatever was sent."""
+def test_lora_swap_publishes_what_the_server_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server confirms version 3, whatever was sent."""
     nothing: Any = None
     monkeypatch.setattr(lora_swap, "publish_by", lambda *_, activate: Sent(LOADED, 0.0))
     bridge = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only"), nothing, nothing, Path(), 64)
     bridge.channel = Channel()
-    return bridge
-
-
-def test_a_confirmed_version_is_published(bridge: LoraSwap) -> None:
     published = bridge.publish(3)
     assert (published.version, published.name) == (3, "policy-v3")
-
-
-def test_another_version_than_the_published_one_is_refused(bridge: LoraSwap) -> None:
-    with refusing(BridgeError, "version", got="3 (policy-v3)") as failed:
+    with refusing(BridgeError, "version", got="3 (policy-v3)", wanted="4 (policy-v4)"):
         bridge.publish(4)
-    assert failed.value.wanted == "4 (policy-v4)"
-
-
-def test_another_name_than_the_sent_one_is_refused(bridge: LoraSwap) -> None:
-    with pytest.raises(BridgeError) as failed:
+    with refusing(BridgeError, "version", wanted="3 (policy-proof)"):
         bridge.send("policy-proof", 3, activate=False)
-    assert failed.value.wanted == "3 (policy-proof)"

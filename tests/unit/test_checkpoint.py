@@ -157,9 +157,7 @@ def test_checkpoints_that_are_served_outlive_pruning_and_go_with_the_next(tmp_pa
     assert names(tmp_path) == ["step_4", "step_6"]
 
 
-def test_checkpoints_keep_newest_and_final(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_keep_newest_and_final(tmp_path: Path) -> None:
     saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2, background_writes=False)
     for step in range(1, 11):
         saver.maybe_save(Progress(step, step))

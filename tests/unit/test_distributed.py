@@ -6,13 +6,13 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -35,24 +35,19 @@ from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.golden.models import CONFIGS, SIZES, random_model
 from tests.integration.serving import save_tiny_model
-from tests.processes import ROOT, free_port
+from tests.processes import free_port, modules, said_by
 from tests.unit import two_trainers
 from tests.unit.factories import batch, refusing, sample
+from tests.unit.paired_trainers import DIED, STEPS, UNREPORTED
 from tests.unit.tensor_trainers import CASES
 from tests.unit.tiny_lora import tiny_lora
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
 
-def sequence(tokens: int) -> Sample:
-    import numpy as np
-
-    return Sample(np.zeros(tokens, np.int64), np.array([1]))
-
-
 @given(st.lists(st.integers(2, 500), max_size=40), st.integers(1, 8))
 def test_sequences_are_dealt_once_and_evenly(lengths: list[int], processes: int) -> None:
-    sequences = [sequence(length) for length in lengths]
+    sequences = [Sample(np.zeros(length, np.int64), np.array([1])) for length in lengths]
     shares = deal(sequences, processes)
     assert len(shares) == processes
     assert sorted(map(id, sequences)) == sorted(id(one) for share in shares for one in share)
@@ -86,6 +81,7 @@ def test_one_process_is_alone_and_each_of_several_needs_a_gpu(monkeypatch: pytes
     [("lora_only", 1), ("broadcast", 1), ("none", 0), ("lora_restart", 0), ("shared_vllm", 0)],
 )
 def test_servers_there_waits_for_servers(monkeypatch: pytest.MonkeyPatch, mode: str, waits: int) -> None:
+    """Those that start elsewhere are waited for before the memory is measured."""
     asked: list[object] = []
     monkeypatch.setattr(loop, "wait_for_servers", lambda config, _: asked.append(config))
     servers_there(build(TrainConfig, {"model": "m", "weight_bridge_mode": mode}), World(), lambda: None)()
@@ -125,14 +121,7 @@ SHARDED = ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e
 
 def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]:
     port = free_port()
-    words = [sys.executable, "-m", "tests.unit.two_trainers"]
-    return [
-        subprocess.Popen(
-            [*words, str(rank), str(size), str(port), str(folder), *options],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+    return modules("tests.unit.two_trainers", *([rank, size, port, folder, *options] for rank in range(size)))
 
 
 def run(size: int, folder: Path, *options: str) -> dict[str, Any]:
@@ -142,9 +131,7 @@ def run(size: int, folder: Path, *options: str) -> dict[str, Any]:
         two_trainers.main(0, 1, 0, folder, dict(option.split("=", 1) for option in options))
         torch.set_num_threads(threads)
     else:
-        processes = start(size, folder, *options)
-        said = [process.communicate(timeout=200)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * size, "\n".join(text[-2000:] for text in said)
+        said_by(start(size, folder, *options), [0] * size)
     return torch.load(folder / f"led_by_{size}.pt")
 
 
@@ -183,13 +170,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str, ...
 
 
 @pytest.mark.complete
-def test_any_number_of_processes_resumes_what_any_number_wrote(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model")
-    alone, together = run(1, tmp_path, *SHARDED), run(2, tmp_path, *SHARDED)
-    check_resumed(tmp_path, SHARDED, alone, together)
-
-
-@pytest.mark.complete
 def test_sharding_cuts_states_in_8_bits_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path / "model")
     eight = ("weight_bridge_mode=none", "optimizer=adamw_8bit", "lr=1e-4", "sharding=full")
@@ -213,14 +193,17 @@ def test_sharding_cuts_states_in_8_bits_again(tmp_path: Path, monkeypatch: pytes
     assert max(found) < 5e-5 < 1e-4 < lost, (found, lost)  # the blocks of steps to come are others, too
 
 
-def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], together: dict[str, Any]) -> None:
-    """Any number of processes resumes from what any number wrote, as if the run had not ended."""
+@pytest.mark.complete
+def test_any_number_of_processes_resumes_what_any_number_wrote(tmp_path: Path) -> None:
+    """As if the run had not ended."""
+    save_tiny_model(tmp_path / "model")
+    alone, together = run(1, tmp_path, *SHARDED), run(2, tmp_path, *SHARDED)
 
     def gone_on(size: int, writers: int) -> dict[str, torch.Tensor]:
-        saved = folder / f"checkpoints{writers}" / "step_3"
-        return run(size, folder, *options, f"resume={saved}", f"save_path={folder}/{writers}_then_{size}")["weights"]
+        saved = f"resume={tmp_path}/checkpoints{writers}/step_3"
+        return run(size, tmp_path, *SHARDED, saved, f"save_path={tmp_path}/{writers}_then_{size}")["weights"]
 
-    states = folder / "checkpoints2" / "step_3" / STATES_FOLDER
+    states = tmp_path / "checkpoints2" / "step_3" / STATES_FOLDER
     assert sorted(file.name for file in states.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     undisturbed = together["later"]
     assert max_difference(undisturbed, together["weights"]) > 1e-4
@@ -280,15 +263,7 @@ def test_if_one_process_ends_none_waits_for_ever(tmp_path: Path, how: str) -> No
 def test_all_processes_get_what_the_first_does_or_its_error(tmp_path: Path) -> None:
     """They stay in step, and only the first reports an error that all have."""
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.leading", str(rank), str(port), str(tmp_path)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=100)[0] for process in processes]
-    assert [process.returncode for process in processes] == [1, 0], said
+    said = said_by(modules("tests.unit.leading", *([rank, port, tmp_path] for rank in range(2))), [1, 0])
     assert "TrainingError: ending" in said[0] and "TrainingError" not in said[1]
 
 
@@ -319,15 +294,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, warm_trainers: None) -> li
     """Of one process, then of each of two."""
     folder, port = tmp_path_factory.mktemp("trained"), free_port()
     ranks = [(0, 1), (0, RANKS), (1, RANKS)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.tensor_trainers", str(rank), str(size), str(port), str(folder)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, size in ranks
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, "\n".join(text[-3000:] for text in said)
+    said_by(modules("tests.unit.tensor_trainers", *([rank, size, port, folder] for rank, size in ranks)), [0] * 3)
     return [torch.load(folder / f"rank{rank}of{size}.pt") for rank, size in ranks]
 
 
@@ -370,19 +337,19 @@ def test_parts_of_a_vocabulary_make_up_the_whole(size: int, ranks: int) -> None:
     assert [index for part in parts for index in part] == list(range(size))
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
-def test_a_model_whose_shards_are_not_known_is_refused_by_name(architecture: str) -> None:
-    with pytest.raises(ModelError) as refused:
-        cut_model(random_model(architecture), 0, RANKS)
-    assert "model." in refused.value.field and "--server.tensor-parallel-size" in refused.value.fix
-
-
-def test_sizes_that_can_not_be_divided_are_refused_by_name() -> None:
+def test_cut_model_refuses_sizes_that_can_not_be_divided() -> None:
     model = random_model("qwen2")
     with pytest.raises(ModelError) as refused:
         cut_model(model, 0, 4)
     assert "num_key_value_heads" in refused.value.field and refused.value.got == "2"
     assert shard_of(model) is None
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
+def test_cut_model_refuses_a_model_whose_shards_are_not_known(architecture: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        cut_model(random_model(architecture), 0, RANKS)
+    assert "model." in refused.value.field and "--server.tensor-parallel-size" in refused.value.fix
 
 
 def test_a_model_without_weights_is_cut_to_the_shapes_of_vllms_workers() -> None:
@@ -400,3 +367,112 @@ def test_a_model_without_weights_is_cut_to_the_shapes_of_vllms_workers() -> None
     assert shard.padded["model.embed_tokens.weight"] == 64
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# trainers on the weights of their own servers: the same weights everywhere, one version, common fences --------------
+
+
+def pairs(size: int, folder: Path, *options: str, statuses: tuple[int, ...] | None = None) -> list[dict[str, Any]]:
+    """What each rank came to; those that a fault has ended wrote nothing."""
+    port = free_port()
+    words = ([rank, size, port, folder, *options] for rank in range(size))
+    said_by(modules("tests.unit.paired_trainers", *words), statuses or (0,) * size)
+    paths = [folder / f"rank{rank}of{size}.pt" for rank in range(size)]
+    return [torch.load(path) for path in paths if path.exists()]
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((one["weights"][name] - other["weights"][name]).abs().max()) for name in one["weights"])
+
+
+def assert_sound(result: dict[str, Any]) -> None:
+    assert "error" not in result, (result["error"], result["field"], result["got"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("optimizer=adamw_8bit",), ("bucket_bytes=1",)],
+    ids=["fp32 states", "8-bit states", "each tensor by itself"],
+)
+def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (alone,) = pairs(1, tmp_path, *options, f"save_path={tmp_path / 'one'}")
+    first, second = pairs(2, tmp_path, *options)
+    for result in (alone, first, second):
+        assert_sound(result)
+    assert largest_difference(first, second) == 0.0
+    in_8_bits = "optimizer=adamw_8bit" in options
+    slack = 2e-4 if in_8_bits else 1e-6  # blocks of 8-bit states begin at other elements
+    assert largest_difference(first, alone) < slack
+    assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5 if in_8_bits else 1e-6)
+    assert first["noise"] < 1e-4
+    assert first["version"] == alone["version"] == STEPS
+    assert first["told"] == second["told"] == alone["told"], "both servers had every fence, of the same version"
+    assert first["states"] + second["states"] == pytest.approx(alone["states"], rel=0.02)
+    assert first["states"] < 0.6 * alone["states"]
+
+
+def test_pairs_round_weights_in_16_bits_once_for_all(tmp_path: Path) -> None:
+    first, second = pairs(2, tmp_path, "served=bfloat16", "proof=false")
+    assert_sound(first)
+    assert largest_difference(first, second) == 0.0
+    assert next(iter(first["weights"].values())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int, after: int) -> None:
+    pairs(before, tmp_path)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    (straight, *_) = pairs(before, tmp_path, "resume=auto")
+    assert_sound(straight)
+    resumed = pairs(after, tmp_path, "resume=auto", f"save_path={tmp_path / 'kept'}")
+    for result in resumed:
+        assert largest_difference(result, straight) < 1e-6
+        assert_sound(result)
+    assert resumed[0]["version"] == straight["version"] == 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "named"),
+    [
+        ("other weights", "WeightsError", "trainer processes"),
+        ("one server", "BridgeError", "boot_id"),
+        ("other version", "BridgeError", "version"),
+        ("a copy", "BridgeError", "http://server-1"),
+        ("other place", "WeightsError", "trainer processes"),
+    ],
+)
+def test_the_proof_sees_every_ranks_server(tmp_path: Path, fault: str, error: str, named: str) -> None:
+    first, second = pairs(2, tmp_path, f"fault={fault}")
+    assert first["error"] == error and named in first["field"]
+    assert "error" not in second, "rank 0 reports what all have met"
+    assert not any(said.startswith("end 1") for said in first["told"] + second["told"]), "nothing was trained"
+
+
+def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> None:
+    first, second = pairs(2, tmp_path, "fault=no fence")
+    assert first["error"] == "BridgeError" and "http://server-1" in first["field"]
+    assert "end 1" not in first["told"] + second["told"]
+    (alone,) = pairs(1, tmp_path, f"save_path={tmp_path / 'one'}")
+    (resumed,) = pairs(1, tmp_path, "resume=auto")
+    assert_sound(resumed)
+    assert resumed["losses"][:-1] == pytest.approx(alone["losses"][1:], abs=1e-6), "the checkpoint has the whole step"
+
+
+def test_rows_in_the_wrong_place_end_the_run(tmp_path: Path) -> None:
+    first, _ = pairs(2, tmp_path, "fault=swapped rows")
+    assert first["error"] == "WeightsError" and "1" in first["got"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "last"),  # what rank 0's server was told last
+    [
+        ("dies before the fence", "end 0"),
+        (UNREPORTED, "end 0"),
+        ("dies within the fence", "torn"),
+        ("dies after the fence", "end 1"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path, fault: str, last: str) -> None:
+    (first,) = pairs(2, tmp_path, f"fault={fault}", statuses=(0, DIED))
+    assert first["error"] == "PeerGoneError"
+    assert first["told"][-1] == last

@@ -40,20 +40,17 @@ def inputs(*, bias: bool, others: bool, dtype: torch.dtype = torch.float32) -> d
 
 def plain(made: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """From the whole logits, in double precision."""
-    hidden, weight, bias = (made[key] for key in ("hidden_NH", "weight_VH", "bias_V"))
-    targets, temperature, others = (made[key] for key in ("targets_N", "temperature_N", "others_NK"))
-    assert hidden is not None and weight is not None and temperature is not None
-    assert targets is not None and others is not None
-    logits = functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
-    all_NV = torch.log_softmax(logits / temperature[:, None].double(), -1)
-    return (all_NV.gather(-1, targets[:, None])[:, 0], -(all_NV.exp() * all_NV).sum(-1), all_NV.gather(-1, others))
+    wide: dict[str, Any] = {
+        key: each.double() if each is not None and each.is_floating_point() else each for key, each in made.items()
+    }
+    logits = functional.linear(wide["hidden_NH"], wide["weight_VH"], wide["bias_V"])
+    all_NV = torch.log_softmax(logits / wide["temperature_N"][:, None], -1)
+    own_N = all_NV.gather(-1, wide["targets_N"][:, None])[:, 0]
+    return own_N, -(all_NV.exp() * all_NV).sum(-1), all_NV.gather(-1, wide["others_NK"])
 
 
 def leaves(made: dict[str, Tensor | None], trained: set[str]) -> list[Tensor]:
-    found = [tensor for key, tensor in made.items() if key in trained and tensor is not None]
-    for tensor in found:
-        tensor.requires_grad_().grad = None
-    return found
+    return [tensor.requires_grad_() for key, tensor in made.items() if key in trained and tensor is not None]
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor, others: Tensor, entropy_gradient: bool) -> Tensor:
@@ -77,15 +74,12 @@ def test_values_and_gradients(trained: set[str], others: bool, entropy_gradient:
     own = leaves(made, trained)
     plan = HeadPlan(torch.float32, torch.float32, chunk_bytes=0, kept_bytes=kept_bytes)
     scores = head_scores(**made, plan=plan, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
-    for got, wanted in zip((scores.logprobs_N, scores.entropy_N, scores.others_NK), plain(made), strict=True):
+    found = scores.logprobs_N, scores.entropy_N, scores.others_NK
+    for got, wanted in zip(found, plain(made), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=2e-6)
-    loss_of(scores.logprobs_N, scores.entropy_N, scores.others_NK, entropy_gradient).backward()
-    gradients = [tensor.grad for tensor in own]
-    for tensor in own:
-        tensor.grad = None
-    loss_of(*plain(made), entropy_gradient).backward()
-    for got, tensor in zip(gradients, own, strict=True):
-        torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(loss_of(*found, entropy_gradient), own)
+    for got, wanted in zip(gradients, torch.autograd.grad(loss_of(*plain(made), entropy_gradient), own), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +94,11 @@ def test_16_bits_compute_the_rest_in_32(trained: set[str], logits_dtype: torch.d
     plan = HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=0)
     scores = head_scores(**made, plan=plan)  # type: ignore[arg-type]
     assert scores.logprobs_N.dtype == torch.float32 and not scores.entropy_N.requires_grad
-    wanted = plain(made)
-    assert (scores.logprobs_N - wanted[0]).abs().max() < error
-    scores.logprobs_N.sum().backward()
-    gradients = [tensor.grad for tensor in own]
-    for tensor in own:
-        tensor.grad = None
-    wanted[0].sum().backward()
-    for got, tensor in zip(gradients, own, strict=True):
-        assert got is not None and tensor.grad is not None
-        assert (got.float() - tensor.grad.float()).norm() < 0.01 * tensor.grad.float().norm()
+    wanted_N, *_ = plain(made)
+    assert (scores.logprobs_N - wanted_N).abs().max() < error
+    gradients = torch.autograd.grad(scores.logprobs_N.sum(), own)
+    for got, wanted in zip(gradients, torch.autograd.grad(wanted_N.sum(), own), strict=True):
+        assert (got.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()
 
     weight_VH = torch.zeros(2, 4, dtype=torch.bfloat16)
     weight_VH[0, 0] = 1.0
@@ -129,14 +118,10 @@ def test_head_without_gradients_or_tokens() -> None:
         scores = head_scores(**made, plan=PLAN)  # type: ignore[arg-type]
     assert not scores.logprobs_N.requires_grad
     torch.testing.assert_close(scores.others_NK.double(), plain(made)[2], rtol=1e-6, atol=2e-6)
-
-    made = {
-        key: tensor if tensor is None or key in ("weight_VH", "bias_V") else tensor[:0]
-        for key, tensor in inputs(bias=False, others=False).items()
-    }
-    own = leaves(made, {"weight_VH"})
-    head_scores(**made, plan=PLAN).logprobs_N.sum().backward()  # type: ignore[arg-type]
-    assert own[0].grad is not None and not own[0].grad.any()
+    made = {key: each if each is None or key == "weight_VH" else each[:0] for key, each in made.items()}
+    (weight_VH,) = leaves(made, {"weight_VH"})
+    scores = head_scores(**made, plan=PLAN)  # type: ignore[arg-type]
+    assert not torch.autograd.grad(scores.logprobs_N.sum(), weight_VH)[0].any()
 
 
 @pytest.mark.parametrize(
@@ -144,9 +129,15 @@ def test_head_without_gradients_or_tokens() -> None:
     # 2^28 bytes of 2 bytes each: 134,217,728 / 152,064 = 882 rows, of which 6 * 128 = 768 are taken
     [(152_064, torch.bfloat16, 768), (152_064, torch.float32, 384), (1_000_000, torch.bfloat16, 128)],
 )
-def test_rows_of_a_chunk(vocab: int, logits_dtype: torch.dtype, rows: int) -> None:
-    plan = HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=1 << 28)
-    assert plan.rows(vocab) == rows
+def test_head_plan_rows_of_a_chunk(vocab: int, logits_dtype: torch.dtype, rows: int) -> None:
+    assert HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=1 << 28).rows(vocab) == rows
+
+
+def test_head_plan_chunks_stay_small_where_little_is_compiled() -> None:
+    plan = HeadPlan(torch.bfloat16, torch.float32)
+    assert HeadPlan(torch.bfloat16, torch.float32, distills=True).compiled().chunk_bytes == plan.chunk_bytes
+    assert plan.compiled().chunk_bytes > plan.chunk_bytes
+    assert plan.compiled().logit_bytes == 6  # itself and its gradient
 
 
 # ---------------------------------------------------------------- memory
@@ -185,13 +176,6 @@ def test_the_plan_knows_what_a_chunk_takes(distills: bool, dtype: torch.dtype) -
     planned = HeadPlan(torch.bfloat16, dtype, distills=distills).logit_bytes
     assert 0.9 * planned < took / (rows * vocab) + dtype.itemsize <= planned + 0.1  # the logits are there
     assert peak_bytes(lambda: head.statistics(logits, targets, ones)) / (rows * vocab) + dtype.itemsize <= planned
-
-
-def test_chunks_stay_small_where_little_is_compiled() -> None:
-    plan = HeadPlan(torch.bfloat16, torch.float32)
-    assert HeadPlan(torch.bfloat16, torch.float32, distills=True).compiled().chunk_bytes == plan.chunk_bytes
-    assert plan.compiled().chunk_bytes > plan.chunk_bytes
-    assert plan.compiled().logit_bytes == 6  # itself and its gradient
 
 
 # ---------------------------------------------------------------- models that do more to their logits
@@ -256,23 +240,17 @@ def test_token_scores_in_chunks_and_bf16_have_the_same_values_and_gradients(monk
         torch.testing.assert_close(few, many, rtol=0, atol=1e-6)
 
 
-def test_token_scores_of_nothing_and_entropy() -> None:
-    logits = torch.randn(1, 3, 5, requires_grad=True)
-    none = torch.zeros(0, dtype=torch.int64)
-    scores = token_scores(
-        logits, torch.zeros(1, 3, dtype=torch.int64), none, none, torch.zeros(0), none.view(0, 2), entropy_gradient=True
-    )
-    assert scores.others_NK.shape == (0, 2)
-    (scores.logprobs_N.sum() + scores.entropy_N.sum() + scores.others_NK.sum()).backward()
-    assert logits.grad is not None and not logits.grad.any()
-
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_token_scores_gradient_of_the_entropy(tokens: int) -> None:
     logits = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
-    at = torch.zeros(3, dtype=torch.int64), torch.arange(1, 4)
-    scores = token_scores(
-        logits, torch.zeros(1, 4, dtype=torch.int64), *at, torch.full((3,), 0.7), entropy_gradient=True
-    )
+    at = torch.zeros(tokens, dtype=torch.int64), torch.arange(1, 1 + tokens)
+    ids, temperatures = torch.zeros(1, 4, dtype=torch.int64), torch.full((tokens,), 0.7)
+    others = torch.zeros(tokens, 2, dtype=torch.int64)
+    scores = token_scores(logits, ids, *at, temperatures, others, entropy_gradient=True)
+    assert scores.others_NK.shape == (tokens, 2)
     (got,) = torch.autograd.grad(scores.entropy_N.sum(), logits)
-    (wanted,) = torch.autograd.grad(torch.distributions.Categorical(logits=logits[0, :3] / 0.7).entropy().sum(), logits)
+    plain = torch.distributions.Categorical(logits=logits[0, :tokens] / 0.7).entropy().sum()
+    wanted = torch.autograd.grad(plain, logits)[0] if tokens else torch.zeros_like(logits)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 

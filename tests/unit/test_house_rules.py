@@ -154,9 +154,8 @@ def test_every_test_is_in_a_lane() -> None:
 LEAST_S = 5.0
 SHORT = {
     "its end is what the test expects": (
-        "test_rollout_client.py test_a_server_that_is_no_rollout_api_is_told_apart",
+        "test_rollout_client.py test_client_tells_a_server_that_is_no_rollout_api",
         "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
-        "test_cluster.py test_one_that_is_never_ready_there_is_told",
         "test_environment_peers.py test_peer_is_gone_after_the_patience",
         "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",
         "test_scoring.py test_threads_a_hung_function_is_named_and_gives_its_place_to_others",
@@ -167,7 +166,7 @@ SHORT = {
         "test_rollout_api_bounds.py test_our_environment_waits_for_room",
         "test_rollout_client.py test_a_lease_is_kept_for_as_long_as_training_takes",
         "test_server_generate.py test_pause_holds_generation_and_resume_lets_it_go_on",
-        "test_allocator.py test_a_thread_does_not_change_the_settings_under_which_another_allocates",
+        "test_memory_fit.py test_allocator_settings_last_while_a_thread_allocates",
     ),
     "only what hangs takes time: the rest never waits": (
         "test_dataset_env.py test_dataset_evaluation_counts_failed_rows",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -179,12 +179,15 @@ def test_all_weights_of_the_adapter_are_loaded(tmp_path: Path) -> None:
 TEXTS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def made(dtype: torch.dtype, **options: Any) -> PeftModel:
+def made(dtype: torch.dtype, *, few: bool = False, **options: Any) -> PeftModel:
+    """A model with an adapter; `few`: kernels."""
     model = tiny_lora(**options)
     fill_b(model)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if few:
+        use_few_kernels(model)
     return model
 
 
@@ -206,34 +209,43 @@ def test_values_and_gradients_are_pefts(rslora: bool) -> None:
         torch.testing.assert_close(grad, their_grads[name], rtol=1e-4, atol=1e-6)
 
 
-def test_on_16_bits_it_is_as_near_to_the_truth_as_pefts() -> None:
+def test_few_kernels_in_16_bits_are_as_near_to_the_truth_as_pefts() -> None:
     errors = []
     _, truth = outcome(made(torch.float32))
     for few in (False, True):
-        model = made(torch.bfloat16)
-        if few:
-            use_few_kernels(model)
-        _, grads = outcome(model)
+        _, grads = outcome(made(torch.bfloat16, few=few))
         assert all(grad.dtype == torch.float32 for grad in grads.values())
         errors.append(torch.stack([(grads[name] - true).norm() / true.norm() for name, true in truth.items()]).mean())
     assert errors[1] < 1.2 * errors[0] < 0.1
 
 
-def test_names_and_the_model_without_its_adapter_are_as_before() -> None:
+def test_few_kernels_cast_no_activation() -> None:
+    """In addition to those of norms (two in each of two layers, and the last) and of the rotary embedding."""
+    counts = []
+    for few in (False, True):
+        with LargeCasts() as casts:
+            made(torch.bfloat16, few=few)(input_ids=TEXTS, use_cache=False)
+        counts.append(casts.count)
+    assert counts[1] == 6 < counts[0]
+
+
+def test_few_kernels_leave_names_and_the_model_without_its_adapter() -> None:
+    @torch.no_grad()
+    def texts(model: nn.Module) -> Tensor:
+        return model(input_ids=TEXTS, use_cache=False).logits
+
     model = made(torch.float32)
     names = list(model.state_dict()), list(adapter_state(model))
     use_few_kernels(model)
     assert (list(model.state_dict()), list(adapter_state(model))) == names
     with model.disable_adapter():
-        bare = model(input_ids=TEXTS, use_cache=False).logits
-    torch.testing.assert_close(bare, tiny_qwen()(input_ids=TEXTS, use_cache=False).logits)
-    assert not torch.allclose(bare, model(input_ids=TEXTS, use_cache=False).logits)
+        bare = texts(model)
+    torch.testing.assert_close(bare, texts(tiny_qwen()))
+    assert not torch.allclose(bare, texts(model))
     again = copy.deepcopy(model)  # its modules' forward passes are its own
     with torch.no_grad():
         next(p for name, p in again.named_parameters() if "lora_B" in name).add_(1.0)
-    assert not torch.allclose(
-        again(input_ids=TEXTS, use_cache=False).logits, model(input_ids=TEXTS, use_cache=False).logits
-    )
+    assert not torch.allclose(texts(again), texts(model))
 
 
 class LargeCasts(TorchDispatchMode):
@@ -246,16 +258,3 @@ class LargeCasts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.ndim == 3 and out.dtype == torch.float32:
             self.count += 1
         return out
-
-
-def test_no_activation_is_cast() -> None:
-    """In addition to those of norms (two in each of two layers, and the last) and of the rotary embedding."""
-    counts = []
-    for few in (False, True):
-        model = made(torch.bfloat16)
-        if few:
-            use_few_kernels(model)
-        with LargeCasts() as casts:
-            model(input_ids=TEXTS, use_cache=False)
-        counts.append(casts.count)
-    assert counts[1] == 6 < counts[0]

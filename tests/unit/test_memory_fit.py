@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import weakref
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine import fitting
+from grpo_trainer.engine import allocator, fitting
+from grpo_trainer.engine.allocator import shareable, with_segments
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, known_layers, measure
 from tests.unit.factories import TinyModel
@@ -98,13 +100,10 @@ def fitting_of(forward: Forward) -> fitting.Fitting:
     return fitting.Fitting(forward, layers, settings(packing="on"), [])
 
 
-def test_what_is_kept_is_measured() -> None:
+def test_measure_counts_what_is_kept_and_frees_it() -> None:
+    """`exp` keeps its own output: a hook that returned it would make a circle that nothing frees."""
     keeper = Keeper()
     assert measure(keeper, keeper.run) == (48, 400)
-
-
-def test_a_measured_pass_is_freed() -> None:
-    """`exp` keeps its own output: a hook that returned it would make a circle that nothing frees."""
     model = nn.Linear(4, 4)
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -180,38 +179,28 @@ def test_as_few_layers_as_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "lower --max-tokens-per-microbatch" in caplog.text
 
 
-def test_a_limit_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_does_what_was_asked_for_and_a_limit_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in (True, False, None):  # on a CPU
+        assert flags(fitted(settings(checkpointing=asked))) == [bool(asked)] * 4
+    assert fitted(settings(), TinyModel()).recomputation.count == 0
     Gpu(monkeypatch, 1e9, allocated=0.49e9)
     assert fitted(settings(checkpointing=None, trainer_memory_gb=10.0)).recomputation.count == 0
     assert fitted(settings(checkpointing=None, trainer_memory_gb=0.5)).recomputation.count > 0
 
 
-def test_what_was_asked_for_is_done() -> None:
-    assert flags(fitted(settings(checkpointing=True))) == [True] * 4
-    assert flags(fitted(settings(checkpointing=False))) == [False] * 4
-    assert flags(fitted(settings(checkpointing=None))) == [False] * 4  # on a CPU
-    assert fitted(settings(), TinyModel()).recomputation.count == 0
-
-
-def test_states_gradients_and_master_weights_are_counted() -> None:
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        # 1000 weights: gradients 2 bytes each; states 8, or 2 and a scale of 4 bytes for each 256
+        ({"optimizer": "adamw"}, 10_000),
+        ({"optimizer": "adamw_8bit"}, 1000 * (2 + 2 + 2 * 4 / 256)),
+        ({"optimizer": "adamw", "master_weights": True, "grad_dtype": "float32"}, 1000 * (4 + 8 + 4)),
+    ],
+)
+def test_held_later_counts_states_gradients_and_master_weights(options: dict[str, Any], nbytes: float) -> None:
     weights = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))]
-
-    def held(optimizer: str, *, master: bool = False, grad_dtype: str = "weights") -> float:
-        config = TrainConfig.model_validate(
-            {
-                "model_name": "tiny",
-                "optimizer": optimizer,
-                "grad_dtype": grad_dtype,
-                "weight_bridge_mode": "shared_vllm",
-                "master_weights": master,
-            }
-        )
-        return fitting.held_later(weights, config)
-
-    # 1000 weights: gradients 2 bytes each; states 8, or 2 and a scale of 4 bytes for each 256
-    assert held("adamw") == 10_000
-    assert held("adamw_8bit") == 1000 * (2 + 2 + 2 * 4 / 256)
-    assert held("adamw", master=True, grad_dtype="float32") == 1000 * (4 + 8 + 4)
+    shared = {"model_name": "tiny", "weight_bridge_mode": "shared_vllm"}
+    assert fitting.held_later(weights, TrainConfig.model_validate(shared | options)) == nbytes
 
 
 def test_recomputed_steps_are_the_same() -> None:
@@ -220,16 +209,47 @@ def test_recomputed_steps_are_the_same() -> None:
     assert_same(wanted, one_step(base, settings(packing="on", checkpointing=True)))
 
 
-def test_memory_is_counted_when_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_counts_memory_when_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     Gpu(monkeypatch, 1e9)
-
-    def free_bytes(_: torch.device) -> float:
-        events.append("count")
-        return 1e9
-
-    monkeypatch.setattr(fitting, "free_bytes", free_bytes)
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: events.append("count") or 1e9)
     forward = build_forward(tiny_qwen(depth=2).requires_grad_(True), settings(checkpointing=None))
     trained = list(forward.model.parameters())
     fitting.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
     assert events[0] == "wait" and "count" in events
+
+
+# settings of torch's allocator of GPU memory ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "expandable", "wanted"),
+    [
+        ("", True, "expandable_segments:True"),
+        ("", False, "expandable_segments:False"),
+        ("max_split_size_mb:64", True, "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:True,max_split_size_mb:64", False, "max_split_size_mb:64,expandable_segments:False"),
+        ("max_split_size_mb:64, expandable_segments:True", False, "max_split_size_mb:64,expandable_segments:False"),
+    ],
+)
+def test_allocator_keeps_other_settings(asked: str, expandable: bool, wanted: str) -> None:
+    assert with_segments(asked, expandable=expandable) == wanted
+
+
+def test_allocator_settings_last_while_a_thread_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+    monkeypatch.setattr(allocator, "_set", lambda *, expandable: said.append(expandable))
+
+    def allocate() -> None:
+        with shareable():
+            pass
+
+    other = threading.Thread(target=allocate)
+    with shareable():
+        other.start()
+        other.join(0.2)
+        assert said == [False]
+    other.join()
+    assert said == [False, True, False, True]

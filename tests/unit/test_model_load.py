@@ -45,7 +45,21 @@ from grpo_trainer.model.load import (
 from grpo_trainer.model.lora import adapter_settings, add_adapter, readable_settings, save_adapter
 from grpo_trainer.model.reference import AdapterOff, FrozenWeights, build_reference, check_room
 from grpo_trainer.trainer import Trainer
-from tests.golden.models import CONFIGS, SIZES
+from tests.golden.host import logprobs
+from tests.golden.models import (
+    ATTENTION,
+    CONFIGS,
+    IN_16_BITS,
+    PAGE,
+    PROMPT,
+    RECORDED,
+    SIZES,
+    WITHOUT_LORA,
+    golden,
+    save_model,
+    table,
+    with_adapter,
+)
 from tests.unit.factories import batch, refusing, sample
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 from vllm_server import checks, seams
@@ -308,9 +322,7 @@ def nudge(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fails", [False, True])
-def test_frozen_weights_compute_as_the_model_that_has_them(
-    dtype: torch.dtype, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_weights_compute_the_same(dtype: torch.dtype, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy's weights are there afterwards, also if the forward pass fails."""
     frozen = tiny_qwen(seed=1)
     for parameter in frozen.parameters():
@@ -471,3 +483,38 @@ def test_head_size_of_each_part(monkeypatch: pytest.MonkeyPatch, config: dict[st
         checks._check_head_size("m", config)
     monkeypatch.setattr(seams, "device_type", lambda: "cuda")
     checks._check_head_size("m", config)
+
+
+# what real vLLM computed for the same random models (`tests/golden/*.json`) ----------------------------------------
+
+
+TOLERANCE = 2e-4
+"""Largest difference of a token, in nats: both sides compute in float32."""
+ROUNDED = 0.03
+"""Mean difference, in nats, where both compute in bfloat16."""
+
+
+@pytest.mark.parametrize("architecture", RECORDED)
+def test_logprobs_are_vllms_without_and_with_an_adapter(tmp_path: Path, architecture: str) -> None:
+    record = golden(architecture)
+    save_model(architecture, tmp_path)
+    attention = ATTENTION.get(architecture, "sdpa")
+    dtype = "bfloat16" if architecture in IN_16_BITS else "float32"
+    options = {"model_name": str(tmp_path), "attention": attention, "device": "cpu", "dtype": dtype}
+    model: Any = load_model(ModelConfig.model_validate(options)).eval()
+
+    def off(wanted: list[float]) -> Tensor:
+        gaps = (logprobs(model, PROMPT) - torch.tensor(wanted)).abs()
+        return gaps.mean() if architecture in IN_16_BITS else gaps.max()
+
+    tolerance = ROUNDED if architecture in IN_16_BITS else TOLERANCE
+    assert off(record.logprobs) < tolerance
+    if architecture in WITHOUT_LORA:
+        return
+    model = with_adapter(architecture, model).eval()
+    assert off(record.adapted) < tolerance
+    assert off(record.logprobs) > 5 * tolerance, "the adapter changes nothing"
+
+
+def test_the_page_of_models_lists_what_was_compared() -> None:
+    assert table() in PAGE.read_text(), "write it by python -m tests.golden.models"

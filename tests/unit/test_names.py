@@ -172,16 +172,12 @@ def test_experts_that_are_laid_out_otherwise_are_refused_though_their_shapes_fit
     assert problem.field.startswith(f"{path}.down_proj ") and problem.got == "transposed"
 
 
-def test_a_part_of_a_fused_matrix_alone_is_refused() -> None:
+def test_names_refuse_a_part_of_a_fused_matrix_alone_and_two_possible_places() -> None:
     problem = refused({"a.gate_proj.weight": (4, 8)}, {"a.gate_up_proj.weight": (8, 8)})
     assert problem.field == "a.gate_proj.weight [4, 8]"
     assert problem.got == "no a.up_proj.weight" and problem.wanted.endswith("a.gate_up_proj.weight")
-
-
-def test_two_possible_places_are_refused() -> None:
     theirs = {"a.qkv_proj.weight": (12, 8), "a.q_proj.weight": (4, 8)}
-    ours = {f"a.{part}_proj.weight": (4, 8) for part in "qkv"}
-    problem = refused(ours, theirs)
+    problem = refused({f"a.{part}_proj.weight": (4, 8) for part in "qkv"}, theirs)
     assert problem.got == "2: a.q_proj.weight, a.qkv_proj.weight" and problem.field.startswith("a.q_proj.weight")
 
 

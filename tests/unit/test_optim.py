@@ -125,6 +125,14 @@ CONFIG_8 = CONFIG.model_copy(update={"optimizer": "adamw_8bit"})
 BOTH = pytest.mark.parametrize("config", [CONFIG, CONFIG_8], ids=OPTIMIZERS)
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's compiler but for its code generator."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    counters["stats"].clear()
+
+
 @pytest.mark.parametrize("in_two_parts", [True, False])
 @pytest.mark.parametrize("shape", [(), (25,), (70, 33), (3, 50, 33)])
 def test_adamw_is_torchs(shape: Sequence[int], in_two_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +166,10 @@ def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BOTH
-def test_compiled_arithmetic_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's compiler but for its code generator; a graph does for all steps, and for pieces of any size."""
+@pytest.mark.usefixtures("compiling")
+def test_adamw_compiled_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph does for all steps, and for pieces of any size."""
     monkeypatch.setattr(adamw, "PIECE", 250)  # four times that, compiled
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    torch._dynamo.reset()
-    counters["stats"].clear()
     start = torch.randn(70, 32)
     plain, compiled = Parameter(start.clone()), Parameter(start.clone())
     wanted = run(AdamW([plain], config, in_two_parts=True), plain)
@@ -175,18 +181,14 @@ def test_compiled_arithmetic_is_the_same(config: OptimizerConfig, monkeypatch: p
 
 
 @BOTH
+@pytest.mark.usefixtures("compiling")
 def test_adamw_compiled_for_all_shapes(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "PIECE", 2048)  # the first two are updated together
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    torch._dynamo.reset()
-    counters["stats"].clear()
     shapes = [(512,), (16, 32), (1280,), (64, 32), (70, 33), (3, 30, 40)]
     parameters = [Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in shapes]
     optimizer = AdamW(parameters, config)
     optimizer.compile()
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    step(optimizer, parameters, [torch.ones_like(parameter) for parameter in parameters])
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -217,22 +219,23 @@ def test_views_of_another_engines_memory_are_written_and_nothing_beside_them(nam
 
 @ALL
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_what_is_saved_and_loaded_goes_on_bit_for_bit(name: str, master_weights: bool) -> None:
-    start = torch.randn(70, 33).bfloat16()
+def test_adamw_saved_and_loaded_goes_on_bit_for_bit(name: str, master_weights: bool) -> None:
+    straight = Parameter(torch.randn(70, 33).bfloat16())
     gradients = [torch.randn(70, 33) for _ in range(6)]
-    straight = Parameter(start.clone())
+
+    def steps(optimizer: AdamW, parameter: Parameter, some: Sequence[Tensor]) -> None:
+        for gradient in some:
+            step(optimizer, [parameter], [gradient])
+
     first = made(name, [straight], master_weights=master_weights, lr=1e-3)
-    for gradient in gradients[:3]:
-        step(first, [straight], [gradient])
-    saved, middle, generator = copy.deepcopy(first.state_dict()), straight.detach().clone(), torch.get_rng_state()
-    for gradient in gradients[3:]:
-        step(first, [straight], [gradient])
-    resumed = Parameter(middle)
+    steps(first, straight, gradients[:3])
+    saved, resumed = copy.deepcopy(first.state_dict()), Parameter(straight.detach().clone())
+    generator = torch.get_rng_state()
+    steps(first, straight, gradients[3:])
     second = made(name, [resumed], master_weights=master_weights, lr=1e-3)
     second.load_state_dict(saved)
     torch.set_rng_state(generator)
-    for gradient in gradients[3:]:
-        step(second, [resumed], [gradient])
+    steps(second, resumed, gradients[3:])
     assert torch.equal(straight, resumed)
     floats = [v.dtype for v in second.state[resumed].values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
     assert set(floats) <= {torch.float32}
@@ -308,7 +311,7 @@ def test_small_parameters_together_end_as_each_alone(name: str, master_weights: 
         assert torch.equal(one, other)
 
 
-def test_what_has_changed_is_counted_over_all_dtypes() -> None:
+def test_changed_fraction_counts_all_dtypes() -> None:
     parameters = [weight(1.0, torch.float32, (10,)), weight(1.0, torch.bfloat16, (30,))]
     before = sampled(parameters)
     parameters[0].data[:4] = 2.0
@@ -339,12 +342,8 @@ def written(values: Tensor, writers: int, *, signed: bool) -> tuple[Tensor, list
 def read(codes: Tensor, scales: Tensor, shape: Shape, *, signed: bool) -> Tensor:
     levels, _ = levels_of(signed, codes.device)
     matrix = math.prod(shape[-2:])
-    blocks = -(-matrix // BLOCK)
-    found = [
-        decoded(codes[number * matrix : (number + 1) * matrix], scales[number * blocks : (number + 1) * blocks], levels)
-        for number in range(len(codes) // matrix)
-    ]
-    return torch.cat(found).view(shape)
+    parts = zip(codes.split(matrix), scales.split(-(-matrix // BLOCK)), strict=True)
+    return torch.cat([decoded(*part, levels) for part in parts]).view(shape)
 
 
 shapes = st.one_of(

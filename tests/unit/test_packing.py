@@ -75,7 +75,7 @@ def test_attention_is_that_of_each_sequence_alone(row: Packed, rows: list[list[i
         torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-6)
 
 
-def test_large_scores_on_one_side_do_not_overflow() -> None:
+def test_attention_of_large_scores_on_one_side() -> None:
     inputs = [100 * torch.randn(20, 1, 8) for _ in range(3)]
     out, normalisers = attention.packed_attention(*attend(SHARED[0], inputs, 1.0))  # type: ignore[misc]
     assert out.isfinite().all() and normalisers.isfinite().all()
@@ -83,17 +83,9 @@ def test_large_scores_on_one_side_do_not_overflow() -> None:
 
 # ---------------------------------------------------------------- models
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"initializer_range": 0.2, "pad_token_id": 0}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
@@ -113,17 +105,9 @@ def tiny(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def settings(**changes: Any) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "batch_size": 100,
-            "model_name": "tiny",
-            "seq_len": 32,
-            "gradient_checkpointing": changes.pop("checkpointing", False),
-            "max_grad_norm": 0,
-            **changes.pop("loss", {}),
-            **changes,
-        }
-    )
+    values = {"batch_size": 100, "model_name": "tiny", "seq_len": 32, "max_grad_norm": 0}
+    values["gradient_checkpointing"] = changes.pop("checkpointing", False)
+    return TrainConfig.model_validate({**values, **changes.pop("loss", {}), **changes})
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -156,8 +140,7 @@ def one_step(
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_packed_and_shared_are_one_at_a_time(kind: str, budget: int | None, checkpointing: bool) -> None:
     base = tiny(kind)
-    size_1 = settings(packing="off").model_copy(update={"batch_size": 1})
-    wanted = one_step(copy.deepcopy(base), size_1, rollouts=groups())
+    wanted = one_step(copy.deepcopy(base), settings(packing="off", batch_size=1), rollouts=groups())
     for form in FORMS.values():
         config = settings(**form, max_tokens_per_microbatch=budget, checkpointing=checkpointing)
         assert_same(wanted, one_step(copy.deepcopy(base), config, rollouts=groups()))
@@ -222,11 +205,9 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
     ("asked", "wanted"), [("auto", torch.bfloat16), ("model", torch.bfloat16), ("float32", torch.float32)]
 )
 def test_logits_on_a_cpu_are_exact_where_it_is_asked_for(asked: str, wanted: torch.dtype) -> None:
-    config = settings(packing="on")
-    config = config.model_copy(update={"logits_dtype": asked})
+    config = settings(packing="on", logits_dtype=asked)
     plan = build_forward(tiny("qwen2").bfloat16(), config).plan
     assert plan.dtype == torch.bfloat16 and plan.logits_dtype == wanted
-
     assert plan.rows(1000) == plan.chunk_bytes // (1000 * wanted.itemsize) // 128 * 128
 
 
@@ -281,7 +262,7 @@ def test_what_cant_be_packed_is_said_and_padded(kind: str, changes: dict[str, An
     model = tiny(kind, **changes)
     base = copy.deepcopy(model)
     assert not build_forward(model, settings()).packed
-    wanted = one_step(base, settings().model_copy(update={"batch_size": 1}))
+    wanted = one_step(base, settings(batch_size=1))
     assert_same(wanted, one_step(model, settings()))
 
 
@@ -323,9 +304,7 @@ def test_weights_in_fp32_compute_in_16_bits_under_autocast(packing: str) -> None
     exact, model = tiny("qwen2"), tiny("qwen2")
     for part in (model, model.base_model):
         part.forward = torch.autocast("cpu", torch.bfloat16)(part.forward)
-    config = settings(packing=packing)
-    config = config.model_copy(update={"dtype": "bfloat16"})
-    trainer = Trainer(model, config)
+    trainer = Trainer(model, settings(packing=packing, dtype="bfloat16"))
     assert trainer.forward.plan.dtype == torch.bfloat16 and trainer.forward.head is not None
     (microbatch,) = trainer.ready(full_rollouts()).microbatches
     found = trainer.forward.scores(microbatch).logprobs_N

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,14 +47,23 @@ SCALING = 32 / 8
 """lora_alpha / r of the trainer."""
 
 
-def sampled(row_of: Callable[[list[int]], Tensor], prompt: list[int], count: int) -> tuple[list[int], Any]:
+def sampled(
+    row_of: Callable[[list[int]], Tensor], prompt: list[int], count: int, draw: torch.Generator | None = None
+) -> tuple[list[int], Any]:
     """Tokens drawn one after the other from logprobs of the next one, and the logprob of each."""
     tokens, logprobs = list(prompt), []
     for _ in range(count):
         row_V = row_of(tokens)
-        tokens.append(int(torch.multinomial(row_V.exp(), 1)))
+        tokens.append(int(torch.multinomial(row_V.exp(), 1, generator=draw)))
         logprobs.append([{tokens[-1]: float(row_V[tokens[-1]])}])
     return tokens[len(prompt) :], logprobs
+
+
+def answer(prompt: list[int], tokens: list[int], logprobs: Any, version: int = 0, **fields: Any) -> GenerateResponse:
+    """What a server says of tokens that it has sampled."""
+    made: dict[str, Any] = {"text": [""], "prompt": None, "finish_reasons": ["length"], "model": "m"}
+    made |= {"prompt_token_ids": prompt, "token_ids": [tokens], "logprobs": [logprobs], "policy_version": version}
+    return GenerateResponse(**made | fields)
 
 
 @torch.no_grad()
@@ -111,12 +120,9 @@ class FakeServer:
         tokens, logprobs = sampled(lambda tokens: self._row(tokens, blocks), prompt, max_tokens)
         if self.fault == "no numbers":
             logprobs = [[dict.fromkeys(each, float("nan")) for each in row] for row in logprobs]
-        return GenerateResponse(
-            text=[""], prompt=None, finish_reasons=["length"], policy_version=0,
-            model="policy-v9" if self.fault == "wrong name" else model,
-            prompt_token_ids=prompt, token_ids=[tokens], logprobs=[logprobs],
-            prompt_logprobs=None if prompt_logprobs is None else self._prompt_logprobs(prompt),
-        )  # fmt: skip
+        of_prompt = None if prompt_logprobs is None else self._prompt_logprobs(prompt)
+        name = "policy-v9" if self.fault == "wrong name" else model
+        return answer(prompt, tokens, logprobs, model=name, prompt_logprobs=of_prompt)
 
     @torch.no_grad()
     def _row(self, tokens: list[int], blocks: int) -> torch.Tensor:
@@ -218,7 +224,7 @@ NOISY = msgspec.structs.replace(INFO, dtype="bfloat16")
 
 @pytest.mark.complete
 @pytest.mark.parametrize("module", ["5.self_attn.k_proj", "11.mlp.down_proj"])
-def test_one_missing_module_shows_through_noise_that_hides_it_on_average(module: str) -> None:
+def test_proof_sees_one_missing_module_through_noise(module: str) -> None:
     """One of 84 modules changes the logprobs by less, on average, than what 16 bits do must be allowed to."""
     trainer = tiny_lora(LAYERS)
     server = FakeServer(trainer, f"without layers.{module}", tiny_lora(LAYERS), noise=0.02)
@@ -271,14 +277,14 @@ def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0) -> Presen
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [0.0, 0.1, 0.5, 3.0])
-def test_rounding_errors_that_effect_and_difference_share_are_no_missing_module(size: float, seed: int) -> None:
+def test_presence_rounding_errors_are_no_missing_module(size: float, seed: int) -> None:
+    """Effect and difference share them."""
     found = looked(torch.full((MODULES,), size), seed=seed)
-    assert found.wrong == ()
-    assert found.seen == (0 if size < 1.0 else MODULES)
+    assert (found.wrong, found.seen) == ((), 0 if size < 1.0 else MODULES)
 
 
 @pytest.mark.parametrize("absent", [(7,), (7, 90), (7, 90, 150)])
-def test_modules_whose_effects_are_a_little_larger_than_rounding_are_found(absent: tuple[int, ...]) -> None:
+def test_presence_finds_effects_a_little_larger_than_rounding(absent: tuple[int, ...]) -> None:
     found = looked(torch.full((MODULES,), 4.0), absent)
     assert {int(name) for name, _ in found.wrong} == set(absent)
     assert all(served < 0.5 for _, served in found.wrong)
@@ -336,49 +342,33 @@ class Receiver:
     def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
         if self.fault == "ends while it is asked" and self.version == PROOF_VERSION:
             raise ServerError("no answer")
-        tokens, logprobs = sampled(partial(next_logprobs, self.model), prompt, max_tokens)
-        return GenerateResponse(
-            text=[""], prompt=None, finish_reasons=["length"], model="m", prompt_token_ids=prompt,
-            policy_version=9 if self.fault == "wrong version" else self.version,
-            token_ids=[tokens], logprobs=[logprobs],
-        )  # fmt: skip
-
-
-def prove_weights(fault: str = "", info: BridgeInfo = INFO) -> tuple[Receiver, Proved | BridgeError | ServerError]:
-    """Prove a model to a server; return that, and what came of it. The weights are those of before in any case."""
-    model = random_model("qwen2").float().eval()
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    server: Any = Receiver(model, fault)
-    try:
-        found = Proof(model, server).prove(info, WeightChange(model, 3, server.sending))
-    except (BridgeError, ServerError) as error:
-        found = error
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    return server, found
-
-
-def test_weight_change_an_honest_server_passes() -> None:
-    server, found = prove_weights()
-    assert isinstance(found, Proved) and server.had_change == [True, True] and server.version == 3
-    assert max(found.noise, found.synthetic, found.restored) < 1e-4 < 0.004 <= found.synthetic_moved
+        version = 9 if self.fault == "wrong version" else self.version
+        return answer(prompt, *sampled(partial(next_logprobs, self.model), prompt, max_tokens), version)
 
 
 @pytest.mark.parametrize(
     ("fault", "stage", "what"),
     [
+        ("", "", ""),
         ("keeps its own", "(synthetic change)", UNSEEN),
         ("keeps the change", "(change undone)", STALE),
         ("wrong version", ": version", ""),
+        # a run with other servers goes on with the trainer's weights
+        ("ends while it is sent them", "", ""),
+        ("ends while it is asked", "", ""),
     ],
 )
-def test_weight_change_each_planted_fault_is_caught_and_named(fault: str, stage: str, what: str) -> None:
-    _, found = prove_weights(fault)
-    assert isinstance(found, BridgeError) and found.field.endswith(stage) and what in found.summary
-
-
-@pytest.mark.parametrize("ends", ["ends while it is sent them", "ends while it is asked"])
-def test_weight_change_a_server_that_ends_leaves_the_trainers_weights(ends: str) -> None:
-    """A run with other servers goes on with them."""
-    server, found = prove_weights(ends)
-    assert isinstance(found, ServerError)
-    assert server.had_change == ([True, False] if "sent" in ends else [True, True])  # the last: sent as they were
+def test_weight_change_faults_are_caught_and_named(fault: str, stage: str, what: str) -> None:
+    model = random_model("qwen2").float().eval()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    server: Any = Receiver(model, fault)
+    refused = nullcontext() if not fault else pytest.raises(ServerError if "ends" in fault else BridgeError)
+    with refused as error:
+        found = Proof(model, server).prove(INFO, WeightChange(model, 3, server.sending))
+        assert server.had_change == [True, True] and server.version == 3
+        assert max(found.noise, found.synthetic, found.restored) < 1e-4 < 0.004 <= found.synthetic_moved
+    if error is not None and "ends" not in fault:
+        assert error.value.field.endswith(stage) and what in error.value.summary
+    if "ends" in fault:  # the last: sent as they were
+        assert server.had_change == ([True, False] if "sent" in fault else [True, True])
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())

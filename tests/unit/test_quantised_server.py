@@ -154,9 +154,7 @@ def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None
     assert alarm is not None and alarm.limit == pytest.approx(max(0.01, MARGIN_QUANTISED * noise))
 
 
-def test_a_model_that_rounding_moves_far_has_a_larger_limit(
-    trainer: PeftModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_limit_of_a_model_that_moves_far(trainer: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own logprobs in fp8 say how far its server may be off."""
     monkeypatch.setattr("grpo_trainer.alignment.proof.NOISE_LIMIT_QUANTISED", 0.01)
     info = msgspec.structs.replace(INFO, quantization="fp8")
@@ -237,9 +235,7 @@ def test_a_relaunched_server_in_fp8_may_be_off_by_as_much(
 
 
 @pytest.mark.parametrize(("quantization", "fault"), [(None, False), ("fp8", True)])
-def test_proof_refuses_8_bits_that_a_server_does_not_say_and_the_scale_of_another_tensor(
-    trainer: PeftModel, quantization: str | None, fault: bool
-) -> None:
+def test_proof_refuses_8_bits_it_is_not_told_of(trainer: PeftModel, quantization: str | None, fault: bool) -> None:
     server = FakeServer(trainer, model=in_fp8(trainer, fault=fault))
     with pytest.raises(BridgeError) as caught:
         prove(trainer, server, msgspec.structs.replace(INFO, quantization=quantization))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -82,15 +82,23 @@ def several(*bridges: Bridge) -> Fleet:
     return Fleet(config, lambda name, server: next(left))
 
 
-def test_several_begin_with_the_highest_version_that_one_has_seen() -> None:
-    with several(Bridge(), Bridge(seen=7), Bridge(seen=3)) as servers:
-        assert servers.connect(2) == 7
+def test_several_are_as_one_bridge() -> None:
+    """The highest version that one has seen, the largest noise, the longest time; the weights change while all wait."""
+    bridges = [Bridge(0, 0.01, 1.0), Bridge(7, 0.03, 3.0), Bridge(3, 0.02, 2.0)]
+    with several(*bridges) as servers:
+        assert servers.connect(2) == 7 and servers.prove() == 0.03
+        with servers.updating():
+            assert all(bridge.said[-1] == "pause" for bridge in bridges)
+        published = servers.publish(8)
+    assert (published.version, published.name) == (8, "policy-v8")
+    assert reduce(published.metrics) == {"train/sync_time": 3.0, "publish/version": 8.0}
+    assert [bridge.said for bridge in bridges] == [["in", "proved", "pause", "resume", "v8", "out"]] * 3
+    with several(Bridge(noise=None), Bridge(noise=None)) as servers:
+        assert servers.prove() is None
 
 
 @pytest.mark.parametrize("ask", [Fleet.connect, Fleet.publish])
-def test_several_are_asked_together_and_each_failure_is_named(
-    ask: Callable[[Fleet, int], object],
-) -> None:
+def test_several_are_asked_together_and_each_failure_is_named(ask: Callable[[Fleet, int], object]) -> None:
     gone = ServerError("the connection broke", field="POST /x")  # names its server itself
     bridges = [Bridge(fails=gone), Bridge(), Bridge(fails=BridgeError(field="model", got="another"))]
     barrier = threading.Barrier(3)
@@ -106,22 +114,7 @@ def test_several_are_asked_together_and_each_failure_is_named(
     assert raised.value is gone
 
 
-@pytest.mark.parametrize(("noises", "largest"), [((0.01, 0.03), 0.03), ((None, None), None)])
-def test_several_are_proved_and_the_largest_noise_counts(noises: Sequence[float | None], largest: float | None) -> None:
-    with several(*(Bridge(noise=noise) for noise in noises)) as servers:
-        assert servers.prove() == largest
-
-
-def test_several_are_published_to_and_the_slowest_counts() -> None:
-    bridges = [Bridge(seconds=seconds) for seconds in (1.0, 3.0, 2.0)]
-    with several(*bridges) as servers:
-        published = servers.publish(4)
-    assert (published.version, published.name) == (4, "policy-v4")
-    assert reduce(published.metrics) == {"train/sync_time": 3.0, "publish/version": 4.0}
-    assert [bridge.said for bridge in bridges] == [["in", "v4", "out"]] * 3
-
-
-def test_servers_on_different_versions_are_an_error() -> None:
+def test_several_on_different_versions() -> None:
     behind = Bridge()
     behind.serves = 3
     with several(Bridge(), behind) as servers, pytest.raises(BridgeError) as error:
@@ -138,13 +131,6 @@ def test_one_that_can_not_be_entered_ends_those_before_it() -> None:
     with pytest.raises(BridgeError), several(first, Refusing()):
         pass
     assert first.said == ["in", "out"]
-
-
-def test_weights_change_while_all_are_told() -> None:
-    bridges = [Bridge(), Bridge()]
-    with several(*bridges) as servers, servers.updating():
-        assert all(bridge.said[-1] == "pause" for bridge in bridges)
-    assert all(bridge.said == ["in", "pause", "resume", "out"] for bridge in bridges)
 
 
 class Run:
@@ -279,12 +265,15 @@ def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run) -> N
     assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field
 
 
-def test_a_server_that_restarted_while_it_was_waited_for_stays(run: Run) -> None:
+def test_fleet_keeps_a_server_that_restarted_while_it_was_waited_for(run: Run) -> None:
     with run.servers() as servers:
         run.list((A, "running", 1), (B, "running", 2))
         servers.connect(0)
         servers.publish(0)
         assert in_use(run.folder) == {A: 1, B: 2} and len(run.opened[B]) == 1
+    (run.folder / SERVED_FILE).write_bytes(msgspec.json.encode({A: Served(1, 5), B: Served(1, 5)}))
+    run.list((A, "running", 2), (B, "running", 1))
+    assert in_use(run.folder) == {B: 1}, "an entry of a server's former process does not count"
 
 
 def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) -> None:
@@ -324,24 +313,13 @@ def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Ru
         assert in_use(run.folder) == {A: 1, B: 1}, "it may join again"
 
 
-def test_all_are_connected_to_at_the_same_time(run: Run) -> None:
+def test_fleet_connects_to_all_at_the_same_time_and_at_first_every_one_must_work(run: Run) -> None:
     with run.servers() as servers:
         barrier = threading.Barrier(2)
         for url in (A, B):
             run.opened[url][0].together = barrier
         run.opened[B][0].seen = 3
         assert servers.connect(0) == 3
-
-
-def test_at_the_start_of_a_run_every_server_must_work(run: Run) -> None:
-    with run.servers() as servers:
         run.opened[B][0].fails = ServerError("the connection broke")
         with pytest.raises(ServerError):
             servers.connect(0)
-
-
-def test_an_entry_of_a_servers_former_process_does_not_count(run: Run) -> None:
-    run.list((A, "running", 2), (B, "running", 1))
-    served = {A: Served(1, 5), B: Served(1, 5)}
-    (run.folder / SERVED_FILE).write_bytes(msgspec.json.encode(served))
-    assert in_use(run.folder) == {B: 1}

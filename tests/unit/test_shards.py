@@ -111,9 +111,7 @@ def config_with(**values: object) -> TrainConfig:
     return build(TrainConfig, {"model": "x", "weight_bridge_mode": "none", "seq_len": 64, "batch_size": 4, **values})
 
 
-def test_shards_are_not_counted_in_what_layers_keep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_are_not_counted_in_what_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan for a GPU, made on a CPU: its memory is what is said here."""
     monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
     monkeypatch.setattr(fitting, "free_bytes", lambda _: 10**9)
@@ -239,7 +237,7 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.complete
 @pytest.mark.parametrize(("case", "expected"), [("autocast", 3), ("frozen embedding", 4), ("frozen first layer", 5)])
-def test_all_of_a_cut_model_is_compiled_before_its_first_step(case: str, expected: int, graphs: Any) -> None:
+def test_shards_are_compiled_before_their_first_step(case: str, expected: int, graphs: Any) -> None:
     """Two of the head, and one for each kind of layer: with and without gradients of its input and its weights."""
     dtype = "bfloat16" if case == "autocast" else "float32"
     config = config_with(compile="on", dtype=dtype, packing="off")
@@ -286,16 +284,22 @@ def test_shards_uncompilable(where: str, monkeypatch: pytest.MonkeyPatch, caplog
     assert ("uncompilable" in caplog.text) == (where == "here")
 
 
-def test_what_can_not_be_cut_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
-    several = World(0, 2)
-    assert not is_sharded(several, config_with(kl_beta=0.1)) and "--kl-beta" in caplog.text
-    assert not is_sharded(several, config_with(weight_bridge_mode="lora_only"))
-    assert not is_sharded(World(), config_with())
-    assert is_sharded(several, config_with())
-    assert not is_sharded(several, config_with(sharding="none"))
+@pytest.mark.parametrize(
+    ("world", "options", "cut"),
+    [
+        (World(0, 2), {}, True),
+        (World(0, 2), {"kl_beta": 0.1}, False),
+        (World(0, 2), {"weight_bridge_mode": "lora_only"}, False),
+        (World(0, 2), {"sharding": "none"}, False),
+        (World(), {}, False),
+    ],
+)
+def test_is_sharded(world: World, options: dict[str, Any], cut: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert is_sharded(world, config_with(**options)) == cut
+    assert ("--kl-beta" in caplog.text) == ("kl_beta" in options)
 
 
-def test_a_model_of_unknown_layers_is_refused() -> None:
+def test_shard_model_refuses_unknown_layers() -> None:
     model = build_without_weights(APART, torch.float32, "sdpa", CPU)
     model.model.layers = nn.Sequential(*model.model.layers)
     with refusing(ConfigError, "--sharding", words=["Qwen2ForCausalLM"]):

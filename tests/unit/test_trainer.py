@@ -145,9 +145,7 @@ def test_step_with_a_nan_changes_nothing_and_too_many_stop_the_run() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_that_leaves_weights_not_finite(
-    dtype: torch.dtype,
-) -> None:
+def test_step_that_leaves_weights_not_finite(dtype: torch.dtype) -> None:
     """In 32 bits torch's optimizer writes them, and the error tears the fence; in 16 bits nothing is written."""
     model = TinyModel().to(dtype)
     trainer = Trainer(model, config(lr=1e39))
