@@ -12,6 +12,7 @@ import contextvars
 import faulthandler
 import inspect
 import logging
+import os
 import reprlib
 import sys
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import FrameType
 from typing import Any, Final, TypeVar, cast
 
 from grpo_common.errors import UserError
@@ -34,6 +36,10 @@ LEAST_S = 5.0
 """Least limit: a process on a busy machine may wait for a core."""
 BEAT_S = 1.0
 """Seconds between two signs of the event loop."""
+NATIVE_S = 90.0
+"""Seconds after the limit at which faulthandler ends a process in which no Python code can run. Its timer also counts
+the time for which a process is stopped, so it is long."""
+UNBLOCK: Final = "code that takes long must run in a thread: await self.threads.call(function, …)"
 GRACE_S: Final = 5.0
 """Seconds that code which is cancelled has to end."""
 LATE: Final = "the time limit of this call"
@@ -210,29 +216,50 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
     except asyncio.CancelledError as error:
         frame = sys._current_frames().get(thread.ident or 0)
         if str(error) == LATE and frame is not None:  # and not the end of the program
-            frames = traceback.extract_stack(frame)
-            begin = next((place for place, each in enumerate(frames) if each.name == "run_function"), -1) + 1
-            stack = Lines("".join(traceback.format_list(frames[begin:])).rstrip())
+            stack = Lines(_stack(frame))
             log.warning("%s did not return in time, its thread stays behind. Its stack:\n%s", name, stack)
         raise
 
 
 async def watch_loop(seconds: float, is_armed: Callable[[], bool]) -> None:
-    """End this process if its event loop is blocked for too long; return never.
+    """End this process, with the stack in its log, if its event loop is blocked for too long; return never.
 
-    faulthandler writes the stacks of all threads to the log and ends the process. It does so also while native code
-    keeps Python from running, and counts the time for which the process is stopped. In a terminal or a debugger
-    nothing is watched: a person may hold the loop at a breakpoint.
+    In a terminal or a debugger nothing is watched: a person may hold the loop at a breakpoint.
 
     Args:
         seconds: `--env.score_timeout`; the limit is between `LEAST_S` and `BLOCKED_S`.
         is_armed: whether to watch; not before `setup`, which may load for minutes, has ended.
     """
-    limit = max(LEAST_S, min(seconds, BLOCKED_S))
+    limit, thread, moved = max(LEAST_S, min(seconds, BLOCKED_S)), threading.get_ident(), threading.Event()
+
+    def end_if_blocked() -> None:
+        moved.clear()
+        if not moved.wait(2 * BEAT_S):  # the loop moves if the process was only stopped for a while
+            blocked = f"the event loop has been blocked for {limit:g} s: this process ends"
+            stack = Lines(_stack(sys._current_frames()[thread]))
+            log.error("%s; %s. Stack of the code:\n%s", blocked, UNBLOCK, stack)
+            os._exit(os.EX_SOFTWARE)
+
+    timer = threading.Timer(limit, end_if_blocked)
     try:
         while True:
+            moved.set()
+            timer.cancel()
             if is_armed() and not (sys.gettrace() or (sys.stdin and sys.stdin.isatty())):
-                faulthandler.dump_traceback_later(limit, exit=True, file=2)
+                timer = threading.Timer(limit, end_if_blocked)
+                timer.daemon = True
+                timer.start()
+                # This timer needs no lock of the interpreter, which native code may hold.
+                faulthandler.dump_traceback_later(limit + NATIVE_S, exit=True, file=2)
             await asyncio.sleep(BEAT_S)
     finally:
+        timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _stack(frame: FrameType) -> str:
+    """Return the calls of an environment's code that led to a frame, the innermost last."""
+    frames = traceback.extract_stack(frame)
+    ours = (asyncio.events.__file__, __file__)
+    begin = max((place for place, each in enumerate(frames, 1) if each.filename in ours), default=0)
+    return "".join(traceback.format_list(frames[begin:])).rstrip()

@@ -235,7 +235,7 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
     _, _, text = (ROOT / "docs" / "operating.md").read_text().partition("## It refuses to start")
     quoted = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
     assert len(quoted) > 40
-    of_others = ("User-specified max_model_len", "Exceeded concurrency limit", "Timeout (0:00:30)!")
+    of_others = ("User-specified max_model_len", "Exceeded concurrency limit")
     values_only = ("--run-dir runs/a: in use", "--log-to: got", "--shared-weights: got", "server: starting")
 
     def parts(message: str) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -188,10 +189,11 @@ async def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(ca
 
 
 BLOCKING = """
-import asyncio, re, sys, time
+import asyncio, logging, re, sys, time
 from environments import scoring
 
-scoring.LEAST_S, scoring.BEAT_S = 1.5, 0.2
+scoring.LEAST_S, scoring.BEAT_S, scoring.NATIVE_S = 1.5, 0.2, 9.0
+logging.basicConfig(format="%(levelname)s %(message)s")
 
 async def evaluate():
     {block}
@@ -210,8 +212,8 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("block", "seconds", "armed", "status"),
     [
-        ("time.sleep(60)", 1.6, True, 1),
-        ("while True: pass", 0.1, True, 1),
+        ("time.sleep(60)", 1.6, True, os.EX_SOFTWARE),
+        ("while True: pass", 0.1, True, os.EX_SOFTWARE),
         ("re.match('(a+)+$', 'a' * 60 + 'b')", 1.6, True, 1),  # no Python code runs meanwhile
         ("time.sleep(2)", 60, True, 0),
         ("time.sleep(3)", 1.6, False, 0),  # as in setup()
@@ -222,6 +224,7 @@ def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bo
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status else "moved\n")
+    assert done.stderr.startswith("ERROR ") == (status == os.EX_SOFTWARE)
     assert bool(re.search(r"\bin evaluate$", done.stderr, re.MULTILINE)) == bool(status)
 
 
