@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_trainer.bench.load import Demand, Meter, generating
+from grpo_trainer.bench.load import Demand, generating
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.bench.publish import Publisher
 from vllm_server.protocol import GENERATE_ROUTE, GenerateResponse
@@ -86,7 +86,7 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
     prompts = [draw.choices(range(2, vocab), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
     patterns = _two_patterns(publisher.weights)
     demand = Demand(url, concurrency, PROMPT_TOKENS, 64, vocab, {})
-    with generating(demand, publisher.config.log_dir / "load.log", Meter(url)):
+    with generating(demand):
         known: list[list[Floats]] = []
         noise = 0.0
         for pattern in patterns:

@@ -38,9 +38,6 @@ RunOptions = Annotated[
         help="More options for `grpo run`, after --; for example: -- --checkpoint-interval 0",
     ),
 ]
-ServerArgs = Annotated[
-    list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
-]
 JsonLine = Annotated[bool, typer.Option("--json", help="Print one line.")]
 
 
@@ -65,15 +62,13 @@ def step(ctx: typer.Context, json_line: JsonLine = False) -> None:
         show(figures, in_a_line=json_line)
 
 
-@app.command(
-    cls=taking(publish.SyncOptions), short_help="Measure a weight bridge: duration of publishes, memory leaks."
-)
-def sync(ctx: typer.Context, server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
+@app.command(cls=taking(publish.SyncOptions), short_help="Measure a weight bridge: publishes and memory.")
+def sync(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
     asked = build(publish.SyncOptions, given(ctx))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server shares the cores
     os.environ.pop(KEY_VARIABLE, None)  # its clients send no key
-    show(publish.measure(asked, tuple(server_arg or ())), in_a_line=json_line)
+    show(publish.measure(asked), in_a_line=json_line)
 
 
 @app.command(cls=taking(rollout_api.ApiOptions), short_help="Measure a rollout API under load.")
@@ -92,7 +87,6 @@ def fence() -> None:
 
 
 def show(figures: Mapping[str, Any], *, in_a_line: bool) -> None:
-    """Print figures as JSON."""
     print(json.dumps(figures, indent=None if in_a_line else 1))
 
 

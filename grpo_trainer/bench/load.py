@@ -1,26 +1,22 @@
 """Load on an inference server, from a separate process, and what the server's own counters say about it.
 
-`python -m grpo_trainer.bench.load JSON`, with the fields of `Demand`, keeps a fixed number of sequences in flight until
-it is killed. It asks for 8 completions a request, so that its own work is small: 32 connections hold 256 sequences.
+The load asks for 8 completions a request, so that its own work is small: 32 connections hold 256 sequences.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-import msgspec
+import numpy as np
 
-from grpo_trainer.errors import ConfigError, ServerError
-from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.process import Process
+from grpo_trainer.errors import ProcessFailedError, ServerError
 from vllm_server.protocol import GENERATE_ROUTE
 
 RUNNING = "vllm:num_requests_running"
@@ -33,10 +29,7 @@ DRAIN_SECONDS = 30.0
 
 def quantile_ms(seconds: Sequence[float], share: float = 0.5) -> float:
     """Return the time in milliseconds below which `share` (0 to 1) of the times lie, interpolated linearly."""
-    times, place = sorted(seconds), share * (len(seconds) - 1)
-    low = int(place)
-    high = min(low + 1, len(times) - 1)
-    return round((times[low] + (place - low) * (times[high] - times[low])) * 1e3, 3)
+    return round(float(np.quantile(seconds, share)) * 1e3, 3)
 
 
 def counter_total(metrics: str, name: str) -> float:
@@ -52,33 +45,19 @@ def counter_total(metrics: str, name: str) -> float:
     return sum(float(line.removeprefix(name).rpartition("}")[2].split()[0]) for line in lines)
 
 
-class Meter:
-    """A server's own counters."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=60.0, trust_env=False)
-
-    def total(self, name: str) -> float:
-        return counter_total(self._http.get("/metrics").raise_for_status().text, name)
-
-    def generated(self) -> tuple[float, float]:
-        """Return the number of generated tokens, and the time of reading it, by `perf_counter`."""
-        asked = time.perf_counter()
-        tokens = self.total(TOKENS)
-        return tokens, (asked + time.perf_counter()) / 2
-
-    def wait_for(self, condition: Callable[[float], bool], wanted: str, check: Callable[[], None]) -> None:
-        """Wait until the number of running sequences satisfies a condition; `check` may raise meanwhile."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while not condition(running := self.total(RUNNING)):
-            check()
-            if time.monotonic() > deadline:
-                got = f"{running:.0f} running requests after {DRAIN_SECONDS:.0f} s"
-                raise ServerError(field="inference server", got=got, wanted=wanted)
-            time.sleep(0.05)
+def total(url: str, name: str) -> float:
+    """Return the present sum of a server's counter."""
+    return counter_total(httpx.get(f"{url}/metrics", timeout=60.0, trust_env=False).raise_for_status().text, name)
 
 
-class Demand(msgspec.Struct, frozen=True):
+def generated(url: str) -> tuple[float, float]:
+    """Return the number of tokens that a server has generated, and the time of reading it, by `perf_counter`."""
+    asked = time.perf_counter()
+    tokens = total(url, TOKENS)
+    return tokens, (asked + time.perf_counter()) / 2
+
+
+class Demand(NamedTuple):
     """The load on the server at `url`."""
 
     url: str
@@ -93,36 +72,44 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
+def generating(demand: Demand) -> Iterator[None]:
     """Keep a server busy within the block; after it the server has dropped the requests.
 
     Raises:
-        ProcessFailedError: the process that asks has ended by itself.
+        ProcessFailedError: the process that asks has ended by itself; it has printed why.
     """
-    if demand.sequences % GROUP:
-        raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
-    argv = (sys.executable, "-m", "grpo_trainer.bench.load", msgspec.json.encode(demand).decode())
-    process = Process(ProcessSpec("load", argv), log_path)
+    process = multiprocessing.get_context("spawn").Process(target=keep_busy, args=(demand,), daemon=True)
 
-    def check() -> None:
-        if process.exit_code is not None:
-            raise process.ended()
+    def wait_for(busy: bool) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while bool(running := total(demand.url, RUNNING)) != busy:
+            check(busy)
+            if time.monotonic() > deadline:
+                got, wanted = f"{running:.0f} after {DRAIN_SECONDS:.0f} s", "one" if busy else "none without a client"
+                raise ServerError(field="running requests", got=got, wanted=wanted)
+            time.sleep(0.05)
 
+    def check(busy: bool = True) -> None:
+        if busy and not process.is_alive():
+            raise ProcessFailedError(field="load", got=f"exit code {process.exitcode}")
+
+    process.start()
     try:
-        meter.wait_for(bool, "one that runs", check)
+        wait_for(True)
         yield
         check()
     finally:
         process.kill()  # it holds nothing worth an orderly end
-        process.close()
-    meter.wait_for(lambda running: not running, "none once their client is gone", lambda: None)
+        process.join()
+    wait_for(False)
 
 
-async def _keep_busy(demand: Demand) -> None:
+def keep_busy(demand: Demand) -> None:
+    """Keep a fixed number of sequences in flight until a request fails."""
     connections = demand.sequences // GROUP
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
 
-    async def ask_forever(index: int) -> None:
+    async def ask_forever(http: httpx.AsyncClient, index: int) -> None:
         draw = random.Random(index)
         # The first completions end one after the other: else all requests would end, and start, at the same time.
         length = max(1, demand.completion_len * (index + 1) // connections)
@@ -134,13 +121,12 @@ async def _keep_busy(demand: Demand) -> None:
                 raise httpx.HTTPError(f"{answer.status_code}: {answer.text[:500]}")
             length = demand.completion_len
 
-    async with (
-        httpx.AsyncClient(base_url=demand.url, timeout=600.0, limits=limits, trust_env=False) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
-        for index in range(connections):
-            tasks.create_task(ask_forever(index))
+    async def ask() -> None:
+        async with (
+            httpx.AsyncClient(base_url=demand.url, timeout=600.0, limits=limits, trust_env=False) as http,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for index in range(connections):
+                tasks.create_task(ask_forever(http, index))
 
-
-if __name__ == "__main__":
-    asyncio.run(_keep_busy(msgspec.json.decode(sys.argv[1], type=Demand)))
+    asyncio.run(ask())

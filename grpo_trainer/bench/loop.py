@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from grpo_trainer.bench.models import CACHE_BYTES_TINY, ModelOptions, cpu_name
+from grpo_trainer.bench.models import CACHE_BYTES_TINY, ModelOptions
 from grpo_trainer.config.options import option
 from grpo_trainer.config.stored import VERSIONS_FILE
 from grpo_trainer.errors import ConfigError, ProcessFailedError
@@ -32,21 +32,6 @@ LAST_STEPS = 5
 machine, is faster."""
 STOP_SECONDS = 30.0
 """Time before an interrupted run is killed; its last checkpoint is not needed."""
-OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {
-        "tiny": {  # for two CPU cores
-            "sequences": 32,
-            "prompt_len": 16,
-            "completion_mean": 12.0,
-            "completion_len": 48,
-            "max_tokens_per_microbatch": 1024,
-        },
-        "7b": {"max_tokens_per_microbatch": 12_288},
-        "14b": {"max_tokens_per_microbatch": 8192},
-        "32b": {"max_tokens_per_microbatch": 8192},
-    }
-)
-"""Defaults that a shape changes."""
 SPLIT = MappingProxyType(
     {
         "wait_s": "train/data_fetch_time",
@@ -56,9 +41,7 @@ SPLIT = MappingProxyType(
     }
 )
 """Consecutive parts of a training step -> the metric of their seconds."""
-
 Row = Mapping[str, Any]
-"""A step of metrics.jsonl."""
 
 
 class LoopOptions(ModelOptions):
@@ -83,31 +66,6 @@ class LoopOptions(ModelOptions):
         "shared_vllm", help="Weight bridge, the same as --weight-bridge-mode of `grpo run`."
     )
     share_base: bool = option(False, help="With lora_only: the trainer uses the server's base model.")
-    sequences: int = option(
-        256,
-        help="Completions in a step, a multiple of 8 (default: 256; with --shape tiny 32).",
-        ge=GROUP,
-        multiple_of=GROUP,
-    )
-    prompt_len: int = option(256, help="Tokens of a prompt (default: 256; with --shape tiny 16).", ge=1)
-    completion_mean: float = option(
-        350.0,
-        help="Mean completion length in tokens, before truncation to --completion-len. Each token is the last with "
-        "probability 1 / VALUE (default: 350; with --shape tiny 12).",
-        ge=1,
-    )
-    completion_len: int = option(
-        1024, help="Maximum tokens of a completion (default: 1024; with --shape tiny 48).", ge=1
-    )
-    max_tokens_per_microbatch: int = option(
-        16_384, help="Maximum tokens of a microbatch (default: 16384; 7b: 12288; 14b, 32b: 8192; tiny: 1024).", gt=1
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        """Fill in the defaults of the shape."""
-        return {**OF_SHAPE.get(given.get("shape", ""), {}), **given} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _measures_a_step(self) -> LoopOptions:
@@ -119,6 +77,18 @@ class LoopOptions(ModelOptions):
 def no_step(got: object, wanted: str) -> ConfigError:
     """Return the error of a run that has no measured step."""
     return ConfigError("no step is left to measure", field="--warmup-steps", got=got, wanted=wanted)
+
+
+def work_of(shape: str) -> dict[str, float]:
+    """Return a step's sequences, and tokens of a prompt, of a completion and of a microbatch.
+
+    Each token of a completion is the last with probability 1 / `completion_mean`, unless the completion is cut.
+    """
+    names = ("sequences", "prompt_len", "completion_mean", "completion_len", "max_tokens_per_microbatch")
+    if shape == "tiny":  # for two CPU cores
+        return dict(zip(names, (32, 16, 12.0, 48, 1024), strict=True))
+    most = {"7b": 12_288, "14b": 8192, "32b": 8192}.get(shape, 16_384)
+    return dict(zip(names, (256, 256, 350.0, 1024, most), strict=True))
 
 
 def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
@@ -154,21 +124,22 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
 
 def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence[str]) -> ProcessSpec:
     """Return `grpo run` as a user would type it."""
+    work = work_of(options.shape)
     asked = {
         "model-name": model,
         "run-dir": run_dir,
         "weight-bridge-mode": options.bridge,
         "training-steps": options.steps + LAST_STEPS,
         "batch-size": GROUP,
-        "gradient-accumulation-steps": options.sequences // GROUP,
-        "seq-len": options.prompt_len + options.completion_len,
-        "max-tokens-per-microbatch": options.max_tokens_per_microbatch,
+        "gradient-accumulation-steps": work["sequences"] // GROUP,
+        "seq-len": work["prompt_len"] + work["completion_len"],
+        "max-tokens-per-microbatch": work["max_tokens_per_microbatch"],
         "server.port": 0,
         "api.port": 0,
         "env": ENVIRONMENT,
         "env.group_size": GROUP,
-        "env.prompt_tokens": options.prompt_len,
-        "env.completion_mean": options.completion_mean,
+        "env.prompt_tokens": work["prompt_len"],
+        "env.completion_mean": work["completion_mean"],
     }
     if options.shape == "tiny":
         asked["server.extra-args"] = f"--kv-cache-memory-bytes,{CACHE_BYTES_TINY}"
@@ -178,7 +149,11 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
 
 
 def line(
-    options: LoopOptions, more: Sequence[str], rows: Sequence[Row], began: float, versions: Mapping[str, Any]
+    options: LoopOptions,
+    more: Sequence[str],
+    rows: Sequence[Row],
+    began: float,
+    versions: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return conditions, then figures: those of the steps after `--warmup-steps` and before the last `LAST_STEPS`.
 
@@ -197,10 +172,11 @@ def line(
     gpus, used = versions["gpus"], [row["gpu/memory_used_gib"] for row in measured if "gpu/memory_used_gib" in row]
     return {
         **options.model_dump(exclude={"model_dir", "run_dir"}),
+        **work_of(options.shape),
         "group_size": GROUP,
         "steps": options.warmup_steps + len(measured),
         "run_options": list(more),
-        "device": ", ".join(dict.fromkeys(gpus)) or cpu_name(),
+        "device": ", ".join(dict.fromkeys(gpus)) or "cpu",
         "devices": len(gpus) or os.cpu_count(),
         "versions": {name: versions.get(name) for name in ("vllm", "torch", "python")},
         **step_figures(measured),
@@ -232,7 +208,6 @@ def step_figures(rows: Sequence[Row]) -> dict[str, Any]:
         "trained_tokens_per_s": round(_total(rows, "batch/tokens") / seconds, 1),
         "completion_tokens_mean": round(completions / _total(rows, "batch/sequences"), 1),
         "split": {name: _short(value) for name, value in split.items()},
-        "checkpoint_share": _short(_total(rows, "train/save_time") / seconds),
         "staleness": {
             "mean": _short(_total(rows, "rollout/staleness_mean") / steps),
             "max": max(row.get("rollout/staleness_max") or 0.0 for row in rows),

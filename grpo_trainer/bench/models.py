@@ -7,7 +7,6 @@ tokens. Nothing is loaded from the hub.
 from __future__ import annotations
 
 import logging
-import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,10 +42,8 @@ class ModelOptions(Section):
     )
 
 
-def _qwen2(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
-) -> ModelShape:
-    sizes = (hidden, intermediate, layers, heads, kv_heads, hidden // heads, vocab)
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool) -> ModelShape:
+    sizes = (hidden, inner, layers, heads, kv_heads, hidden // heads, vocab)
     return ModelShape(*sizes, tied=tied, biases=True, positions=POSITIONS)
 
 
@@ -76,13 +73,7 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         sizes = (present.hidden_size, present.intermediate_size, present.num_hidden_layers, present.vocab_size)
         wanted = (shape.hidden, shape.intermediate, shape.layers, shape.vocab)
         if sizes != wanted:
-            raise ConfigError(
-                "holds a model of another shape",
-                field=f"--model-dir {folder}",
-                got=str(sizes),
-                wanted=f"{wanted}, as --shape",
-                fix="name another folder",
-            )
+            raise ConfigError("another shape", field=f"--model-dir {folder}", got=sizes, wanted=f"{wanted}, as --shape")
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(field=f"--model-dir {folder}", got="files, but no model", wanted="an empty or a new folder")
@@ -143,13 +134,6 @@ def numbered_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
-
-
-def cpu_name() -> str:
-    """Return the processor's name from Linux, or else its architecture."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from grpo_trainer.rollouts.groups import Group, RolloutBatch, Sample
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from grpo_trainer.parallel.world import World
     from grpo_trainer.trainer import Trainer
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUP = 8
-MEDIAN, SIGMA = 0.3, 0.7
-"""Of log-normal lengths, relative to the longest."""
-SHORTEST = 8
 
 
 class StepOptions(ComputeConfig):
@@ -50,28 +46,14 @@ class StepOptions(ComputeConfig):
         False, help="Draw lengths of completions from a log-normal distribution: median 0.3 of the longest, sigma 0.7."
     )
     batch_size: int = option(8, help="Sequences of a microbatch, if --max-tokens-per-microbatch is not set.", ge=1)
-    optimizer: Literal["auto", "adamw", "adamw_8bit"] = option(
-        "auto", help="auto: adamw_8bit for all weights, adamw for an adapter."
+    optimizer: Literal["adamw", "adamw_8bit"] | None = option(
+        None, help="Optimizer (default: adamw_8bit for all weights, adamw for an adapter)."
     )
     warmup: int = option(2, help="Unmeasured steps before the measured ones.", ge=1)
     steps: int = option(5, help="Measured steps.", ge=1)
     peak_tflops: float = option(
         989.0, help="Peak of the GPU for mfu, in TFLOP/s: dense bfloat16 of an H100 or H200 by its data sheet.", gt=0
     )
-    sharding: Literal["auto", "none", "full"] = option(
-        "auto", help="Under torchrun, if all weights are trained: shard them over the GPUs (full, auto), or not (none)."
-    )
-    seed: int = option(0, help="Seed of weights, tokens, lengths and rewards.")
-
-    @property
-    def optimizer_name(self) -> Literal["adamw", "adamw_8bit"]:
-        """The optimizer that `--optimizer auto` means."""
-        if self.optimizer == "auto":
-            return "adamw" if self.lora_r else "adamw_8bit"
-        return self.optimizer
-
-
-# The work of a step
 
 
 def completion_lengths(options: StepOptions, random: np.random.Generator) -> NDArray[np.int64]:
@@ -79,8 +61,8 @@ def completion_lengths(options: StepOptions, random: np.random.Generator) -> NDA
     longest = options.completion_len
     if not options.lognormal:
         return np.full(options.seqs, longest)
-    drawn = MEDIAN * longest * np.exp(SIGMA * random.standard_normal(options.seqs))
-    lengths = np.clip(drawn.round().astype(np.int64), min(SHORTEST, longest), longest)
+    drawn = 0.3 * longest * np.exp(0.7 * random.standard_normal(options.seqs))
+    lengths = np.clip(drawn.round().astype(np.int64), min(8, longest), longest)
     lengths[lengths.argmax()] = longest
     return lengths
 
@@ -138,17 +120,11 @@ def step_flops(shape: ModelShape, lengths: Iterable[tuple[int, int]], lora_r: in
     return total
 
 
-# The measurement
-
-
-def build_model(options: StepOptions, device: torch.device, world: World | None = None) -> PreTrainedModel:
-    """Return a model with random weights, in bfloat16 on a GPU."""
+def bench_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of a benchmark's weights: bfloat16 on a GPU."""
     import torch
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(options.seed)
-    shape = SHAPES[options.shape]
-    return random_model(shape, dtype, device, seed=options.seed, world=world)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def build_trainer(options: StepOptions, device: torch.device, world: World) -> Trainer:
@@ -162,7 +138,7 @@ def build_trainer(options: StepOptions, device: torch.device, world: World) -> T
     bridge = (
         {"weight_bridge_mode": "lora_only", "lora_r": options.lora_r}
         if options.lora_r
-        else {"weight_bridge_mode": all_weights, "sharding": options.sharding}
+        else {"weight_bridge_mode": all_weights}
     )
     values = {
         "model": "random",
@@ -171,7 +147,7 @@ def build_trainer(options: StepOptions, device: torch.device, world: World) -> T
         "batch_size": options.batch_size,
         "gradient_accumulation_steps": -(-options.seqs // options.batch_size),
         "gradient_checkpointing": options.gradient_checkpointing,
-        "optimizer": options.optimizer_name,
+        "optimizer": options.optimizer or ("adamw" if options.lora_r else "adamw_8bit"),
         "drift_limit": 0,
         "world_size": world.size,
         "init_method": "env://",
@@ -179,10 +155,11 @@ def build_trainer(options: StepOptions, device: torch.device, world: World) -> T
         **options.model_dump(include={*ComputeConfig.model_fields}),
     }
     config = checked(build(TrainConfig, {key: value for key, value in values.items() if value is not None}))
-    model = build_model(options, device, world if is_sharded(world, config) else None)
+    sharded = world if is_sharded(world, config) else None
+    model = random_model(SHAPES[options.shape], bench_dtype(device), device, world=sharded)
     freeze(model, config)
     if config.weight_bridge_mode == "lora_only":
-        return Trainer(add_adapter(model, config, options.seed), config, world=world)
+        return Trainer(add_adapter(model, config, 0), config, world=world)
     return Trainer(model.requires_grad_(True), config, world=world)
 
 
@@ -205,7 +182,7 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        batches = [synthetic_batch(options, options.seed + n) for n in range(options.warmup + options.steps)]
+        batches = [synthetic_batch(options, n) for n in range(options.warmup + options.steps)]
         done = [timed_step(trainer, batch, number) for number, batch in enumerate(batches)][options.warmup :]
         lengths = [lengths_of(batch) for batch in batches[options.warmup :]]
         if not world.leads:
@@ -215,7 +192,7 @@ def measure(options: StepOptions) -> dict[str, Any] | None:
         middle = median(seconds for seconds, _ in done)
         return {
             **options.model_dump(include={"shape", "lora_r", "seqs", "prompt_len", "completion_len", "lognormal"}),
-            "optimizer": options.optimizer_name,
+            "optimizer": trainer.config.optimizer,
             "max_tokens_per_microbatch": options.max_tokens_per_microbatch,
             "step_s_median": round(middle, 4),
             "step_s": [round(seconds, 4) for seconds, _ in done],

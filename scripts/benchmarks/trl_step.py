@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from grpo_trainer.bench.__main__ import JsonLine, run_command, show
-from grpo_trainer.bench.models import SHAPES
-from grpo_trainer.bench.step import GROUP, StepOptions, build_model, lengths_of, step_flops, synthetic_batch
+from grpo_trainer.bench.models import SHAPES, random_model
+from grpo_trainer.bench.step import GROUP, StepOptions, bench_dtype, lengths_of, step_flops, synthetic_batch
 from grpo_trainer.config.flags import given, taking
 from grpo_trainer.config.options import build
 
@@ -81,7 +81,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     calls: list[int] = []
 
     def rollouts(prompts: list[Any], _: Any) -> dict[str, Any]:
-        made = synthetic_batch(options, options.seed + len(calls))
+        made = synthetic_batch(options, len(calls))
         calls.append(len(prompts))
         samples = [sample for group in made.groups for sample in group.samples]
         return {
@@ -91,7 +91,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
         }
 
     def reward(completions: list[Any], **_: Any) -> list[float | None]:
-        made = synthetic_batch(options, options.seed + len(calls) - 1)
+        made = synthetic_batch(options, len(calls) - 1)
         rewards: list[float | None] = [sample.reward for group in made.groups for sample in group.samples]
         return rewards[: len(completions)]
 
@@ -123,7 +123,8 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     device = torch.device("cuda" if on_gpu else "cpu")
     rows = Dataset.from_dict({"prompt": [f"<{number}>" for number in range(steps * options.seqs // GROUP)]})
     trainer: Any = GRPOTrainer(
-        build_model(options, device), reward, args, rows, processing_class=numbered_tokenizer(shape.vocab),
+        random_model(shape, bench_dtype(device), device), reward, args, rows,
+        processing_class=numbered_tokenizer(shape.vocab),
         peft_config=adapter, rollout_func=rollouts, callbacks=[timer(seconds)],
     )  # fmt: skip
     if trl.scoring:  # what it does with vLLM: samples come from another engine, so their ratio is corrected
@@ -146,7 +147,7 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     seconds = seconds[options.warmup :]
     numbers = range(options.warmup, options.warmup + options.steps)
-    batches = [lengths_of(synthetic_batch(options, options.seed + number)) for number in numbers]
+    batches = [lengths_of(synthetic_batch(options, number)) for number in numbers]
     median = statistics.median(seconds)
     tokens = statistics.mean(sum(map(sum, lengths)) for lengths in batches)
     flops = statistics.mean(step_flops(shape, lengths, options.lora_r) for lengths in batches)

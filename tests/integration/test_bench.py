@@ -54,7 +54,7 @@ def test_loop_measures_a_run(tmp_path: Path) -> None:
     split = row["split"]
     assert set(split) == {"wait_s", "step_s", "publish_s", "save_s", "other_s"}
     assert sum(split.values()) == pytest.approx(row["step_s"], rel=0.01)
-    assert split["save_s"] > 0 and row["checkpoint_share"] > 0  # a step's row has the save of the step before
+    assert split["save_s"] > 0  # a step's row has the save of the step before
     assert 0 <= row["staleness"]["mean"] <= row["staleness"]["max"] <= 5
     assert [*row["start_s"]] == ["trainer_ready", "first_batch", "first_step"]
     assert 0 < row["start_s"]["trainer_ready"] <= row["start_s"]["first_batch"] < row["start_s"]["first_step"]
@@ -91,19 +91,18 @@ def test_loop_says_why_a_run_is_refused(tmp_path: Path) -> None:
 )
 def test_sync_of_a_bridge(tmp_path: Path, bridge: str, words: tuple[str, ...]) -> None:
     row = measured(tmp_path, "sync", "--shape", "tiny", "--skip-load", "--repeat", "3", "--bridge", bridge, *words)
-    proof, phases, memory = row["proof"], row["phases"], row["memory"]
+    proof, memory = row["proof"], row["memory"]
     assert (row["bridge"], row["shape"], row["repeat"], row["load"]) == (bridge, "tiny", 3, None)
     assert row["share_base"] == ("--share-base" in words) and row["device"] and all(row["versions"].values())
     assert proof["noise"] < 1e-4 and proof["restored"] < 1e-4 and proof["synthetic_moved"] > 10 * proof["synthetic"]
     assert 0 < row["publish_p50_ms"] <= row["publish_p95_ms"] and 0 < row["stall_ms"] <= row["publish_p50_ms"]
-    assert set(phases) == {"pack_ms", "request_ms", "engine_ms"} and all(value > 0 for value in phases.values())
     assert memory["flat_server_rss_mb"][1] > 100 and memory["gpu_total_gb"] is None and memory["flat_files"] == [0, 0]
-    assert row["model_gb"] == round(SHAPES["tiny"].parameters * 4 / 1e9, 4)
     if bridge == "lora_only":
         assert row["adapter_mb"] == round(SHAPES["tiny"].adapter_parameters(16, ALL_LINEAR) * 4 / 1e6, 3)
         assert row["transport"] == "memory" and row["lora_r"] == 16 and memory["flat_adapters"] == [4, 4]
+        assert row["save_ms"] > 0 and row["load_ms"] > 0
     else:
-        assert 0 < row["write_ms"] == phases["pack_ms"] < row["stall_ms"]
+        assert 0 < row["write_ms"] < row["stall_ms"] and row["pause_ms"] > 0
     assert (row["step"] is None) == ("--step-seqs" not in words)
     if (step := row["step"]) is not None:
         assert step["sequences"] == 8 and step["seconds"] > 0 and abs(step["loss"]) < 10
@@ -133,5 +132,5 @@ def test_api_loses_no_group(tmp_path: Path) -> None:
     for wire in ("json", "msgpack"):
         (folder := tmp_path / wire).mkdir()
         row = measured(folder, "api", *load, "--wire", wire)
-        assert (row["groups"], row["lost"], row["duplicated"], row["failures"]) == (64, 0, 0, [])
+        assert (row["groups"], row["lost"], row["duplicated"]) == (64, 0, 0)
         assert row["batches_per_s"] > 0 and row["post_p50_ms"] > 0 and row["server_cpu_ms_per_group"] > 0

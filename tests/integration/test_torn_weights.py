@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 )
 def test_torn_weights_only_without_a_fence(tmp_path: Path, bridge: str, fenced: bool, writes: int) -> None:
     options = SyncOptions.model_validate({"shape": "tiny", "bridge": bridge, "log_dir": tmp_path})
-    with opened(options, ()) as publisher:
+    with opened(options) as publisher:
         found = find_torn_answers(publisher, writes=writes, fenced=fenced)
     assert found.answers >= (LEAST_ANSWERS if fenced else 1) and found.misnamed == 0, found
     assert (found.torn == 0) == fenced, found

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 from grpo_trainer import cli
 from grpo_trainer.bench import __main__ as command
 from grpo_trainer.bench import loop as whole_run
-from grpo_trainer.bench.load import GROUP, Demand, counter_total, quantile_ms
+from grpo_trainer.bench.load import GROUP, Demand, counter_total, keep_busy
 from grpo_trainer.bench.loop import ENVIRONMENT, LAST_STEPS, LoopOptions, run_process, start_figures, step_figures
 from grpo_trainer.bench.models import SHAPES, ensure_model
 from grpo_trainer.bench.publish import SyncOptions, publish_figures
@@ -85,8 +84,7 @@ def test_model_of_a_shape_is_written_once_and_nothing_is_overwritten(tmp_path: P
     ("kind", "given", "field"),
     [
         (LoopOptions, {"warmup_steps": 20}, "--warmup-steps"),
-        (LoopOptions, {"sequences": 12}, "--sequences"),
-        (SyncOptions, {"share_base": True, "bridge": "shared_vllm"}, "--share-base"),
+        (SyncOptions, {"step_seqs": 12}, "--step-seqs"),
         (StepOptions, {"seqs": 12}, "--seqs"),
     ],
 )
@@ -119,10 +117,10 @@ def test_loop_is_a_run_with_its_defaults(shape: str, most: int) -> None:
 
 
 def test_loop_options_after_two_dashes_are_the_runs_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"bridge": "lora_only", "share_base": True, "shape": "tiny", "sequences": 16}
+    asked = {"bridge": "lora_only", "share_base": True, "shape": "tiny"}
     argv = run_process(build(LoopOptions, asked), Path("m"), Path("r"), ("--checkpoint-interval", "0")).argv
     assert argv[-3:] == ("--share-base", "--checkpoint-interval", "0")
-    assert argv[argv.index("--gradient-accumulation-steps") + 1] == "2"
+    assert argv[argv.index("--gradient-accumulation-steps") + 1] == "4"
     became: list[Any] = []
     monkeypatch.setattr(cli, "_become", lambda *words: became.append(words))
     typed = ["--shape", "tiny", "--", "--checkpoint-interval", "0", "--no-proof"]
@@ -227,7 +225,6 @@ def test_loop_line_by_hand() -> None:
         "trained_tokens_per_s": 64.0,
         "completion_tokens_mean": 10.0,
         "split": {"wait_s": 1.0, "step_s": 2.0, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.0},
-        "checkpoint_share": 0.1,
         "staleness": {"mean": 0.75, "max": 2.0},
         # the first row is of 100: it published for 0.5 s, trained for 2 and waited for 1
         "start_s": {"trainer_ready": 26.5, "first_batch": 27.5, "first_step": 30.0},
@@ -253,21 +250,13 @@ def test_loop_counts_a_fence_within_the_step_once() -> None:
 # --------------------------------------------------------------------------------------------- sync, and its load
 
 
-def test_publish_phases_add_up_to_the_publish() -> None:
-    publishes = [
-        {"total": 0.010, "pack": 0.001, "engine": 0.006, "request": 0.003, "stall": 0.0002},
-        {"total": 0.020, "pack": 0.002, "engine": 0.012, "request": 0.006, "stall": 0.0004},
-    ]
-    figures = publish_figures(publishes)
-    assert (figures["publish_p50_ms"], figures["stall_ms"]) == (15.0, 0.3)
-    assert figures["phases"] == {"pack_ms": 1.5, "request_ms": 4.5, "engine_ms": 9.0}
-
-
-def test_quantiles_lie_between_neighbours_in_proportion() -> None:
-    values = [0.04, 0.01, 0.03, 0.02]  # places 0, 1, 2, 3
-    assert quantile_ms(values) == 25.0  # place 1.5
-    assert quantile_ms(values, 0.95) == 38.5  # place 2.85: 30 + 0.85 * 10
-    assert quantile_ms([0.5], 0.99) == 500.0
+def test_publish_figures_are_medians_of_what_the_bridge_timed() -> None:
+    times = ("train/sync_time", 1.0), ("publish/stall_time", 0.02), ("publish/save_time", 0.1), ("publish/version", 7.0)
+    publishes = [{key: total * share for key, share in times} for total in (0.04, 0.01, 0.03, 0.02)]
+    assert publish_figures(publishes) == pytest.approx(
+        # 95 of 100: place 2.85 of 0 to 3, 30 + 0.85 * 10
+        {"publish_p50_ms": 25.0, "publish_p95_ms": 38.5, "save_ms": 2.5, "stall_ms": 0.5, "stall_p95_ms": 0.77}
+    )
 
 
 def test_server_metrics_are_summed_over_labels() -> None:
@@ -295,11 +284,9 @@ def test_load_keeps_its_connections_busy_until_it_is_refused() -> None:
         full.wait(60)
         return Reply(json={}) if len(bodies) < 12 else Reply(500, json={})
 
-    with answering(answer) as url:
-        demand = Demand(url, 4 * GROUP, prompt_len=5, completion_len=8, vocab=50, routing={"policy_version": 0})
-        words = [sys.executable, "-m", "grpo_trainer.bench.load", msgspec.json.encode(demand).decode()]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1 and "500: {}" in done.stderr
+    with answering(answer) as url, pytest.raises(ExceptionGroup) as error:
+        keep_busy(Demand(url, 4 * GROUP, prompt_len=5, completion_len=8, vocab=50, routing={"policy_version": 0}))
+    assert "500: {}" in str(error.value.exceptions[0])
     body = bodies[0]
     assert (body["n"], body["ignore_eos"], body["policy_version"]) == (GROUP, True, 0)
     assert len(body["prompt"]["prompt_token_ids"]) == 5 and max(body["prompt"]["prompt_token_ids"]) < 50
