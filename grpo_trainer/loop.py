@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
@@ -26,7 +25,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, held_folder, refuse_to_mix_runs
-from grpo_trainer.logs.console import Output, RunConsole, print_time_split
+from grpo_trainer.logs.console import Output, RunConsole
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.metrics.health import last_line
@@ -244,10 +243,8 @@ def settle(desk: Desk, progress: Progress, checkpoints: Checkpoints | None = Non
 
 
 def _say_how_it_went(config: TrainConfig) -> None:
-    path = config.log_dir / METRICS_FILE
-    log.info("%s", last_line(read_rows(path), last_sample(config.log_dir / SAMPLES_FILE)))
-    if config.benchmark:
-        print_time_split(path, Console(file=sys.stdout))
+    rows = read_rows(config.log_dir / METRICS_FILE)
+    log.info("%s", last_line(rows, last_sample(config.log_dir / SAMPLES_FILE)))
 
 
 def _say(line: str) -> None:

@@ -36,6 +36,7 @@ OF_RUN = MappingProxyType({"dataset": "data", "dataset_name": "data", "reward_fu
 GONE = MappingProxyType(
     {
         "activation_offload": "use --gradient-checkpointing, which keeps the inputs of layers on the GPU",
+        "benchmark": "leave it out: `grpo report` shows where the time went",
         "checkpoint_url": "copy RUN_DIR/checkpoints by a program such as rclone",
         "vllm_standby": "leave it out: vLLM is imported at each restart",
     }

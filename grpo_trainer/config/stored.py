@@ -44,7 +44,7 @@ LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
 COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
-OLD_OPTIONS = frozenset({"activation_offload", "checkpoint_url", "vllm_standby"})
+OLD_OPTIONS = frozenset({"activation_offload", "benchmark", "checkpoint_url", "vllm_standby"})
 """Options of earlier versions that did not change what is trained: a run that has them continues without them."""
 OLD_DEFAULTS = {
     **{"training_steps": 10, "batch_size": 2, "gradient_accumulation_steps": 32, "seq_len": 2048, "log_samples": 0}

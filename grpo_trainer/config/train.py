@@ -261,8 +261,6 @@ class LogConfig(Section):
     """Group in W&B or trackio."""
     log_samples: int = option(4, ge=0)
     """Write N sequences of each step to samples.jsonl, which `grpo report` shows; 0: none."""
-    benchmark: bool = option(False)
-    """Print a table at the end: seconds of each phase of the run."""
 
     @property
     def trackers(self) -> tuple[str, ...]:

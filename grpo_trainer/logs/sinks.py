@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from uuid import uuid4
 
 import psutil
+import pynvml
 
 from grpo_common.formats import KEY, ROWS_FORMAT
 from grpo_common.redaction import redacted
@@ -30,7 +30,6 @@ from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PROJECT = "grpo"
 RUN_ID_FILE = "tracked_as"
 """In the log folder."""
 GIB = 2.0**30
@@ -133,8 +132,8 @@ class JsonlSink:
 def machine_metrics() -> dict[str, float]:
     """Return figures of the host, and of the trainer's current GPU if it has one.
 
-    Utilisation is the share of the time since the last call (host), or of the last second at most (GPU, where NVIDIA's
-    `pynvml` is installed). Memory in use is that of all processes; a server on the same GPU is in it.
+    Utilisation is the share of the time since the last call (host), or of the last second at most (GPU). Memory in use
+    is that of all processes; a server on the same GPU is in it.
     """
     found = {
         "host/memory_used_gib": psutil.virtual_memory().used / GIB,
@@ -150,10 +149,9 @@ def machine_metrics() -> dict[str, float]:
         "gpu/memory_used_gib": (total - free) / GIB,
         "gpu/memory_trainer_gib": torch.cuda.memory_reserved() / GIB,
     }
-    if find_spec("pynvml") is not None:
-        # Of a slice of a GPU (MIG), NVIDIA's library does not say it; and a figure is no reason to end a run.
-        with suppress(importlib.import_module("pynvml").NVMLError, RuntimeError):
-            found["gpu/utilisation"] = torch.cuda.utilization() / 100
+    # Of a slice of a GPU (MIG), NVIDIA's library does not say it; and a figure is no reason to end a run.
+    with suppress(pynvml.NVMLError, RuntimeError):
+        found["gpu/utilisation"] = torch.cuda.utilization() / 100
     return found
 
 
@@ -186,7 +184,7 @@ class RunSink:
     def __init__(self, program: str, config: TrainConfig, **more: Any) -> None:
         self._run = importlib.import_module(program).init(
             resume="allow",
-            project=config.wandb_project or DEFAULT_PROJECT,
+            project=config.wandb_project or "grpo",
             group=config.wandb_group,
             config=public(config),
             **more,

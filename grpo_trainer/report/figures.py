@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from grpo_trainer.logs.console import PHASES
 from grpo_trainer.report.read import Run
 
 TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "Environments", "Machine", "More metrics"
@@ -20,6 +19,14 @@ TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "
 TIME_SPLIT, HISTOGRAM, QUANTILES = "Where the time went", "Rewards by value", "Reward distribution"
 """Titles; of the last two, a run has the histogram if its rewards have few values, and else the quantiles."""
 SHARE = "reward/share/"
+PHASES = {
+    "waiting for rollouts": "train/data_fetch_time",
+    "forward and backward": "train/forward_backward_time",
+    "optimizer": "train/optimizer_time",
+    "publishing weights": "train/sync_time",
+    "copying checkpoints": "train/save_time",
+}
+"""What training does or waits for, one after the other."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.checks import Case, run_folder
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.logs.console import RunConsole, time_split
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
@@ -246,8 +246,6 @@ def read_everything(folder: Path) -> None:
     for read in (read_members, read_served):
         with suppress(UserError):
             read(folder / "servers")
-    with suppress(UserError):
-        time_split(folder / "metrics.jsonl")
     for step in (3, 9):
         StateFiles(folder / "checkpoints" / STATES, "arithmetic").newest(step)
     for resume in ("auto", str(folder)):

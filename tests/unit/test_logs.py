@@ -29,16 +29,7 @@ from grpo_trainer.errors import StoppedError
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.logs import sinks
-from grpo_trainer.logs.console import (
-    MEANWHILE,
-    PHASES,
-    Output,
-    RunConsole,
-    live_line,
-    print_time_split,
-    step_line,
-    time_split,
-)
+from grpo_trainer.logs.console import Output, RunConsole, live_line, step_line
 from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, last_sample, whole_characters
 from grpo_trainer.logs.sinks import TensorBoardSink, TrackioSink, WandbSink, build_metric_log, run_id
 from grpo_trainer.loop import Desk, run_steps
@@ -170,42 +161,6 @@ def test_a_run_on_a_terminal_has_one_live_line(tmp_path: Path, monkeypatch: pyte
     assert "Step " not in terminal.text
     above = [terminal.text.index(line) for line in ("resumed", "WARNING careful", "Evaluation of sums")]
     assert max(above) < last
-
-
-# where the time went --------------------------------------------------------------------------------------------------
-
-
-ROWS = [
-    {"step": 1, "train/seconds": 10.0, "train/data_fetch_time": 4.0, "train/forward_backward_time": 3.0,
-     "train/optimizer_time": 1.0, "train/sync_time": 0.5, "rollout/fetch_time": 4.0, "rollout/prepare_time": 0.2},
-    {"step": 2, "train/seconds": 8.0, "train/data_fetch_time": 1.0, "train/forward_backward_time": 3.0,
-     "train/optimizer_time": 1.0, "train/sync_time": 0.5, "train/save_time": 0.25, "rollout/fetch_time": 3.5,
-     "rollout/prepare_time": 0.2, "checkpoint/write_time": 2.0},
-]  # fmt: skip
-
-
-def test_each_second_is_in_one_phase_and_overlap_stands_apart(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    split, meanwhile = time_split(path)
-    assert {PHASES.get(name): seconds for name, seconds in split.items()} == {
-        "train/data_fetch_time": 5.0,
-        "train/forward_backward_time": 6.0,
-        "train/optimizer_time": 2.0,
-        "train/sync_time": 1.0,
-        "train/save_time": 0.25,
-        None: pytest.approx(3.75),  # 18 - 14.25
-    }
-    assert {MEANWHILE[name]: seconds for name, seconds in meanwhile.items()} == {
-        "rollout/fetch_time": 7.5,
-        "rollout/prepare_time": pytest.approx(0.4),
-        "checkpoint/write_time": 2.0,
-    }
-    console = Console(file=io.StringIO(), width=100)
-    print_time_split(path, console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(name in said for name in (*split, *meanwhile))
-    assert "28%" in said and "7.5" in said  # 5 / 18
 
 
 # trackers ------------------------------------------------------------------------------------------------------------

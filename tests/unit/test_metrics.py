@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
+import pynvml
 import pytest
 import torch
 from hypothesis import given
@@ -65,15 +63,34 @@ def test_any_split_gives_the_same_mean(values: list[float], at: int) -> None:
     assert math.isclose(reduce(merged)["a"], sum(values) / len(values), rel_tol=1e-9, abs_tol=1e-6)
 
 
-def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
-    log = MetricLog([JsonlSink(tmp_path / "new" / "metrics.jsonl")])
+def rows_of(path: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_log_writes_a_row_a_step_and_no_file_before_the_first(tmp_path: Path) -> None:
+    log = MetricLog([JsonlSink(path := tmp_path / "new" / "metrics.jsonl")])
+    assert not path.exists()
     log.log(1, {"reward/mean": Mean(1.0)}, {"reward/std": Mean(0.5)})
-    log.log(2, {"reward/mean": Mean(float("nan"))})
+    log.log(2, {"reward/mean": Mean(float("nan"))})  # NaN is no JSON
     log.close()
-    rows = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["reward/mean"] == 1.0 and rows[1]["reward/mean"] is None  # NaN is no JSON
-    assert rows[0]["reward/std"] == 0.5
+    rows = rows_of(path)
+    assert [(row["step"], row["reward/mean"], row.get("reward/std")) for row in rows] == [
+        (1, 1.0, 0.5),
+        (2, None, None),
+    ]
+    assert all((row["host/memory_used_gib"] or 0) > (row["host/memory_trainer_gib"] or 0) > 0 for row in rows)
+    assert all(0 <= (row["host/cpu"] or 0) <= 1 for row in rows)
+
+
+def test_log_of_a_resumed_run_replaces_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "old": 1}) + "\n" for step in range(1, 6)))
+    log = MetricLog([JsonlSink(path, steps_done=3)], [{"reward/mean": 0.5}])
+    log.log(4, {})
+    log.log(5, {})
+    log.close()
+    found = [(row["step"], "old" in row, "train/resumed" in row) for row in rows_of(path)]
+    assert found == [*((step, True, False) for step in (1, 2, 3)), (4, False, True), (5, False, False)]
 
 
 def test_neither_the_start_nor_the_last_evaluation_is_in_a_steps_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,47 +106,8 @@ def test_neither_the_start_nor_the_last_evaluation_is_in_a_steps_seconds(monkeyp
     assert log.log(3, {"train/evaluation_time": Sum(60.0)})["train/seconds"] == 3.0
 
 
-def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
-    MetricLog([JsonlSink(tmp_path / "metrics.jsonl")]).close()
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "old": 1}) + "\n" for step in range(1, 6)))
-    log = MetricLog([JsonlSink(path, steps_done=3)])
-    log.log(4, {"reward/mean": Mean(1.0)})
-    log.close()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["step"], "old" in row) for row in rows] == [(1, True), (2, True), (3, True), (4, False)]
-
-
-def test_the_first_row_of_a_resumed_run_says_so(tmp_path: Path) -> None:
-    log = MetricLog([JsonlSink(tmp_path / "metrics.jsonl", 1)], [{"reward/mean": 0.5}])
-    log.log(4, {})
-    log.log(5, {})
-    log.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("train/resumed") for row in rows] == [1.0, None]
-
-
-def test_each_row_has_the_memory_and_the_utilisation_of_the_machine(tmp_path: Path) -> None:
-    numbers = MetricLog([]).log(1, {})
-    assert numbers["host/memory_trainer_gib"] > 0 and numbers["host/memory_used_gib"] > 0
-    assert 0 <= numbers["host/cpu"] <= 1
-
-
-class NotMeasuredError(Exception):
-    """What NVIDIA's library raises for a slice of a GPU."""
-
-
-@pytest.mark.parametrize("problem", [None, NotMeasuredError(), RuntimeError()])
+@pytest.mark.parametrize("problem", [None, pynvml.NVMLError(1), RuntimeError()])
 def test_metrics_of_a_gpu(monkeypatch: pytest.MonkeyPatch, problem: Exception | None) -> None:
-    library = ModuleType("pynvml")
-    library.__spec__ = ModuleSpec("pynvml", None)
-    vars(library)["NVMLError"] = NotMeasuredError
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-
     def utilisation() -> int:
         if problem:
             raise problem

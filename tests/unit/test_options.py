@@ -42,7 +42,6 @@ PREDECESSOR_DEFAULTS = {
     "clip_eps": 0.2,
     "atropos_url": "http://localhost:8000",
     "use_wandb": False,
-    "benchmark": False,
     "checkpoint_interval": "10m",  # the only new one: checkpoints by steps cost the more, the shorter a step
 }
 
@@ -423,14 +422,14 @@ def test_flags_of_every_kind_and_of_other_programs_reach_the_configuration(monke
     configs: list[Any] = []
     monkeypatch.setattr("grpo_trainer.run.run", lambda config, _: configs.append(config))
     of_words(
-        "run --model m --no-proof --benchmark --no-gradient-checkpointing --lora_rank=8 --server.extra-args --seed,7 "
+        "run --model m --no-proof --use-wandb --no-gradient-checkpointing --lora_rank=8 --server.extra-args --seed,7 "
         "--api.port 0 --no-try --learning_rate=3e-4 --beta 0.04 --eval_steps 5 --prompts_per_step 5 --log_kl "
         "--server.max_model_len 99 --num-generations 4 --temperature=0.7 --max-completion-length 64 "
         "--mask_truncated_completions=true --env.seed=2 --reward_funcs math --dataset_name=rows.jsonl"
     )
     (config,) = configs
     trainer, (environment,) = config.trainer, config.environments
-    assert (trainer.proof, trainer.benchmark, trainer.gradient_checkpointing) == (False, True, False)
+    assert (trainer.proof, trainer.use_wandb, trainer.gradient_checkpointing) == (False, True, False)
     assert (trainer.lora_r, trainer.lr, trainer.kl_beta, trainer.eval_every, trainer.log_kl) == (8, 3e-4, 0.04, 5, True)
     assert (config.server.extra_args, config.server.max_model_len) == (("--seed", "7"), 99) and config.api.port == 0
     assert not config.options.try_environments and config.options.prompts_per_step == 5

@@ -24,7 +24,6 @@ from grpo_common.pages.document import plotting
 from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.logs.console import PHASES
 from grpo_trainer.metrics.rows import LAST_BYTES
 from grpo_trainer.report import page as page_module
 from grpo_trainer.report import runs
@@ -33,6 +32,7 @@ from grpo_trainer.report.figures import (
     FIGURES,
     NOT_TRAINED,
     OTHER,
+    PHASES,
     SAME,
     TIME_SPLIT,
     UNKNOWN,
