@@ -212,7 +212,7 @@ def test_planted_secrets_are_on_no_page_and_in_no_dry_run_tracker_or_stored_run(
         (folder / "config" / "env-verifiers.toml").write_text(tomli_w.dumps({"env": value}))
         assert SECRET not in html_of(folder)
     plan = plan_run(config, {"api": 1, "server": 2}, python="python", on_gpu=False)
-    rows = rows_of(config, plan, {}, on_gpu=False)
+    rows = rows_of(config, plan, on_gpu=False)
     assert SECRET not in as_json([*rows], ())
     assert SECRET not in json.dumps(public(config.trainer))
     assert SECRET.encode() not in run_file(config)
