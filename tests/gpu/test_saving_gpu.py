@@ -84,9 +84,7 @@ def test_a_background_checkpoint_resumes_weights_optimizer_and_the_gpus_generato
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_copied_while_the_next_step_runs_is_that_of_its_own_step(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_checkpoint_copied_during_the_next_step(tmp_path: Path, dtype: torch.dtype) -> None:
     """The copy begins so late that only a wait on the GPU keeps the next update from being in it."""
 
     def trainer() -> Trainer:

@@ -80,13 +80,10 @@ def test_rows_leave_out_and_count_a_line_that_is_none(tmp_path: Path, damage: by
 
 def test_rows_with_odd_figures_or_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": [1], "e": true, "f": 2, "g": 1' + b"0" * 400 + b"}\n"
-    )
+    odd = b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": [1], "e": true, "f": 2, "g": 1' + b"0" * 400 + b"}\n"
+    path.write_bytes(odd)
     assert read_rows(path) == [{"step": 1, **dict.fromkeys("abcdeg"), "f": 2}]
     assert read_file(tmp_path / "none") == Rows([])
-
-    path = tmp_path / "metrics.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + line(1) + line(2))
     assert [each["step"] for each in read_rows(path)] == [1, 2]
 
@@ -151,22 +148,19 @@ def test_a_demo_models_damaged_marker_counts_as_none(tmp_path: Path, damage: byt
     assert finished_before(tmp_path, None) is None and finished_before(tmp_path, Recipe()) is None
 
 
-def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: Path) -> None:
-    states = StateFiles(tmp_path, "sums")
-    states.save(3, {"position": 1})
-    for name, text in (("step-4", b"[1]"), ("step-5", b"\xff"), ("step-x", b"{}")):
-        (tmp_path / "sums" / f"{name}.json").write_bytes(text)
-    assert states.newest(9) == {"position": 1} and states.newest(2) is None
-
-
-@pytest.mark.parametrize("damage", [b"{}", b'{"position": "3"}', b'{"position": -1}', b'{"position": true}'])
-def test_an_environment_takes_an_older_state_if_it_cannot_restore_the_newest(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"[1]", b"\xff", b"{}", b'{"position": "3"}', b'{"position": -1}', b'{"position": true}']
+)
+def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: Path, damage: bytes) -> None:
+    """Or can't be restored."""
     states = StateFiles(tmp_path, "sums")
     states.save(3, {"position": 2})
     (tmp_path / "sums" / "step-4.json").write_bytes(damage)
+    (tmp_path / "sums" / "step-x.json").write_bytes(b"{}")
     env = BaseEnv[str](BaseEnvConfig(tokenizer_name="demo"), Scripted(None, lambda _: []), build_tokenizer())
     env.items = Shuffled(["a", "b", "c"], seed=0)
     assert states.newest(9, env.restore) == {"position": 2} and env.state() == {"position": 2}
+    assert states.newest(2) is None
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"[3]", b"\xff", b"[" * 9000, b'{"data": [{"x": 1}]}', b'{"data": 3}'])

@@ -105,32 +105,32 @@ def test_metrics_are_those_of_fresh_and_of_older_samples() -> None:
 # ---------------------------------------------------------------- the alarm
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+def warned(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """The problem of each warning, and what it says of those before it."""
+    return [record.args for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_alarm_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
     for step in range(SAY_EVERY + 1):
         alarm.check_samples(step, [gap(5, 0.6), gap(5, 0.4), gap(4, 0.0)], 5, lambda version: Recheck(0.5, 0.01, None))
-    warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
-    (problem, before), (again, later) = warned
+    (problem, before), (again, later) = warned(caplog)
     assert problem == again and before == "" and str(SAY_EVERY - 1) in str(later).split()
     assert "lora_only" in problem.field and (problem.summary, problem.fix) == Cause.BASE_MODEL.value
     assert re.findall(r"[\d.]+", problem.got) == ["2", "3", "5", "0.5"] and problem.wanted.endswith(" 0.1")
 
 
-def test_another_cause_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_alarm_says_another_cause_at_once(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
     alarm.check_samples(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
     alarm.check_samples(1, [gap(4, 0.6)], 5, never)
-    assert [Cause.FRESH.meaning in lines(caplog)[0], Cause.STALE.meaning in lines(caplog)[1]] == [True, True]
+    assert [problem.summary for problem, _ in warned(caplog)] == [Cause.FRESH.meaning, Cause.STALE.meaning]
 
 
-def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_alarm_stops_but_not_for_samples_that_are_merely_old(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DriftAlarm(LIMIT, "stop", "lora_only")
     alarm.check_samples(0, [gap(4, 0.6)], 5, never)
-    assert len(lines(caplog)) == 1
+    assert len(warned(caplog)) == 1
     with pytest.raises(DriftError) as stopped:
         alarm.check_samples(1, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
     assert isinstance(stopped.value, BridgeError)
@@ -175,18 +175,15 @@ def config_of(**options: object) -> TrainConfig:
 )
 def test_drift_alarm_limit(noise: float | None, options: dict[str, Any], limit: float) -> None:
     assert drift_alarm(config_of(**options), noise, TinyModel()).limit == pytest.approx(limit)
-
-
-def test_drift_alarm_limit_of_weights_in_16_bits_is_that_of_these() -> None:
-    assert drift_alarm(config_of(), 1e-6, TinyModel().bfloat16()).limit == pytest.approx(0.1)
+    assert drift_alarm(config_of(), 1e-6, TinyModel().bfloat16()).limit == pytest.approx(0.1), "of weights in 16 bits"
 
 
 def test_drift_alarm_without_a_limit_checks_replayed_experts_only(caplog: pytest.LogCaptureFixture) -> None:
     alarm = drift_alarm(config_of(drift_limit=0), 0.03, TinyModel())
     alarm.check_samples(0, [gap(5, 0.6), SampleGap(5, 1, math.nan)], 5, never)
-    assert lines(caplog) == []
+    assert warned(caplog) == []
     alarm.check_routing(0, {CHANGED_MAX: Max(0.6)}, RoutedShape(layers=2, top_k=2, experts=8))
-    assert len(lines(caplog)) == 1
+    assert len(warned(caplog)) == 1
 
 
 def test_drift_alarm_of_routing(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,11 +191,10 @@ def test_drift_alarm_of_routing(caplog: pytest.LogCaptureFixture) -> None:
     alarm, shape = DriftAlarm(LIMIT, "warn", "lora_only"), RoutedShape(layers=2, top_k=2, experts=8)
     for step in range(6):
         alarm.check_routing(step, {CHANGED_MAX: Max(0.37)}, shape)
-    assert lines(caplog) == []
+    assert warned(caplog) == []
     for step in range(7, 7 + SAY_EVERY + 1):  # 20 is among them, and of no account
         alarm.check_routing(step, {CHANGED_MAX: Max(0.38)}, shape)
-    warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
-    (problem, before), (_, later) = warned
+    (problem, before), (_, later) = warned(caplog)
     assert before == "" and str(SAY_EVERY - 1) in str(later).split()
     assert (problem.field, problem.summary) == ("routed_experts", Cause.ROUTING.meaning)
     assert "38%" in problem.got.split() and "38%" in problem.wanted.split()  # 37.5 rounds to 38
@@ -228,16 +224,17 @@ def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw:
 
 def trainer(**options: object) -> Trainer:
     config = config_of(**{"lora_r": 8, "on_drift": "stop", **options})
-    model = tiny_lora()
-    fill_b(model)
+    model = other(1)
     made = Trainer(model, config)
     made.alarm = drift_alarm(config, 1e-6, model)
     return made
 
 
-def other() -> PeftModel:
+def other(seed: int | None = 2) -> PeftModel:
+    """By default it has other weights than the trainer; seed 1 has the same, None the base model's."""
     model = tiny_lora()
-    fill_b(model, seed=2)
+    if seed is not None:
+        fill_b(model, seed)
     return model
 
 
@@ -245,31 +242,23 @@ def of_version(version: int, *samples: list[Sample]) -> ReadyBatch:
     return replace(trainer().ready(batch(*samples)), policy_version=version)
 
 
-def test_honest_samples_pass_and_their_gap_is_rounding() -> None:
-    one = trainer()
-    same = tiny_lora()
-    fill_b(same)
-    result = one.step(of_version(3, rollouts(same, 3), rollouts(other(), 2)), 0)
+def test_step_passes_honest_samples_and_their_gap_is_rounding() -> None:
+    result = trainer().step(of_version(3, rollouts(other(1), 3), rollouts(other(), 2)), 0)
     numbers = reduce(result.metrics)
-    assert numbers["train/logprob_gap"] < 1e-5
-    assert numbers["train/logprob_gap_stale"] > 0.3
+    assert numbers["train/logprob_gap"] < 1e-5 and numbers["train/logprob_gap_stale"] > 0.3
     assert result.updated
 
 
 @pytest.mark.parametrize("fault", ["base", "raw", "weights", "one version", "nan"])
-def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> None:
-    one = trainer()
-    same, base = tiny_lora(), tiny_lora()  # base: B is 0
-    fill_b(same)
+def test_step_stopped_by_planted_faults_leaves_the_weights(fault: str) -> None:
+    one, same = trainer(), other(1)
+    broken = [replace(s, rollout_logprobs=s.positions * np.float32(np.nan)) for s in rollouts(same, 3)]
     groups, cause = {
-        "base": ([rollouts(base, 3)], Cause.BASE_MODEL),
+        "base": ([rollouts(other(None), 3)], Cause.BASE_MODEL),
         "raw": ([rollouts(same, 3, 0.4, raw=True)], Cause.TEMPERATURE),
         "weights": ([rollouts(other(), 3)], Cause.FRESH),
         "one version": ([rollouts(other(), 3), rollouts(same, 2)], Cause.ONE_VERSION),
-        "nan": (
-            [[replace(s, rollout_logprobs=s.positions * np.float32(np.nan)) for s in rollouts(same, 3)]],
-            Cause.NOT_FINITE,
-        ),
+        "nan": ([broken], Cause.NOT_FINITE),
     }[fault]
     before = [parameter.detach().clone() for parameter in one.parameters]
     with pytest.raises(DriftError) as stopped:

@@ -365,17 +365,16 @@ def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
     assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
 
 
-def test_an_adapter_is_not_sent_again_under_a_name_that_was_used() -> None:
+def test_lora_swap_sends_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
-    class Sending(LoraSwap):
-        def send(self, name: str, version: int, *, activate: bool) -> Any:
-            sent.append(version)
-            answer = SimpleNamespace(load_seconds=0.1, stall_seconds=0.1)
-            return SimpleNamespace(pack_seconds=0.1, answer=answer)
+    def send(self: LoraSwap, name: str, version: int, *, activate: bool) -> Any:
+        sent.append(version)
+        return SimpleNamespace(pack_seconds=0.1, answer=SimpleNamespace(load_seconds=0.1, stall_seconds=0.1))
 
+    monkeypatch.setattr(LoraSwap, "send", send)
     server: Any = None
-    swap = Sending(BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), tiny_lora(), server, Path(), 64)
+    swap = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), tiny_lora(), server, Path(), 64)
     names = [swap.publish(version).name for version in (0, 0, 1, 1, 1, 2)]
     assert names == [f"policy-v{version}" for version in (0, 0, 1, 1, 1, 2)]
     assert sent == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def test_decoding_keeps_what_belongs_to_trained_tokens() -> None:
     assert not len(masked.positions) and masked.start == 1, "an answer that is left out of the loss begins there"
 
 
-def test_overrides_of_a_sequence_stand_over_the_groups() -> None:
+def test_decoding_a_sequences_overrides_stand_over_the_groups() -> None:
     assert [s.supervised for s in decoded(overrides=[{"sft": True}, {}]).samples] == [True, False]
     mixed = decoded(group_overrides={"sft": True, "temperature": 0.5}, overrides=[{}, {"sft": False}]).samples
     assert [(s.supervised, s.temperature) for s in mixed] == [(True, 0.5), (False, 0.5)]
@@ -65,9 +66,6 @@ def test_overrides_of_a_sequence_stand_over_the_groups() -> None:
     assert (marked.unscored, marked.truncated, len(marked.positions)) == (True, False, 0)
     assert (other.unscored, other.truncated, len(other.positions)) == (False, True, 1)
     assert Group((marked, other)).rewards == [1.0]
-
-
-def test_a_sequence_that_the_environment_leaves_out_has_advantages_of_0() -> None:
     first, second = decoded(overrides=[{"set_advantage_to_zero": True}, {}]).samples
     assert first.advantages is not None and first.advantages.tolist() == [0.0]
     assert second.advantages is None  # the group's own
@@ -75,14 +73,16 @@ def test_a_sequence_that_the_environment_leaves_out_has_advantages_of_0() -> Non
     assert [s.advantages.tolist() for s in given if s.advantages is not None] == [[3.0], [0.0]]
 
 
-def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:
-    asked = {"generation_params": {"temperature": 0.7}}
-    for fields, wanted in (
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
         ({}, [1.0, 1.0]),
-        (asked, [0.7, 0.7]),
-        (asked | {"overrides": [{"temperature": 0.5}, {}]}, [0.5, 0.7]),
-    ):
-        assert [one.temperature for one in decoded(**fields).samples] == wanted
+        ({"generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
+        ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.5}, {}]}, [0.5, 0.7]),
+    ],
+)
+def test_decoding_temperatures(fields: dict[str, Any], wanted: list[float]) -> None:
+    assert [one.temperature for one in decoded(**fields).samples] == wanted
 
 
 def test_a_teachers_tokens_come_padded_to_the_most_that_it_gave() -> None:
@@ -143,7 +143,7 @@ def test_groups_sampled_so_that_the_trainer_cant_compute_it(fields: dict[str, An
     assert problem is None or (problem.got and problem.wanted and problem.fix)
 
 
-def test_a_stored_group_with_sampling_masks_is_read_and_refused_for_how_it_was_sampled() -> None:
+def test_misfit_of_a_stored_group_with_sampling_masks() -> None:
     """Groups of version 0.1.0, from a queue: their masks are an unknown field."""
     data = wire.ScoredData(**ROWS, generation_params={"top_p": 0.9})
     packed = msgspec.to_builtins(wire.pack(data), builtin_types=[bytes])
@@ -194,9 +194,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
 
 
-def test_feed_trains_the_rest_and_names_the_environment(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_feed_trains_the_rest_and_names_the_environment(caplog: pytest.LogCaptureFixture) -> None:
     poison = UNFIT[0][0]
     api = Api(iter([(poison, GOOD), (poison, poison), (GOOD, GOOD)]))
     with caplog.at_level(logging.WARNING), feed(api) as batches:
@@ -246,19 +244,12 @@ def test_each_environment_is_warned_of_once(caplog: pytest.LogCaptureFixture) ->
     assert warned(caplog) == [(names[0], 100_001, 10), (names[0],), (names[1],)]
 
 
-def test_an_environment_of_another_vocabulary_altogether_ends_the_run_by_name() -> None:
-    def forever() -> Iterator[tuple[Group, ...]]:
-        while True:
-            yield (UNFIT[1][0],)
-
-    api = Api(forever())
+def test_feed_ends_the_run_for_an_environment_of_another_vocabulary() -> None:
+    api = Api(itertools.repeat((UNFIT[1][0],)))
     with pytest.raises(TrainingError) as ended:
         feed(api).next(0)
     assert ended.value.field.startswith("environment sums_0: ") and str(UNFIT_IN_A_ROW) in ended.value.summary
     assert len(api.dropped) == UNFIT_IN_A_ROW  # none of them comes again after a restart
-
-
-def test_the_trainer_knows_its_vocabulary() -> None:
     assert Trainer(TinyModel(), CONFIG).vocabulary is None  # neither a head nor a configuration: its logits will tell
     configured: Any = TinyModel()
     configured.config = LlamaConfig(vocab_size=7)

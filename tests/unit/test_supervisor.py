@@ -460,11 +460,7 @@ def test_supervisor_shows_notices_at_once_and_waits_for_a_server_once_it_is_ther
         until({str(shown)!r}, "server, 2")
         log.error("last")
     """
-
-    def show() -> None:
-        shown.write_text(str(supervisor.said))
-
-    supervisor = Recorded(tmp_path, show=show)
+    supervisor = Recorded(tmp_path, show=lambda: shown.write_text(str(supervisor.said)))
     server = served(f"until({str(shown)!r}, 'proved')\n")
     with once(lambda: any("ready after" in line for line in supervisor.said), ready.touch), supervisor:
         supervisor.run([[server, speaking(tmp_path, "trainer", talks, ends_run=True)]])
@@ -522,8 +518,7 @@ def test_supervisor_shows_a_foreign_status_file_as_text(tmp_path: Path) -> None:
 def test_supervisor_believes_no_status_file_of_another_process(tmp_path: Path) -> None:
     """One of an earlier run may be ending, and write the file of the same name."""
     path = tmp_path / "status" / "trainer.json"
-    code = "import sys; sys.stdin.read()"
-    old = Process(spec("trainer", code, env={status.VARIABLE: str(path)}), tmp_path / "trainer.log")
+    old = Process(spec("trainer", SLEEPER, env={status.VARIABLE: str(path)}), tmp_path / "trainer.log")
     content = {"phase": TRAINED, "notices": [{"number": 5, "text": "old"}]}
     for pid, phase in ((old.pid + 1, ""), (old.pid, TRAINED)):
         path.write_text(json.dumps({**content, "pid": pid}))

@@ -226,13 +226,12 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> None:
+def test_step_later_updates_count_from_the_policy_before_the_first() -> None:
     """Three updates on a batch are three steps on it whose old logprobs are those from before the first."""
     together, apart = TinyModel(), TinyModel()
     data = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
-    loss: dict[str, object] = {"ratio_against": "trainer", "clip_eps": 0.01}
-    thrice = Trainer(together, config(**{**loss, "updates_per_batch": 3}, lr=1e-2))
-    numbers = reduce(thrice.step(data, 0).metrics)
+    loss: dict[str, object] = {"ratio_against": "trainer", "clip_eps": 0.01, "lr": 1e-2}
+    numbers = reduce(Trainer(together, config(**loss, updates_per_batch=3)).step(data, 0).metrics)
 
     def with_logprobs(one: Sample) -> Sample:
         with torch.no_grad():
@@ -241,7 +240,7 @@ def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> No
         return replace(one, rollout_logprobs=before[one.positions - 1])
 
     then = replace(data, groups=(replace(data.groups[0], samples=tuple(map(with_logprobs, data.groups[0].samples))),))
-    once = Trainer(apart, config(**loss, lr=1e-2))
+    once = Trainer(apart, config(**loss))
     steps = [reduce(once.step(data, 0).metrics)]
     once.config = config(clip_eps=0.01, lr=1e-2)
     steps += [reduce(once.step(then, 0).metrics) for _ in range(2)]
@@ -251,14 +250,18 @@ def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> No
         assert numbers[key] == pytest.approx(sum(each[key] for each in steps) / 3, abs=1e-6), key
 
 
-def test_the_logprobs_before_the_first_update_cost_no_forward_pass() -> None:
-    for updates in (1, 3):
-        model = TinyModel()
-        calls: list[int] = []
-        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        trainer = Trainer(model, config(batch_size=100, **{"updates_per_batch": updates, "ratio_against": "trainer"}))
-        trainer.step(rollouts(), 0)
-        assert len(calls) == updates
+@pytest.mark.parametrize("updates", [1, 3])
+def test_step_needs_one_forward_pass_an_update(updates: int) -> None:
+    """The logprobs before the first one cost none."""
+    model, calls = TinyModel(), list[int]()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    options = config(batch_size=100, updates_per_batch=updates, ratio_against="trainer")
+    Trainer(model, options).step(rollouts(), 0)
+    assert len(calls) == updates
+
+
+def test_log_dir_is_by_default_the_save_path() -> None:
+    assert config(save_path="x").log_dir == Path("x")
 
 
 def test_a_stop_after_the_first_update_waits_for_the_last() -> None:
@@ -344,10 +347,6 @@ def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_sch
     assert result.updated and reduce(result.metrics)["train/changed_fraction"] == 0
 
 
-def test_paths_in_a_configuration_survive_validation() -> None:
-    assert config(save_path="x").log_dir == Path("x")
-
-
 def test_gradients_over_64_microbatches() -> None:
     """In bfloat16 their sum has a random error of 1 %, and is not smaller for it; in float32 next to none."""
     generator = torch.Generator().manual_seed(0)
@@ -368,19 +367,19 @@ def test_gradients_over_64_microbatches() -> None:
 def test_gradients_in_float32_on_request() -> None:
     model = TinyModel().to(torch.bfloat16)
     trainer = Trainer(model, config(grad_dtype="float32"))
-    dtypes: list[torch.dtype | None] = []
+    dtypes: set[torch.dtype] = set()
     prepare = trainer.optimizer.prepare
 
     def look() -> None:
-        dtypes.extend(p.grad.dtype for p in trainer.parameters if p.grad is not None)
+        dtypes.update(p.grad.dtype for p in trainer.parameters if p.grad is not None)
         prepare()
 
     trainer.optimizer.prepare = look  # type: ignore[method-assign]
     assert trainer.step(rollouts(), 0).updated
-    assert set(dtypes) == {torch.float32} and all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert dtypes == {torch.float32} and all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits() -> None:
+def test_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits() -> None:
     trainer = Trainer(TinyModel().to(torch.bfloat16), config())
     for parameter in trainer.parameters:
         parameter.grad = torch.randn_like(parameter)
