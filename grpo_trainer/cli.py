@@ -371,16 +371,25 @@ def _become(module: str, arguments: list[str], called: str | None = None) -> Non
 
 
 def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
-    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
-    from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
+    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't.
 
+    A trainer that is started by hand also names the commands of what is not there yet; it waits for it.
+    """
+    from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
+    from grpo_trainer.launch.by_hand import commands_to_start
+    from grpo_trainer.machine import look
+
+    log = logging.getLogger(__name__)
     if by_hand:
         refuse_missing(config.model_name)
         warn_of_lr(config)
     found = refuse_without_room(config, config.save_path, "--save-path", on_gpu=config.device != "cpu")
     if found.status == "warn":
         text = "the disk will be full before the last step: got %s, wanted %s; %s"
-        logging.getLogger(__name__).warning(text, found.got, found.wanted, found.fix)
+        log.warning(text, found.got, found.wanted, found.fix)
+    for missing, commands in (commands_to_start(config, on_gpu=look().on_gpu) if by_hand else {}).items():
+        lines = "".join(f"\n    {command}" for command in commands)
+        log.warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
 def _in_utf8() -> None:

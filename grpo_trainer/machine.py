@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import psutil
 import pynvml
@@ -19,6 +21,15 @@ SHM = Path("/dev/shm")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 NVML_SECONDS = 30
 """Time limit of NVIDIA's library: a driver that hangs gives no answer."""
+LINKS = {
+    pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
+    pynvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+    pynvml.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe through the CPU",
+    pynvml.NVML_TOPOLOGY_NODE: "PCIe through one NUMA node",
+    pynvml.NVML_TOPOLOGY_SYSTEM: "PCIe through both CPUs",
+}
+"""How two GPUs without NVLink between them are connected, from the fastest to the slowest."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class Machine:
         driver: NVIDIA's version; None: no GPU was found.
         gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
         version: of an installed distribution by its name; None: it is not installed.
-        requires: what an installed distribution says it needs.
+        requires: what a distribution says it needs.
     """
 
     python: str
@@ -87,7 +98,7 @@ def look() -> Machine:
         gpu_problem=problem,
         environment=dict(os.environ),
         version=_version,
-        requires=lambda name: importlib.metadata.requires(name) or [],
+        requires=_requires,
     )
 
 
@@ -96,6 +107,13 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 Listed = tuple[tuple[Gpu, ...], str | None, str]
@@ -176,6 +194,29 @@ def _if_supported() -> Iterator[None]:
     except pynvml.NVMLError as error:
         if error.args != (pynvml.NVML_ERROR_NOT_SUPPORTED,):
             raise
+
+
+def links_in_words() -> str:
+    """Return which GPUs have which connection between them, the fastest first; NVIDIA's numbers name the GPUs."""
+    pairs: dict[str, list[str]] = {words: [] for words in ("NVLink", *LINKS.values())}
+    try:
+        with _nvml():
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+            for (one, first), (other, second) in combinations(enumerate(handles), 2):
+                pairs[_link(first, second)].append(f"{one} and {other}")
+    except pynvml.NVMLError as error:
+        return f"their links are unknown: {error}"
+    present = {words: names for words, names in pairs.items() if names}
+    if len(present) == 1:
+        return f"{next(iter(present))} between all GPUs"
+    return "; ".join(f"{words} between {', '.join(names)}" for words, names in present.items())
+
+
+def _link(first: Any, second: Any) -> str:
+    with _if_supported():  # GPUs without NVLink
+        if pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+    return LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
 
 
 # main memory -----------------------------------------------------------------------------------------------------

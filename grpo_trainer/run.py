@@ -24,9 +24,8 @@ from grpo_common.roster import FOLDER as SERVERS
 from grpo_common.roster import read_members, read_served
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
-from grpo_trainer.config.processes import RunConfig, claim_folder
+from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
-from grpo_trainer.config.stored import write_record
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
@@ -45,6 +44,7 @@ from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, process_start
+from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
 
@@ -78,7 +78,7 @@ def run(config: RunConfig, console: Console) -> None:
         before, config = config.server.gpu_memory_utilization, chosen(config, machine, shape)
         if (share := config.server.gpu_memory_utilization) != before:
             say(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
-        say(described(config))
+        say(described(config, machine, shape))
         warn_of_memory(config, machine, shape)
 
         places = NO_PLACES
@@ -94,6 +94,8 @@ def run(config: RunConfig, console: Console) -> None:
             with held_folder(config.run_dir, "--run-dir") as folder:
                 empty_old_queue(config)
                 write_configs(plan)
+                if "run_dir" in config.unset:
+                    link_latest(config.run_dir)
                 write_record(config, [gpu.name for gpu in machine.gpus])
                 replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
                 if config.trace_file:

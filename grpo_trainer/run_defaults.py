@@ -21,7 +21,7 @@ from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import CACHE_FLAG
 from grpo_trainer.machine import Machine
-from grpo_trainer.memory import CACHE, Setup, other_share
+from grpo_trainer.memory import CACHE, GB, Setup, other_share
 from grpo_trainer.model.shape import ModelShape, read_model, read_shape
 
 SMALLEST_PASS = 2048
@@ -136,14 +136,30 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     return min(sizes) if sizes and not plan.problems else None
 
 
-def described(config: RunConfig) -> str:
-    """Return one paragraph: what is trained, how, and on what."""
+def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
+    """Return one paragraph: what is trained, how, on what, and how much memory is planned for it."""
     trainer, sequences, prompts = config.trainer, config.trainer.sequences_per_step, config.options.prompts_per_step
     what = f"a LoRA adapter of rank {trainer.lora_r}" if trainer.trains_adapter else "all weights"
     batch = f"{prompts} prompts x {sequences // prompts} answers" if prompts else f"{sequences} answers"
     loss = f"loss {trainer.loss}" + (f" with KL {trainer.kl_beta:g}" if trainer.kl_beta else "")
-    data = (f"{each.name} {each.data.get('path', '')}".rstrip() for each in config.environments)
-    return (
+    names = []
+    for each in config.environments:
+        rewards = [str(one.get("function", one)) if isinstance(one, dict) else str(one) for one in each.rewards]
+        parts = [f"data {each.data['path']}"] if each.data.get("path") else []
+        parts += [f"rewards {' and '.join(rewards)}"] if rewards else []
+        names.append(f"{each.name} ({', '.join(parts)})" if parts else each.name)
+    text = (
         f"trains {what} ({trainer.weight_bridge_mode}): {trainer.training_steps} steps of {batch}, each at most "
-        f"{trainer.seq_len} tokens with its prompt; learning rate {trainer.lr:g}, {loss}; environment {', '.join(data)}"
+        f"{trainer.seq_len} tokens with its prompt; learning rate {trainer.lr:g}, {loss}; "
+        f"environment {', '.join(names)}"
     )
+    if shape is None or not _has_plan(config, machine):
+        return text
+    plan = Setup.of(config, shape, machine).plan()
+    rows = [row for row in plan.rows if row.device == plan.fullest]
+    held = (
+        f"{owner} {sum(row.nbytes for row in rows if row.owner == owner) / GB:.1f} GB"
+        for owner in dict.fromkeys(row.owner for row in rows)
+    )
+    where = f"GPU {plan.fullest}" if machine.on_gpu else "this machine"
+    return f"{text}; memory planned: {', '.join(held)} of {plan.devices.total / GB:.1f} GB on {where}"

@@ -96,6 +96,12 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
         refuse_data(name, bool(data), bool(rewards))
 
 
+def reward_sources(rewards: Sequence[object]) -> list[str]:
+    """Return the files and modules of rewards: `my.py` of `my.py:f`. Built-in rewards have none."""
+    found = _RewardTables.model_validate({"rewards": rewards}).rewards
+    return [each.function.rpartition(":")[0] for each in found if ":" in each.function and not each.is_regex]
+
+
 def tool_parser(model: str) -> str:
     """Return the server's parser (`--tool-call-parser`) for the tool calls that a model's chat template asks for."""
     from environments.tool_calls import tool_format  # imports a client of HTTP, which takes a fifth of `grpo --help`

@@ -17,12 +17,12 @@ from pydantic import model_validator
 
 from grpo_trainer.bench.models import CACHE_BYTES_TINY, ModelOptions
 from grpo_trainer.config.options import option
-from grpo_trainer.config.stored import VERSIONS_FILE
 from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.record import VERSIONS_FILE
 
 ENVIRONMENT = "environments.synthetic"
 GROUP = 8
@@ -118,7 +118,7 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
             if options.run_dir is None:
                 error.add(summary="; --run-dir FOLDER keeps the logs")
             raise
-        versions = json.loads((run_dir / VERSIONS_FILE).read_bytes().splitlines()[-1])
+        versions = json.loads((run_dir / VERSIONS_FILE).read_bytes())[-1]
         return line(options, more, read_rows(run_dir / METRICS_FILE), began, versions)
 
 
@@ -160,7 +160,7 @@ def line(
     Args:
         rows: of all steps.
         began: when the run was started, in Unix seconds.
-        versions: the run's line of versions.jsonl.
+        versions: the last start in versions.json.
 
     Raises:
         ConfigError: no step is left.

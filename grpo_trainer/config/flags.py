@@ -47,7 +47,8 @@ class OptionsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ALL in args:
-            print(all_options(self._rows(ctx)))
+            topic = args[args.index(ALL) + 1 :][:1]
+            print(all_options(self._rows(ctx), "".join(word for word in topic if not word.startswith("-"))))
             ctx.exit()
         ctx.meta[GIVEN], rest = self._split(args)
         return super().parse_args(ctx, rest)
@@ -127,14 +128,24 @@ def first_options(rows: Sequence[Row], first: Sequence[str]) -> str:
             text = f"{about[0].upper()}{about[1:]}." + ("" if default is None else f" (default: {default})")
             by_flag[flag] = Row((flag,), "FLOAT" if isinstance(default, float) else "INT", text, "")
         lines += _lines(by_flag[flag], brief=True) if flag in by_flag else []
-    return "\n".join([*lines, "", f"All {len(rows)} options: {ALL}", ""])
+    lines += ["", f"All {len(rows)} options: {ALL}; those of one topic: {ALL} TOPIC"]
+    topics = ", ".join(dict.fromkeys(row.topic for row in rows))
+    return "\n".join([*lines, *_wrapped(f"Topics: {topics}", 0), ""])
 
 
-def all_options(rows: Sequence[Row]) -> str:
-    """Return every option under its topic."""
+def all_options(rows: Sequence[Row], topic: str = "") -> str:
+    """Return every option under its topic, or those of one topic.
+
+    Raises:
+        ConfigError: no topic begins so.
+    """
+    topics = list(dict.fromkeys(row.topic for row in rows))
+    chosen = [name for name in topics if name.lower().startswith(topic.lower())]
+    if not chosen:
+        raise ConfigError("unknown topic", field=ALL, got=topic, wanted=f"one of {', '.join(topics)}")
     lines: list[str] = []
-    for topic in dict.fromkeys(row.topic for row in rows):
-        lines += [f"\n{topic}:", *(line for row in rows if row.topic == topic for line in _lines(row))]
+    for name in chosen:
+        lines += [f"\n{name}:", *(line for row in rows if row.topic == name for line in _lines(row))]
     return "\n".join(lines).lstrip("\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationInfo, field_validator
 
@@ -112,6 +112,13 @@ class LossConfig(Section):
     """Weight of the cross-entropy to the teacher's top-k logprobs, which environments send; 0: none."""
     distill_temperature: float = option(1.0, gt=0)
     """Temperature of the teacher: its logprobs are divided by this."""
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _is_not_own(cls, value: Any) -> Any:
+        if value == "own":  # of earlier versions
+            raise ConfigError("this value has been removed", wanted="server or off", fix="start a new run with server")
+        return value
 
     @field_validator("loss", "advantage_estimator")
     @classmethod

@@ -27,7 +27,7 @@ from grpo_trainer.errors import ConfigError
 RUNS = Path("runs")
 """Parent folder of the runs that are started without `--run-dir`."""
 LATEST = "latest"
-"""In `RUNS`: the run folder of version 0.1 by default, and a link of later versions."""
+"""In `RUNS`: the run folder of version 0.1 by default, now a link to the newest numbered one."""
 QUEUE_FILE, TRACE_FILE = "queue.sqlite", "trace.json"
 """In a run's folder; the second with `--trace`."""
 PROMPTS = 32
@@ -43,6 +43,11 @@ class EnvironmentProcess(Section):
     openai: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     rewards: tuple[Any, ...] = ()
+
+    @property
+    def reward_sources(self) -> list[str]:
+        """The files and modules of its reward functions."""
+        return settings_check.reward_sources(self.rewards)
 
 
 class ApiProcess(Section):
@@ -69,7 +74,8 @@ class RunOptions(Section):
     """Run."""
 
     run_dir: Path | None = option(None)
-    """Folder of the run: logs, metrics, checkpoints (default: the next of runs/001, runs/002, …)."""
+    """Folder of the run: logs, metrics, checkpoints (default: the next of runs/001, runs/002, …). runs/latest is a link
+    to the newest of these."""
     prompts_per_step: int | None = option(None, ge=1)
     """Prompts in a step, each with --env.group_size answers (default: 32). Microbatches are as large as memory allows.
     --batch-size and --gradient-accumulation-steps say the same by other numbers."""
@@ -213,6 +219,15 @@ def claim_folder(parent: Path = RUNS) -> Path:
         with suppress(FileExistsError):  # another process was faster
             folder.mkdir()
             return folder
+
+
+def link_latest(folder: Path) -> None:
+    """Point `runs/latest` to a numbered run's folder, which holds something by now: an empty one may be removed."""
+    link, new = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
+    if link.is_symlink() or not link.exists():  # a folder is a run of version 0.1
+        with suppress(OSError):  # a file system without links
+            new.symlink_to(folder.name)
+            new.replace(link)
 
 
 def newest_run(parent: Path = RUNS) -> Path | None:

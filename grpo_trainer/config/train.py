@@ -155,6 +155,14 @@ class OptimizerConfig(Section):
     grad_spike_factor: float = option(0.0, ge=0)
     """Skip a step whose gradient norm exceeds this factor times the median of the last 64; 0: off."""
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _known_optimizer(cls, value: Any) -> Any:
+        if value in ("adamw_cpu", "adafactor"):
+            fix = "use adamw_8bit, whose states are small; a run that used another optimizer can't be resumed with it"
+            raise ConfigError("not in this version", wanted="adamw or adamw_8bit", fix=fix)
+        return value
+
 
 class ComputeConfig(Section):
     """Speed and memory."""

@@ -28,6 +28,7 @@ from grpo_common.errors import Problem, UserError
 from grpo_common.models import config_parts, find_folder
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import Hardware, check
+from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor import trials
 from grpo_trainer.doctor.before_start import (
     Finding,
@@ -45,7 +46,7 @@ from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.trial import Trials, trying
-from grpo_trainer.machine import Machine
+from grpo_trainer.machine import Machine, links_in_words
 from grpo_trainer.memory import GB, MemoryPlan, device_name
 from grpo_trainer.model.shape import ModelFiles, ModelShape, read_model, read_shape
 from grpo_trainer.run_defaults import chosen
@@ -66,6 +67,15 @@ DRIVERS = {"12": 525, "13": 580}
 (https://docs.nvidia.com/deploy/cuda-compatibility)."""
 SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
 """Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
+"""Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
+BENDING = {
+    "--logprobs-mode": "processed_logprobs",
+    "--generation-config": "vllm",
+    "--override-generation-config": "",
+}
+"""Arguments of a server that change what it samples from, or the logprobs of it; and their value that does not."""
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
 
 
@@ -265,16 +275,38 @@ def driver(case: Case) -> Finding:
     return ok(f"{installed} for CUDA {cuda}")
 
 
+@of_machine("expandable segments")
+def expandable_segments(case: Case) -> Finding:
+    """Weights in segments that grow can't be mapped by another process."""
+    for variable in ALLOCATOR_SETTINGS if case.shares else ():
+        value = case.machine.environment.get(variable, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            return fail(f"{variable}={value}", "off: the memory of shared weights must be whole", f"unset {variable}")
+    return ok("off" if case.shares else "no matter here")
+
+
 @of_machine("CUDA IPC")
 def cuda_ipc(case: Case) -> Finding:
     """What shared weights need, and the transport `cuda_ipc`; other runs have slower transports."""
     wanted = "a second process that reads the first one's memory"
     if not case.machine.on_gpu:
         return skip("no GPU; on a CPU processes map one file")
-    if (why := trials.tried()) is None:
+    if (why := trials.tried("ipc")) is None:
         return ok("a second process read and wrote this one's memory")
     fix = "run both in one container with --ipc=host (not WSL), without MIG and without expandable segments"
     return fail(why, wanted, fix) if case.shares else warn(why, wanted, f"{fix}; or --lora-transport memory")
+
+
+@of_machine("NCCL")
+def nccl(case: Case) -> Finding:
+    """A broadcast between the first two GPUs, and how all are connected; without NCCL slower transports remain."""
+    if len(case.machine.gpus) < 2:
+        return skip("fewer than two GPUs")
+    why, links = trials.tried("nccl"), links_in_words()
+    if why is None:
+        return ok(f"a broadcast reached a second GPU; {links}")
+    fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
+    return warn(f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
 
 
 @of_machine("/dev/shm")
@@ -367,6 +399,29 @@ def disk(case: Case) -> Finding:
 @of_run("learning rate")
 def learning_rate(case: Case) -> Finding:
     return check_lr(case.chosen.trainer, case.shape[0])
+
+
+# the model, and where it goes -------------------------------------------------------------------------------
+
+
+@of_run("distribution")
+def distribution(case: Case) -> Finding:
+    """Does the server sample from the distribution that the trainer computes?"""
+    trainer, vllm, shape = case.chosen.trainer, case.chosen.server, case.shape[0]
+    bent: list[tuple[str, str]] = []  # what bends it, and the fix
+    if shape is not None and shape.experts and trainer.routing_replay == "off":
+        bent.append(("experts that each side chooses for itself", "add --routing-replay server"))
+    coarse = "--load-in-4bit" if trainer.load_in_4bit else "a server in 8 bits" if vllm.in_8_bits else ""
+    if coarse and trainer.correction == "none":
+        bent.append((f"{coarse} without a correction", "use --ratio-against trainer"))
+    for flag, value in arguments(vllm.extra_args):
+        name = flag.replace("_", "-")
+        if name in BENDING and value != BENDING[name]:
+            bent.append((f"{flag} {value}".rstrip(), f"leave {flag} out"))
+    if not bent:
+        return ok("samples and trainer have the same")
+    got, fix = ("; ".join(texts) for texts in zip(*bent, strict=True))
+    return warn(got, "the same distribution on both sides (docs/training.md)", fix)
 
 
 # the model, and where it goes -------------------------------------------------------------------------------
@@ -468,6 +523,9 @@ def servers_gpus(case: Case) -> Finding | None:
     if visible and (last := max(server.numbered_gpus or (0,))) >= visible:
         got = f"--server.gpus names GPU {last}, {visible} visible"
         return fail(got, f"numbers below {visible}", "correct --server.gpus")
+    if server.pipeline_parallel_size > shape.layers:
+        got = f"{shape.layers} layers on {server.pipeline_parallel_size} GPUs"
+        return fail(got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")
     if heads % size:
         fix = "choose another --server.tensor-parallel-size"
         return fail(f"{heads} {what} on {size} GPUs", "a divisor of the heads", fix)

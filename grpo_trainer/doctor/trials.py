@@ -1,4 +1,4 @@
-"""Whether a process can map another one's GPU memory (CUDA IPC): `python -m grpo_trainer.doctor.trials`.
+"""What can only be tried out, between two processes: `python -m grpo_trainer.doctor.trials ipc` (or `nccl`).
 
 The first process starts the second one, and prints a JSON object. Neither is the doctor's own, so that the doctor never
 opens a CUDA context.
@@ -16,11 +16,12 @@ ELEMENTS = 1 << 20
 MODULE = "grpo_trainer.doctor.trials"
 
 
-def tried() -> str | None:
-    """Make the trial; return why it failed, None: it did not."""
+def tried(what: str) -> str | None:
+    """Make a trial; return why it failed, None: it did not."""
     try:
-        words = [sys.executable, "-m", MODULE]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, what], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {SECONDS} s"
     return failure(done.returncode, done.stdout, done.stderr)
@@ -47,7 +48,7 @@ def give_memory() -> bool:
     shared = tensor.untyped_storage()._share_cuda_()
     # Handles and events are bytes; JSON wants text.
     words = [each.hex() if isinstance(each, bytes) else each for each in shared]
-    child = [sys.executable, "-m", MODULE, json.dumps(words)]
+    child = [sys.executable, "-m", MODULE, "ipc", json.dumps(words)]
     done = subprocess.run(child, capture_output=True, text=True, timeout=SECONDS, check=False)
     sys.stderr.write(done.stderr)
     torch.cuda.synchronize()
@@ -71,9 +72,46 @@ def take_memory(words: list[Any]) -> bool:
     return right
 
 
-def main(given: str = "") -> int:
+def give_broadcast() -> bool:
+    """Broadcast to a second process; return whether the numbers arrived there."""
+    import torch  # loads the NCCL library
+
+    from vllm_server.protocol.nccl import unique_id
+
+    torch.cuda.set_device(0)
+    identity = unique_id()
+    child = [sys.executable, "-m", MODULE, "nccl", identity.hex()]
+    with subprocess.Popen(child, stdout=subprocess.DEVNULL) as process:
+        try:
+            return broadcast(0, identity) and process.wait(SECONDS) == 0
+        finally:
+            process.kill()
+
+
+def broadcast(rank: int, identity: bytes) -> bool:
+    """Take part as a rank, on the GPU of that number; return whether rank 0's numbers are there."""
+    import torch
+
+    from vllm_server.protocol.nccl import Communicator
+
+    torch.cuda.set_device(rank)
+    start = 1 if rank == 0 else 0
+    numbers = torch.arange(start, start + ELEMENTS, dtype=torch.int32, device="cuda")
+    communicator = Communicator(identity, rank, 2)
+    stream = torch.cuda.current_stream()
+    communicator.broadcast(numbers.data_ptr(), numbers.nbytes, root=0, stream=stream.cuda_stream)
+    communicator.wait(stream.query)
+    arrived = bool((numbers == torch.arange(1, 1 + ELEMENTS, dtype=torch.int32, device="cuda")).all())
+    communicator.abort()
+    return arrived
+
+
+def main(what: str, given: str = "") -> int:
     """Be the first process, or with what the first one has given the second; print whether it worked."""
-    worked = take_memory(json.loads(given)) if given else give_memory()
+    if what == "ipc":
+        worked = take_memory(json.loads(given)) if given else give_memory()
+    else:
+        worked = broadcast(1, bytes.fromhex(given)) if given else give_broadcast()
     print(json.dumps({"ok": worked}))
     return 0 if worked else 1
 

@@ -60,7 +60,7 @@ def test_run_is_resumed(demo_model: Path, tmp_path: Path, mode: str, monkeypatch
     else:
         assert said.count("bridge proved") == 2
     assert not list((run_dir / "checkpoints").glob(".*")), "remains of a write"
-    assert json.loads((run_dir / "versions.jsonl").read_text().splitlines()[0])["vllm"]
+    assert json.loads((run_dir / "versions.json").read_text())[0]["vllm"]
     assert not (run_dir / "config" / "vllm_bridge_config.json").exists()
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
     check_final(run_dir / "checkpoints", demo_model, mode)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_trainer.doctor.trials import tried
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.weights.broadcast import PresentWeights
@@ -74,6 +75,12 @@ def test_a_worker_maps_gathered_weights_and_copies_them_to_its_gpu() -> None:
         weights.of(version, torch.bfloat16)
         mapped.fill(version, 0, buffer_E)
         assert torch.equal(buffer_E, on_gpu.to(torch.bfloat16))
+
+
+def test_the_doctor_tries_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert tried("nccl") is None
 
 
 def test_nccl_on_one_gpu_is_refused_with_the_reason(tmp_path: Path) -> None:

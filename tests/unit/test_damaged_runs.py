@@ -36,6 +36,7 @@ from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
 from grpo_trainer.policy import build_policy
+from grpo_trainer.record import write_record
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
@@ -167,7 +168,12 @@ def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: 
 def test_records_of_a_resumed_run_may_be_damaged(tmp_path: Path, damage: bytes) -> None:
     folder = copy_of(FINISHED, tmp_path)
     (folder / "data").mkdir()
-    (folder / "data" / "own.json").write_bytes(damage)
+    for name in ("versions.json", "data/own.json"):
+        (folder / name).write_bytes(damage)
+    config = build_run({}, {"resume": "auto", "run_dir": str(folder), "model_name": str(MODEL)})
+    write_record(config, [])
+    assert (folder / "damaged_versions.json").read_bytes() == damage
+    assert len(json.loads((folder / "versions.json").read_bytes())) == 1
     data = [DataSet("rows.jsonl", 5, "ab")]
     refuse_changed(folder / "data" / "own.json", data, allowed=False)
     keep(folder / "data" / "own.json", data)

@@ -41,7 +41,7 @@ from grpo_trainer.doctor.before_start import (
 from grpo_trainer.doctor.checks import SUPPORTED, as_json, examine, fails, print_findings
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
-from grpo_trainer.machine import Gpu, Machine, list_gpus, look
+from grpo_trainer.machine import Gpu, Machine, links_in_words, list_gpus, look
 from grpo_trainer.memory import GB, MemoryPlan
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import run
@@ -73,7 +73,8 @@ MODULES = {
 @pytest.fixture(autouse=True)
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials between processes go well, and environments are not tried."""
-    monkeypatch.setattr(trials, "tried", lambda: None)
+    monkeypatch.setattr(trials, "tried", lambda what: None)
+    monkeypatch.setattr(checks, "links_in_words", lambda: "NVLink between all GPUs")
     nothing = {"environments": ()}
     monkeypatch.setattr(checks, "trying", lambda run, **_: trying(run.model_copy(update=nothing)))
 
@@ -149,6 +150,8 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
 SHARED: dict[str, Any] = {"weight_bridge_mode": "shared_vllm"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+GROWING: dict[str, Any] = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 TWO, THREE, FOUR = ({"gpus": MACHINE.gpus * number} for number in (2, 3, 4))
 SHARDS: dict[str, Any] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
 
@@ -186,6 +189,8 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         (SHARED, {"modules": {"attention.query_key_value": (128, 64)}}, "shared weights", "query_key", "lora_only"),
         (SHARED, {"quantization_config": AWQ}, "shared weights", "quantization_config", "broadcast"),
         (SHARED, {"kv_lora_rank": 512}, "shared weights", "kv_lora_rank", "lora_only"),
+        (SHARED, {"machine": GROWING}, "expandable segments", "True", "unset PYTORCH_CUDA_ALLOC_CONF"),
+        ({}, {"machine": GROWING}, "", "", ""),
         ({"lora_target_modules": "q_proj,c_attn"}, {}, "LoRA modules", "c_attn", "--lora-target-modules q_proj"),
         ({}, BERT, "decoder-only", "BertForMaskedLM", "--model"),
         ({"seq_len": 8192}, {}, "sequence length", "8192", "--seq-len 4096"),
@@ -194,10 +199,12 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         # where the server lies
         ({"server.tensor_parallel_size": 2}, {}, "server's GPUs", "2 wanted", "--server.tensor-parallel-size"),
         ({"server.data_parallel_size": 2}, {}, "server's GPUs", "2 wanted", "--server.data-parallel-size"),
+        ({"server.tensor_parallel_size": 2}, {"machine": TWO}, "", "", ""),
         ({"server.data_parallel_size": 2}, {"machine": TWO}, "", "", ""),
         ({"server.tensor_parallel_size": 4}, {"machine": FOUR}, "server's GPUs", "2 attention heads on 4", "tensor"),
         # vLLM would repeat the only head of keys and values
         (SHARDS, {"machine": TWO}, "server's GPUs", "1 attention heads of keys and values on 2", "tensor"),
+        ({"server.pipeline_parallel_size": 2}, {"machine": TWO}, "server's GPUs", "1 layers on 2", "pipeline"),
         (
             {"server.replicas": 2, "server.gpus": "1;3"},
             {"machine": THREE},
@@ -205,6 +212,28 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
             "GPU 3, 3",
             "--server.gpus",
         ),
+        # another distribution
+        ({}, EXPERTS, "warn distribution", "experts", "--routing-replay server"),
+        ({"routing_replay": "server"}, EXPERTS, "", "", ""),
+        ({"server.quantization": "fp8"}, {}, "", "", ""),  # corrected by default
+        ({"server.kv_cache_dtype": "fp8", "ratio_against": "rollout"}, {}, "warn distribution", "8 bits", "trainer"),
+        ({"load_in_4bit": True}, {}, "warn distribution", "4bit", "--ratio-against trainer"),
+        ({"load_in_4bit": True, "ratio_against": "trainer"}, {}, "", "", ""),
+        (
+            {"server.extra_args": "--logprobs-mode,raw_logprobs"},
+            {},
+            "warn distribution",
+            "raw",
+            "leave --logprobs-mode",
+        ),
+        (
+            {"server.extra_args": "--generation-config=auto"},
+            {},
+            "warn distribution",
+            "auto",
+            "leave --generation-config",
+        ),
+        ({"server.extra_args": "--generation-config,vllm"}, {}, "", "", ""),
     ],
 )
 def test_a_fault_of_model_or_options(
@@ -429,7 +458,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 class Nvml:
-    """NVIDIA's library with GPUs of 141 GiB, of which the second is in use."""
+    """NVIDIA's library with GPUs of 141 GiB, of which the second is in use; NVLink connects the first two."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, split: bool = False) -> None:
         def unsupported(*_: object) -> int:
@@ -449,6 +478,8 @@ class Nvml:
             "nvmlDeviceGetUUID": lambda gpu: f"GPU-{'abcd'[gpu]}",
             "nvmlDeviceGetMigMode": (lambda gpu: [1, 1]) if split else unsupported,
             "nvmlDeviceGetMemoryInfo": memory,
+            "nvmlDeviceGetP2PStatus": lambda one, other, _: 0 if {one, other} == {0, 1} else unsupported(),
+            "nvmlDeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
         }.items():
             monkeypatch.setattr(pynvml, name, value)
 
@@ -482,7 +513,7 @@ def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "nvidiactl").touch()
     assert "libnvidia-ml.so.1" in list_gpus(None)[2]
     init(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    assert "Driver Not Loaded" in list_gpus(None)[2]
+    assert "Driver Not Loaded" in list_gpus(None)[2] and "Driver Not Loaded" in links_in_words()
 
 
 def test_a_driver_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,14 +532,17 @@ def test_what_a_trial_says() -> None:
     assert trials.failure(-11, "", "") == "exit code -11"  # a crash says nothing
 
 
-def test_a_trial_that_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "tried", lambda: "no handle")
+def test_trials_that_fail(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "tried", {"ipc": "no handle", "nccl": None}.get)
     needed = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm")))
     other = only_fault(look_at(run_of(model)), "warn")
     assert (needed.name, needed.got, other.name) == ("CUDA IPC", "no handle", "CUDA IPC")
     assert "--ipc=host" in needed.fix and "--lora-transport memory" in other.fix
+    monkeypatch.setattr(trials, "tried", {"ipc": None, "nccl": "rank 0 of 2"}.get)
+    nccl = only_fault(look_at(run_of(model), replace(MACHINE, gpus=MACHINE.gpus * 2)), "warn")  # slower ones remain
+    assert nccl.got == "rank 0 of 2; NVLink between all GPUs" and "gloo" in nccl.fix
     without = look_at(run_of(model), replace(MACHINE, gpus=(), driver=None)).findings
-    assert {each.status for each in without if each.name == "CUDA IPC"} == {"skip"}
+    assert {each.status for each in without if each.name in ("CUDA IPC", "NCCL")} == {"skip"}
 
 
 # what is printed ---------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     (of_train, {**LORA, "lora_r": 24}, "--lora-r", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
     (of_train, {**LORA, "lora_target_modules": ","}, "--lora-target-modules", "q_proj"),
     (of_train, {"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "'none'"),
-    (of_train, {"optimizer": "adamw_cpu"}, "--optimizer", "'adamw_8bit'"),
+    (of_train, {"optimizer": "adamw_cpu"}, "--optimizer", "use adamw_8bit"),
     (of_train, {"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10m"),
     (of_train, {"train_layer_indices": "0,3-1"}, "--train-layer-indices", "0-3,28-31"),
     (of_train, {"rollout_url": "localhost:8000"}, "--rollout-url", "http://localhost:8000"),

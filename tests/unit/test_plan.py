@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -19,11 +20,13 @@ from grpo_trainer.config.processes import RunConfig, environment_command
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, PortBusyError
+from grpo_trainer.launch.by_hand import commands_to_start
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, ProcessSpec, RunPlan, plan_run, server_process, started_again
 from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.run import empty_old_queue
 from tests.processes import free_port
 from tests.unit.factories import refusing
+from vllm_server.flags import early
 
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124, "server-3": 9125, "trainers": 7000}
 KEPT = {"server.extra_args": "--kv-cache-memory-bytes=1000"}
@@ -405,6 +408,44 @@ def test_plan_trainers_servers() -> None:
     each = build(TrainConfig, given).server.each
     assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
     assert all(vllm.api_key == "k" and vllm.also == () for vllm in each)
+
+
+# commands to start by hand what `grpo train` alone needs -----------------------------------------------------
+
+
+def by_hand(**flags: Any) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "my models/m", "weight_bridge_mode": "lora_only", "seq_len": 64, **flags})
+
+
+def words(config: TrainConfig, what: str) -> list[list[str]]:
+    found = commands_to_start(config, on_gpu=False, there=lambda _: False)
+    (commands,) = [commands for name, commands in found.items() if what in name]
+    return [shlex.split(command) for command in commands]
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    return dict(pairwise(command))
+
+
+def test_commands_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = words(by_hand(vllm_port=9007, lora_r=8, log_dir="/logs"), "inference server")
+    given = pairs(command)
+    assert command[:2] == ["grpo", "serve"]
+    assert (given["--model"], given["--port"], given["--max-model-len"]) == ("my models/m", "9007", "64")
+    assert (given["--max-lora-rank"], given["--lora-root"]) == ("8", "/logs/adapters")
+    assert early(command[2:]).port == 9007
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    shared = by_hand(weight_bridge_mode="shared_vllm", vllm_config_path="/b.json")
+    (command,) = words(shared, "inference server")
+    assert "--shared-weights" in command and pairs(command)["--bridge-config-path"] == "/b.json"
+    assert command[0].startswith("VLLM_API_KEY=") and "secret" not in " ".join(command)
+
+    assert commands_to_start(by_hand(), on_gpu=False, there=lambda _: True) == {}
+    owned = commands_to_start(by_hand(weight_bridge_mode="none"), on_gpu=False, there=lambda _: False)
+    assert [name.split(" at ")[0] for name in owned] == ["rollout API"]
+    nobody = by_hand(vllm_port=free_port(), rollout_url=f"http://127.0.0.1:{free_port()}")
+    assert len(commands_to_start(nobody, on_gpu=False)) == 2
 
 
 # ports for a run's processes --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.memory import SERVER_WORKSPACE, Setup
 from grpo_trainer.model.shape import ModelShape
-from grpo_trainer.run_defaults import chosen, planned_cache, with_room
+from grpo_trainer.run_defaults import chosen, described, planned_cache, with_room
 from tests.unit.factories import refusing
 from tests.unit.test_doctor import CONFIG, GIB, MACHINE, MODULES, run_of, write_model
 from vllm_server.protocol import SPARE_ADAPTERS
@@ -50,6 +51,23 @@ def test_a_run_trains_an_adapter_and_grpo_train_all_weights() -> None:
     assert train.weight_bridge_mode == "none" and train.training_steps == 10
     assert made({"single_copy": True}).trainer.weight_bridge_mode == "shared_vllm"
     assert made(file={"trainer": {"single-copy": True}}).trainer.weight_bridge_mode == "shared_vllm"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "warned"),
+    [
+        ({"trainer": {"lr": 1e-4}}, {}, True),
+        ({"trainer": {"weight-bridge-mode": "none"}}, {}, False),
+        ({"trainer": {"lr": 1e-4}}, {"weight_bridge_mode": "none"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_file_without_a_mode_says_what_changed(
+    file: dict[str, Any], flags: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made(flags, file)
+    assert [record.args for record in caplog.records] == ([("lora_only",)] if warned else [])
 
 
 # prompts and answers ----------------------------------------------------------------------------------------
@@ -153,9 +171,13 @@ def test_microbatches_are_as_large_as_memory_allows() -> None:
     assert tokens(80, batch_size=4) is None and tokens(80, max_tokens_per_microbatch=4096) == 4096
 
 
-def test_microbatches_are_chosen_by_the_memory_plan() -> None:
+def test_microbatches_are_chosen_by_the_plan_that_the_start_shows() -> None:
     def tokens(machine: Machine, **flags: Any) -> int:
-        return chosen(made(flags), machine, SMALL).trainer.max_tokens_per_microbatch or 0
+        config = chosen(made(flags), machine, SMALL)
+        limit = config.trainer.max_tokens_per_microbatch
+        text = described(config, machine, SMALL)
+        assert limit is not None and ("memory planned" in text) == (machine in (roomy, tight) and not flags)
+        return limit
 
     roomy, tight = replace(CPU, memory=200 * GB), replace(CPU, memory=8 * GB)
     assert tokens(roomy) == 16_384 and 2048 <= tokens(tight) < 16_384

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 from grpo_trainer import __version__
 from grpo_trainer.cli import app
 from grpo_trainer.config import run as of_runs
-from grpo_trainer.config.processes import RunConfig, claim_folder, newest_run, next_folder
+from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest, newest_run, next_folder
 from grpo_trainer.config.run import build_run
-from grpo_trainer.config.stored import OLD_OPTIONS, RUN_FILE, run_file, write_record
+from grpo_trainer.config.stored import OLD_OPTIONS, RUN_FILE, run_file
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
+from grpo_trainer.record import write_record
 from grpo_trainer.run import own_folder
 from grpo_trainer.run_defaults import chosen
 from tests.old_runs import FINISHED, UNFINISHED, copy_of
@@ -62,7 +63,10 @@ def test_runs_that_start_at_once_have_different_folders(tmp_path: Path) -> None:
         made = list(pool.map(lambda _: claim_folder(parent), range(16)))
     assert sorted(path.name for path in made) == [f"{number:03d}" for number in range(1, 17)]
     newest = newest_run(parent)
-    assert newest is not None and newest.name == "016"
+    assert newest is not None and newest.name == "016" and not (parent / "latest").is_symlink()
+    for folder in ("002", "016"):
+        link_latest(parent / folder)
+    assert (parent / "latest").resolve() == (parent / "016").resolve()
     (parent / "1000").mkdir()
     assert next_folder(parent).name == "1001"
 
@@ -72,6 +76,8 @@ def test_the_run_of_an_earlier_version_stays_where_it_was(tmp_path: Path) -> Non
     old.mkdir(parents=True)
     assert newest_run(tmp_path / "runs") == old
     assert claim_folder(tmp_path / "runs").name == "001"
+    link_latest(tmp_path / "runs" / "001")
+    assert old.is_dir() and not old.is_symlink()
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +85,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError), own_folder(build_run({}, {"model_name": "m"})) as config:
         assert config.run_dir == Path("runs/001") and config.run_dir.is_dir()
         raise ConfigError("no room")
-    assert not (tmp_path / "runs" / "001").exists()
+    assert not (tmp_path / "runs" / "001").exists() and not (tmp_path / "runs" / "latest").is_symlink()
     with own_folder(build_run({}, {"model_name": "m"})) as config:
         (config.run_dir / "log").touch()
     assert (tmp_path / "runs" / "001" / "log").exists()
@@ -160,14 +166,21 @@ def test_the_command_that_continues_a_run_is_quoted_for_a_shell(tmp_path: Path) 
     assert shlex.split(command) == ["grpo", "run", "--resume", str(folder)]
 
 
-def test_resume_chooses_microbatches_again_and_keeps_what_else_the_start_chose(tmp_path: Path) -> None:
+def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     config = started(folder)
     assert (config.trainer.seq_len, config.trainer.lr) == (2048, 5e-4)
+    assert tomllib.loads((folder / RUN_FILE).read_text())["chosen"] == ["batch_size", "lr", "microbatch", "seq_len"]
     again = continued(folder)
     assert (again.trainer.lr, again.trainer.seq_len) == (5e-4, 2048)
     assert again.trainer.max_tokens_per_microbatch is None and "microbatch" in again.unset
-    assert not again.unset & {"lr", "seq_len"}
+    assert "lr" not in again.unset, "it stays"
+    longer = continued(folder, "--env.max_tokens", "20000").trainer
+    assert (longer.seq_len, longer.sequences_per_step) == (20_000 + 1024, 256)
+    assert continued(folder, "--env.max_tokens", "100").trainer.seq_len == 2048
+    given = continued(folder, "--env.max_tokens", "100", seq_len=32_768)
+    assert given.trainer.seq_len == 32_768 and "seq_len" not in given.unset
+    assert run_file(chosen(continued(folder), Machine(python="3.12", memory=24 * 10**9), TINY)).count(b"seq_len") == 2
 
 
 def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
@@ -181,6 +194,7 @@ def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "batch", "steps"),
     [
+        ({"gradient_accumulation_steps": 4}, 64, 4),
         ({"batch_size": 16}, 16, 16),
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, 4, 2),
     ],
@@ -189,8 +203,8 @@ def test_resume_with_one_size_of_the_batch(tmp_path: Path, flags: dict[str, Any]
     started(tmp_path / "r")
     again = continued(tmp_path / "r", **flags)
     assert (again.trainer.batch_size, again.trainer.gradient_accumulation_steps) == (batch, steps)
-    with refusing(ConfigError, "--prompts-per-step"):
-        continued(tmp_path / "r", gradient_accumulation_steps=4)
+    with refusing(ConfigError, "--gradient-accumulation-steps"):
+        continued(tmp_path / "r", gradient_accumulation_steps=3)
     started(tmp_path / "old", batch_size=4, gradient_accumulation_steps=8)
     assert continued(tmp_path / "old", batch_size=2).trainer.sequences_per_step == 16
 
@@ -233,6 +247,32 @@ def test_a_checkpoint_of_a_run_continues_that_run(tmp_path: Path) -> None:
     assert again.run_dir == tmp_path / "r" and again.trainer.resume == str(path)
     other = continued(path, run_dir=str(tmp_path / "new"))
     assert other.run_dir == tmp_path / "new" and other.trainer.weight_bridge_mode == "lora_restart"
+
+
+def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path: Path) -> None:
+    stored(tmp_path / "r", wandb_group="g", wandb_project="p")
+    path = save_checkpoint(tmp_path / "r")
+    for folder in (None, tmp_path / "r", tmp_path / "new"):
+        trainer = continued(path, **({"run_dir": str(folder)} if folder else {})).trainer
+        own = folder != tmp_path / "new"
+        assert trainer.wandb_group == ("g" if own else None) and trainer.wandb_project == "p"
+    assert continued(path, run_dir=str(tmp_path / "new"), wandb_group="other").trainer.wandb_group == "other"
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"weight_bridge_mode": "none"}, "--weight-bridge-mode"),
+        ({"lora_r": 8}, "--lora-r"),
+        ({"lora_target_modules": "q_proj"}, "--lora-target-modules"),
+    ],
+)
+def test_other_parameters_than_the_checkpoints_are_refused(tmp_path: Path, flags: dict[str, Any], field: str) -> None:
+    stored(tmp_path / "r")
+    assert continued(tmp_path / "r", **flags), "nothing is saved yet"
+    save_checkpoint(tmp_path / "r")
+    with refusing(ConfigError, field):
+        continued(tmp_path / "r", **flags)
 
 
 def test_a_folder_that_is_not_there_and_two_folders_are_refused(tmp_path: Path) -> None:
@@ -381,16 +421,39 @@ def test_stored_run_keeps_words_like_secrets(tmp_path: Path, monkeypatch: pytest
 # what a run can be repeated from ----------------------------------------------------------------------------
 
 
-def test_versions_of_each_start_are_in_the_folder(tmp_path: Path) -> None:
-    config = build_run({}, {"model_name": "m", "run_dir": str(tmp_path / "r"), "env": "word_problems"})
+def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/sums.py").write_text("raise SystemExit('is not imported')\n")
+    config = build_run({}, {"model_name": "m", "run_dir": str(tmp_path / "r"), "env": "mine.sums"})
     (tmp_path / "r").mkdir()
-    for gpus in (["H200"], ["H100", "H100"]):
+    for gpus in (["H200"], ["H200"], ["H100", "H100"]):
         write_record(config, gpus)
-    first, second = map(json.loads, (tmp_path / "r" / "versions.jsonl").read_text().splitlines())
+    first, second = json.loads((tmp_path / "r" / "versions.json").read_text())
     assert first["grpo"] == __version__ and {"torch", "vllm", "transformers", "python"} <= set(first)
     assert (first["gpus"], second["gpus"]) == (["H200"], ["H100", "H100"])
-    assert continued(tmp_path / "r").environments[0].name == "word_problems"
+    assert (tmp_path / "r" / "code" / "sums.py").read_text() == Path("mine/sums.py").read_text()
+    assert continued(tmp_path / "r").environments[0].name == "mine.sums"
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "my.py").write_text(f"raise SystemExit('{folder} is not imported')\n")
+    Path("in_a_module.py").write_text("x = 1\n")
+    rewards = ["a/my.py:f", "b/my.py:g=0.5", "in_a_module:h", "math", "regex:a:b.py"]
+    flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": rewards}
+    config = build_run({}, flags)
+    (tmp_path / "r").mkdir()
+    for _ in range(2):
+        write_record(config, [])
+    code = tmp_path / "r" / "code"
+    assert len(list(code.glob("my*.py"))) == 2 and (code / "in_a_module.py").read_text() == "x = 1\n"
+    Path("in_a_module.py").write_text("x = 2\n")
+    write_record(config, [])
+    assert sorted(path.read_text() for path in code.glob("in_a_module*.py")) == ["x = 1\n", "x = 2\n"]
 
 
 def test_data_and_rewards_are_stored_and_the_permission_to_change_them_is_not(tmp_path: Path) -> None:
