@@ -22,7 +22,6 @@ from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.metrics.rows import read_rows
-from grpo_trainer.record import VERSIONS_FILE
 
 ENVIRONMENT = "environments.synthetic"
 GROUP = 8
@@ -118,7 +117,7 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
             if options.run_dir is None:
                 error.add(summary="; --run-dir FOLDER keeps the logs")
             raise
-        versions = json.loads((run_dir / VERSIONS_FILE).read_bytes())[-1]
+        versions = json.loads((run_dir / "versions.json").read_bytes())[-1]
         return line(options, more, read_rows(run_dir / METRICS_FILE), began, versions)
 
 
