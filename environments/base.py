@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MADE_UP = ("The answer is 42.", "I do not know.")
-"""Answers whose scores a trial asks for."""
+"""Answers whose scores a trial asks for, with a right one where the environment knows it."""
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -339,23 +339,30 @@ class BaseEnv(Generic[Item, Config]):
         if not self.compares_answers:
             return seen
         doing("score_group()" if scores_groups else "score()")
-        completions = self.made_up(token_ids, len(MADE_UP))
+        right = self.right_answer(item)
+        texts = MADE_UP if right is None else (*MADE_UP, right)
+        completions = self.made_up(token_ids, len(MADE_UP), *texts[len(MADE_UP) :])
         scores = await self.scored_within(item, self.score_group(item, completions))
-        for score in scores if isinstance(scores, Sequence) and len(scores) == len(MADE_UP) else [scores]:
+        for score in scores if isinstance(scores, Sequence) and len(scores) == len(texts) else [scores]:
             if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):
                 raise ConfigError(
                     field=f"{name}: score{'_group' if scores_groups else ''}()",
                     got=repr(score)[:200],
-                    wanted=f"{len(MADE_UP)} finite numbers, or None" if scores_groups else "a finite number, or None",
+                    wanted=f"{len(texts)} finite numbers, or None" if scores_groups else "a finite number, or None",
                 )
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
-        return f"{seen}; two made-up answers score {' and '.join(shown)}"
+        said = (f"{text[:60]!r} scores {score}" for text, score in zip(texts, shown, strict=True))
+        return f"{seen}; of answers that nobody sampled, {', '.join(said)}"
 
-    def made_up(self, token_ids: list[int], n: int) -> list[Completion]:
-        """Return `n` answers to a prompt that nobody sampled, for a trial."""
+    def right_answer(self, item: Item) -> str | None:
+        """Return a right answer to an item, for a trial to score; None: none is known."""
+        return None
+
+    def made_up(self, token_ids: list[int], n: int, *right: str) -> list[Completion]:
+        """Return `n` answers to a prompt that nobody sampled, and right ones, for a trial."""
         found = []
-        for text in islice(cycle(MADE_UP), n):
+        for text in (*islice(cycle(MADE_UP), n), *right):
             ids = cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
             found.append(Completion(token_ids, ids, [0.0] * len(ids), text, "stop", None, self.config.temperature))
         return found

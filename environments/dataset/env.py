@@ -159,6 +159,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         """Return a prompt as the model gets it."""
         return [{"role": "user", "content": prompt}] if self._chat and isinstance(prompt, str) else prompt
 
+    def right_answer(self, item: int) -> str | None:
+        """Return the right answer of a row, if it has one."""
+        return self.columns.answer_of(self._source.rows[item])
+
     def prompt(self, item: int) -> str | list[Message]:
         """Return the prompt of a row."""
         return self._asked(self._prompt(self._source, item)[1])

@@ -44,7 +44,7 @@ COMMANDS: Final = {
     "serve": "supply a trainer with scored groups through the rollout API",
     "process": "write scored groups to a JSONL file and an HTML page; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
-    "try": "check the environment without a server: setup, a prompt, the scores of two made-up answers",
+    "try": "check the environment without a server: setup, a prompt, the scores of made-up answers",
 }
 PROCESSED_AT_ONCE: Final = 64
 """Groups that `process` generates at the same time, without `--env.max_concurrent_groups`."""

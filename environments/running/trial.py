@@ -1,6 +1,6 @@
 """`try`: an environment without a server, so that its mistakes show in seconds and before anything is started.
 
-It runs `setup`, takes an item, turns its prompt into tokens, scores two made-up answers, and evaluates such answers if
+It runs `setup`, takes an item, turns its prompt into tokens, scores made-up answers, and evaluates such answers if
 the class has `evaluate`. `grpo run` and `grpo doctor` start it as a separate process. They read how far it is, and what
 failed, from a file, which `REPORT_VARIABLE` names.
 """

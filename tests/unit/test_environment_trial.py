@@ -88,7 +88,7 @@ def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Pa
     outcome = tried(write(CAPITALS), model)
     assert outcome.problems == ()
     # "The capital of France is " has 25 characters, one token each; Japan has one less. --seq-len leaves the room.
-    assert re.search(r"prompt of 2[45] tokens.*\b0 and 0$", outcome.found)
+    assert re.search(r"prompt of 2[45] tokens.* scores 0$", outcome.found)
 
 
 def test_the_smallest_environment_makes_a_group() -> None:
@@ -182,7 +182,7 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     found = tried_here(EVALUATES.replace("[1]", "[1] * 100"), model, monkeypatch)["found"]
     assert found.endswith("; evaluate() returns accuracy, rows_failed")
     asks = CAPITALS + "\n    async def evaluate(self):\n        return await self.server.ask('/v1/models', {})\n"
-    assert tried_here(asks, model, monkeypatch)["found"].endswith(" 0 and 0")
+    assert tried_here(asks, model, monkeypatch)["found"].endswith("'I do not know.' scores 0")
 
 
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
