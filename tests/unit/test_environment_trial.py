@@ -182,7 +182,7 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     found = tried_here(EVALUATES.replace("[1]", "[1] * 100"), model, monkeypatch)["found"]
     assert found.endswith("; evaluate() returns accuracy, rows_failed")
     asks = CAPITALS + "\n    async def evaluate(self):\n        return await self.server.ask('/v1/models', {})\n"
-    assert tried_here(asks, model, monkeypatch)["found"].endswith("'I do not know.' scores 0")
+    assert tried_here(asks, model, monkeypatch)["found"].endswith(" scores 0")
 
 
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
