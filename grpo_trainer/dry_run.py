@@ -143,7 +143,7 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
         named = spec.env.get("CUDA_VISIBLE_DEVICES")
         if named is None:
             return tuple(range(config.server.degree))
-        return tuple(int(word) for word in named.split(",") if word.strip().isdigit())
+        return tuple(int(word) for word in named.split(",") if word.strip().isdecimal())
     if spec.name.startswith("trainer"):
         number = spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2]
         return (int(number or 0),)

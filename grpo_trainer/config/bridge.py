@@ -214,7 +214,7 @@ class AdapterFile:
             "lora_alpha": self.alpha,
             "lora_rslora": self.rslora,
             "lora_target_modules": list(self.target_modules),
-            "lora_layer_indices": self.layers,
+            "lora_layer_indices": None if self.layers is None else list(self.layers),
         }
 
 

@@ -363,10 +363,12 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-Ranges = Annotated[
-    tuple[int, ...], BeforeValidator(lambda value: parse_ranges(value) if isinstance(value, str) else value)
-]
-"""Numbers that `parse_ranges` reads."""
+def _ranges(value: object) -> object:
+    return parse_ranges(shown(value)) if isinstance(value, (str, list, tuple)) else value
+
+
+Ranges = Annotated[tuple[int, ...], BeforeValidator(_ranges)]
+"""Numbers that `parse_ranges` reads, as text or as a list: ascending, each once."""
 
 
 def split_arguments(text: str) -> tuple[str, ...]:

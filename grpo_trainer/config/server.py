@@ -129,7 +129,7 @@ class Server(Section):
     def numbered_gpus(self) -> tuple[int, ...] | None:
         """The GPUs of all servers; None: they are not named, or not by numbers."""
         words = self.gpus.replace(";", ",").split(",") if self.gpus else [""]
-        return tuple(dict.fromkeys(map(int, words))) if all(word.strip().isdigit() for word in words) else None
+        return tuple(dict.fromkeys(map(int, words))) if all(word.strip().isdecimal() for word in words) else None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import tomli_w
 
 from environments.running.settings_check import BUILT_IN
 from grpo_common.redaction import is_secret, redact
-from grpo_trainer.config.options import dump
+from grpo_trainer.config.options import dump, parse_ranges
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.train import usual_rates
@@ -113,6 +114,10 @@ def read_stored(folder: Path) -> dict[str, Any]:
     kept = {key: trainer[key] for key in trainer if key not in OLD_OPTIONS}
     if kept.get("lora_adapter") and (kept.get("kl_beta") or kept.get("log_kl")):
         kept.setdefault("kl_reference", "base")  # before the option, the reference was the model without an adapter
+    for key in kept.keys() & {"lora_layer_indices", "train_layer_indices"}:
+        if isinstance(kept[key], str):  # before they were lists; a wrong one is named when the options are read
+            with suppress(ConfigError):
+                kept[key] = [*parse_ranges(kept[key])]
     return {**tables, "trainer": kept}
 
 

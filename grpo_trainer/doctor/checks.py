@@ -65,8 +65,6 @@ SUPPORTED = {
 DRIVERS = {"12": 525, "13": 580}
 """CUDA's major version, which torch's build names -> the oldest branch of NVIDIA's driver that runs it
 (https://docs.nvidia.com/deploy/cuda-compatibility)."""
-SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
-"""Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 SHM_NEEDED, SHM_COMFORTABLE, SHM_PARALLEL = 16 << 20, WORKER_QUEUE_BYTES, 1 << 30
 """Bytes: what NCCL, CUDA IPC and vLLM's queues need at least; that are enough; that several workers want."""
@@ -360,13 +358,14 @@ def wandb(case: Case) -> Finding:
 
 
 @of_run("ports")
-def ports(case: Case) -> Finding:
+def ports(case: Case) -> Iterator[Finding]:
     wanted = {"api": case.given.api.port, **case.given.server.wanted_ports}
     try:
         claim_ports(wanted)
     except PortBusyError as error:
-        return refusal(error.problems[0])
-    return ok(", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
+        yield from map(refusal, error.problems)
+        return
+    yield ok(", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
 
 
 @of_run("run folder")
@@ -399,9 +398,6 @@ def disk(case: Case) -> Finding:
 @of_run("learning rate")
 def learning_rate(case: Case) -> Finding:
     return check_lr(case.chosen.trainer, case.shape[0])
-
-
-# the model, and where it goes -------------------------------------------------------------------------------
 
 
 @of_run("distribution")

@@ -344,6 +344,12 @@ def test_doctor_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tight.status == "warn" and "--checkpoint-interval" not in tight.fix
 
 
+def test_doctor_names_every_busy_port(model: Path, busy_port: int) -> None:
+    flags: dict[str, Any] = {"server.port": busy_port, "api.port": busy_port}
+    found = [each for each in look_at(run_of(model, **flags)).findings if each.name == "ports"]
+    assert [each.got.partition(":")[0] for each in found] == ["--api.port", "--server.port", "ports"]
+
+
 @pytest.mark.parametrize("second", [False, True])
 def test_doctor_a_port_is_busy(model: Path, busy_port: int, second: bool) -> None:
     two: dict[str, Any] = {"server.replicas": 2, "server.gpus": "0;1", "server.port": busy_port - 1}

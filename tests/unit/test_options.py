@@ -288,6 +288,30 @@ def test_numbers_and_ranges(text: str, numbers: tuple[int, ...], wrong: str) -> 
     assert error.value.got == wrong and "0-3,28-31" in error.value.wanted
 
 
+@pytest.mark.parametrize(
+    ("value", "numbers", "wrong"),
+    [
+        *(([3, 1, 1], (1, 3), ""), (["0-2", 5], (0, 1, 2, 5), ""), ([], (), "nothing")),
+        *(([-1], (), "-1"), ([True], (), "True"), ([1.0], (), "1.0"), ([10_000], (), "10000")),
+    ],
+)
+def test_numbers_of_a_list_are_judged_as_a_text(value: list[Any], numbers: tuple[int, ...], wrong: str) -> None:
+    given = {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_layer_indices": value}
+    if not wrong:
+        assert build(TrainConfig, given).lora_layer_indices == numbers
+        return
+    with refusing(ConfigError, "--lora-layer-indices", got=wrong):
+        build(TrainConfig, given)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "numbers"),
+    [("0;1, 3;1", (0, 1, 3)), ("0,GPU-a", None), ("0,,1", None), ("", None), ("²", None), (None, None)],
+)
+def test_gpus_of_servers_by_number(gpus: str | None, numbers: tuple[int, ...] | None) -> None:
+    assert Server(gpus=gpus).numbered_gpus == numbers
+
+
 # flags together with a file ---------------------------------------------------------------------------------
 
 

@@ -257,9 +257,9 @@ def test_a_rank_from_torchrun_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_run({}, {"model_name": "m", "sharding": "none"}), "a run counts its own processes"
 
 
-def adapter(folder: Path) -> Path:
-    """A LoRA checkpoint of rank 8, scale 12 / 8, on two modules of two layers."""
-    modules = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")]
+def adapter(folder: Path, layers: tuple[int, ...] = (0, 1)) -> Path:
+    """A LoRA checkpoint of rank 8, scale 12 / 8, on two modules of layers."""
+    modules = [f"model.layers.{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.up_proj")]
     tensors = {f"base_model.model.{name}.lora_{half}.weight": (8, 8) for name in modules for half in "AB"}
     folder.mkdir()
     (folder / "adapter_config.json").write_text(
@@ -282,6 +282,14 @@ def test_options_that_contradict_an_adapter_are_all_named(tmp_path: Path) -> Non
     (layers,) = check(build(TrainConfig, given | {"lora_layer_indices": "0"}))
     assert (layers.field, layers.got, layers.wanted) == ("--lora-layer-indices", "0", "all")
     assert check(build(TrainConfig, given | {"lora_r": 8, "lora_target_modules": "up_proj,q_proj"})) == []
+
+
+def test_an_adapter_of_some_layers_says_which_unless_they_are_given(tmp_path: Path) -> None:
+    given = {"model_name": "m", **LORA, "lora_adapter": str(adapter(tmp_path / "a", layers=(1, 2)))}
+    for same in ({}, {"lora_layer_indices": "1-2"}, {"lora_layer_indices": [2, 1]}):
+        assert check(build(TrainConfig, given | same)) == []
+    (layers,) = check(build(TrainConfig, given | {"lora_layer_indices": "0-1"}))
+    assert (layers.got, layers.wanted) == ("0,1", "1,2")
 
 
 # all at once ------------------------------------------------------------------------------------------------

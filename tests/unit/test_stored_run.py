@@ -136,6 +136,19 @@ def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) ->
     assert again.model_copy(update={"resume": "never"}) == config.trainer
 
 
+@pytest.mark.parametrize(("mode", "key"), [("lora_only", "lora_layer_indices"), ("none", "train_layer_indices")])
+def test_a_run_with_layers_as_text_is_continued(tmp_path: Path, mode: str, key: str) -> None:
+    """Earlier versions stored them so."""
+    flags: dict[str, Any] = {"weight_bridge_mode": mode, key: "0-3,7"}
+    stored(tmp_path / "r", **flags)
+    rewrite(tmp_path / "r", **{key: "0-3,7"})
+    save_checkpoint(tmp_path / "r")
+    for same in ({}, {key: "7,0-3"}):
+        assert continued(tmp_path / "r", **same).trainer.layer_indices == (0, 1, 2, 3, 7)
+    with refusing(ConfigError, f"--{key.replace('_', '-')}", got="0,1,2,3", wanted="0,1,2,3,7"):
+        continued(tmp_path / "r", **{key: "0-3"})
+
+
 @pytest.mark.parametrize("of_reference", [{"kl_beta": 0.1}, {"log_kl": True}])
 def test_a_run_of_before_the_option_keeps_its_reference(tmp_path: Path, of_reference: dict[str, Any]) -> None:
     stored(tmp_path / "r", lora_adapter=ADAPTER, **of_reference)
