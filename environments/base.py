@@ -49,6 +49,7 @@ from environments.tokenizers import (
     after_thinking,
     count_texts,
     is_special,
+    known_tokens,
     opens_thinking,
     prompt_ids,
     stop_tokens,
@@ -145,6 +146,7 @@ class BaseEnv(Generic[Item, Config]):
     name: ClassVar[str] = ""
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     score_in_thread: ClassVar[bool] = True  # False: `score` is fast, or uses signals
+    no_evaluation: ClassVar[str] = "evaluate() has no metrics"  # a warning's words
     takes_data: ClassVar[bool] = False  # True: it reads `data` and `rewards`; otherwise these options are refused
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -319,7 +321,8 @@ class BaseEnv(Generic[Item, Config]):
 
         Raises:
             PromptTooLong: The prompt leaves no room for an answer.
-            ConfigError: The class can't score, or a score is no number.
+            ConfigError: The class can't score, the prompt has tokens that the model does not know, or a score is no
+                number.
         """
         cls, name = type(self), type(self).__name__
         scores_groups = cls.score_group is not BaseEnv.score_group
@@ -332,6 +335,14 @@ class BaseEnv(Generic[Item, Config]):
         doing("prompt()")
         prompt = self.prompt(item)
         token_ids = self.encode(prompt)
+        vocabulary = known_tokens(self.config.tokenizer_name)
+        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
+            raise ConfigError(
+                field="--env.tokenizer_name",
+                got=f"{self.config.tokenizer_name}: a prompt with token {max(token_ids)}",
+                wanted=f"ids below {vocabulary}, which is all that the model knows",
+                fix="use the tokenizer that belongs to the model",
+            )
         room = self.config.max_token_length - len(token_ids)
         seen = f"a prompt of {len(token_ids)} tokens, room for {room}"
         doing("sampling()")

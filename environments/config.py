@@ -173,7 +173,7 @@ class BaseEnvConfig(BaseModel):
     teacher_model_name: str | None = Field(default=None, description="the teacher's model name; unset: the served one")
     teacher_api_key: str | None = Field(default=None, description="key of the teacher's server, if it requires one")
     teacher_top_k: int = Field(default=8, ge=1, le=20, description="the teacher's likeliest tokens per position")
-    use_wandb: No = Field(default=False, description="accepted for old scripts; the trainer logs to W&B")
+    use_wandb: bool = Field(default=False, description="accepted for old scripts; the trainer logs to W&B")
     wandb_name: str | None = Field(default=None, description="name for registration")
 
 

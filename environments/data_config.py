@@ -26,8 +26,12 @@ from grpo_common.errors import UserError
 REGEX: Final = "regex:"
 BUILT_IN_REWARDS: Final = ("exact_match", "math", "regex:PATTERN")
 FORMS: Final = f"FILE.py:FUNCTION, MODULE:FUNCTION, or a built-in: {', '.join(BUILT_IN_REWARDS)}"
-_NEW_LINE: Final = re.compile(r"(?<!\\)\\n")
-"""A typed new line; `\\\\n` is none."""
+_LATEX: Final = (
+    "nabla|natural|ncong|ne|nearrow|neg|neq|nexists|ngeq|ngtr|ni|nleq|nless|nmid|nolimits|nonumber|not|notin|nparallel|"
+    "nprec|nsim|nsubseteq|nsucc|nsupseteq|nu|nwarrow"
+)
+_NEW_LINE: Final = re.compile(rf"(?<!\\)\\(?!(?:{_LATEX})(?![A-Za-z]))n")
+"""A typed new line. The commands of LaTeX that begin with an n, such as ``\\neq``, are none, nor is ``\\\\n``."""
 
 
 class TableError(UserError, ValueError):
@@ -53,7 +57,8 @@ class DataConfig(BaseModel):
     )
     prompt_template: str | None = Field(
         default=None,
-        description=r"text with columns in braces instead of one column, such as '{question}\nAnswer:'; \n ends a line",
+        description=r"text with columns in braces instead of one column, such as '{question}\nAnswer:'; \n is a new "
+        r"line, except in commands of LaTeX such as \neq",
     )
     answer_column: str | None = Field(
         default=None,
@@ -63,7 +68,7 @@ class DataConfig(BaseModel):
     chat: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="whether a text prompt is sent as a user message through the model's chat template; auto: yes, if "
-        "the model has a template and the first prompt does not contain its special tokens",
+        "the model has a template and the prompts don't contain its special tokens already",
     )
     held_out: int = Field(default=0, ge=0, description="rows kept for evaluation, which are never trained on")
     held_out_split: str | None = Field(

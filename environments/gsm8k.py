@@ -1,4 +1,4 @@
-"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``.
+"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or run this file by its path.
 
 Each answer is judged twice. Strictly: it ended before its limit, and is the right number, and nothing else, in the form
 that was asked for. Leniently: math-verify, in processes that can be killed, finds the right value anywhere in it. Both
@@ -8,11 +8,16 @@ Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2
 `#### NUMBER`.
 """
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run by its path: sys.path needs the repository's root instead of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal
 

@@ -1,9 +1,10 @@
 """The model's tokenizer: loading it, and prompts as its tokens, from text or by its chat template."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -13,6 +14,8 @@ from grpo_common.models import CONFIG_FILE, config_parts, find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 Tools = Sequence[dict[str, Any] | Callable[..., Any]]
 """JSON schemas of functions, in the form that chat templates take, or the functions."""
@@ -48,6 +51,12 @@ def load_tokenizer(name: str) -> Any:
 def count_texts(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the number from which token ids have no text. A model may know more ids, as its vocabulary is padded."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def known_tokens(name: str) -> int | None:
+    """Return how many token ids the model of a tokenizer knows, by its config.json; None: it is not here."""
+    sizes = [part.get("vocab_size") for part in config_parts(_model_file(name, CONFIG_FILE))]
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _model_file(name: str, file: str) -> dict[str, Any] | None:
@@ -128,11 +137,18 @@ def prompt_ids(
     token_ids = cast("list[int]", tokenizer.encode(prompt))
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and token_ids[:2] == [bos, bos]:
+        _say_once("a prompt that already begins with %s does not get a second one", str(tokenizer.bos_token))
         token_ids = token_ids[1:]
     appended = not prompt.endswith(str(tokenizer.eos_token)) or token_ids[-2:] == [eos, eos]
     if eos is not None and token_ids[1:] and token_ids[-1] == eos and appended:
+        _say_once("the tokenizer appends %s to text; prompts are sent without it", str(tokenizer.eos_token))
         token_ids = token_ids[:-1]
     return token_ids
+
+
+@cache
+def _say_once(message: str, token: str) -> None:
+    log.warning(message, token)
 
 
 @lru_cache(maxsize=1024)  # asked for the last token of every answer

@@ -8,7 +8,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
@@ -111,10 +111,19 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
     )
 
 
-def _is_users(frame: FrameSummary) -> bool:
-    """Return whether a frame is of the user's code: neither Python's, nor of an installed package, nor ours."""
-    file = frame.filename
-    return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
+def users_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
+    """Return the frames of the user's code: neither Python's, nor of an installed package, nor ours."""
+
+    def is_users(file: str) -> bool:
+        return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
+
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
+def place(frame: FrameSummary) -> str:
+    """Return FILE:LINE of a frame."""
+    path = Path(frame.filename)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{frame.lineno}"
 
 
 def user_code_failed(error: BaseException, step: str, field: str = "") -> ConfigError:
@@ -133,12 +142,10 @@ def user_code_failed(error: BaseException, step: str, field: str = "") -> Config
         while cause is not None:  # it was raised from another one, whose line matters
             frames += traceback.extract_tb(cause.__traceback__)
             cause = cause.__cause__
-    last = ([frame for frame in frames if _is_users(frame)] or frames)[-1]
-    path = Path(last.filename)
-    place = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{last.lineno}"
+    last = (users_frames(frames) or frames)[-1]
     line = f": {last.line.strip()[:120]}" if last.line and last.line.strip() else ""
     fix = "correct it there"
     if isinstance(error, ImportError) and "no known parent package" in str(error):
         fix = "name the module by its package, such as --env my_envs.my_env, instead of the file"
     got = f"{type(error).__name__}: {message}"[:500]
-    return ConfigError(f"{step} failed at {place}{line}", field=field, got=got, fix=fix)
+    return ConfigError(f"{step} failed at {place(last)}{line}", field=field, got=got, fix=fix)

@@ -12,7 +12,6 @@ import random
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 from typing import ClassVar
@@ -37,6 +36,8 @@ SPLIT_SEED = 20261128
 """A constant, not the run's seed: a row that one run trains on is not held out in another."""
 MESSAGE_BYTES = 32
 """More than the tokens that a chat template adds to each message, such as its role and its ends."""
+LOOKED_AT = 100
+"""Prompts by which `--data.chat auto` decides."""
 OUR_METRICS = ("reward", "rows")
 """Beginnings of the names of the environment's own metrics."""
 LONGEST_EXTRA = 1000
@@ -56,6 +57,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
 
     name = "dataset"
     env_config_cls = DatasetConfig
+    no_evaluation = "no held-out rows; add --data.held_out N, or --data.held_out_split"
     takes_data = True
     asks_rows: ClassVar[bool] = True  # False: a row is a task, which has no prompt, and may need no reward function
     _judge: MathJudge | None = None
@@ -77,6 +79,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             usable, self._held_out = self._split(usable, len(self._source.rows))
         else:
             self._held_out = await asyncio.to_thread(self._usable, other)
+        await asyncio.to_thread(self._warn_of_shared, usable)
         self.items = Shuffled(usable, self.config.seed)
         form = "as plain text" if not self._chat else "as a user message (--data.chat off: as plain text)"
         rewards = ", ".join(f"{each.config.label} (weight {each.config.weight:g})" for each in self._rewards)
@@ -132,13 +135,16 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         return in_chat and not self.columns.as_messages
 
     def _is_rendered(self) -> bool:
-        """Return whether the first usable prompt contains a special token of the model, as rendered prompts do."""
+        """Return whether most of the first prompts contain special tokens of the model, as rendered prompts do."""
         marks = [str(token) for token in self.tokenizer.all_special_tokens if len(str(token)) > 1]
-        for number in self._source.checked():
-            with suppress(UnusableRow):  # reported when all rows are checked
+        numbers, found = self._source.checked()[:LOOKED_AT], 0
+        for number in numbers:
+            try:
                 prompt = self.columns.prompt_of(self._source.rows[number])
-                return any(mark in prompt for mark in marks if isinstance(prompt, str))
-        return False
+            except UnusableRow:  # reported when all rows are checked
+                continue
+            found += any(mark in prompt for mark in marks if isinstance(prompt, str))
+        return 2 * found > len(numbers)
 
     def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
         """Return a row, and its prompt as it is in the data set.
@@ -224,6 +230,18 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
                 fix="change it",
             )
         return train, held_out
+
+    def _warn_of_shared(self, usable: Sequence[int]) -> None:
+        """Warn if prompts of held-out rows are trained on, too; large data are not compared."""
+        if not self._held_out or not (self._source.whole and self._evaluated.whole):
+            return
+        trained = {hash(repr(self._prompt(self._source, number)[1])) for number in usable}
+        held_out = (hash(repr(self._prompt(self._evaluated, number)[1])) for number in self._held_out)
+        if shared := sum(each in trained for each in held_out):
+            log.warning(
+                "%d of %d held-out rows have a prompt that is trained on, too: their scores say little about others",
+                *(shared, len(self._held_out)),
+            )
 
     # ------------------------------------------------------------ scores
 

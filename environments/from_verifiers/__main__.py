@@ -9,6 +9,7 @@ there (no torch, no vLLM).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -78,6 +79,8 @@ def link(place: Path) -> None:
     (site,) = place.glob("lib/python*/site-packages")
     for name in LINKED:
         there, target = site / name, Path(__file__).parents[2] / name
+        if there.is_dir() and not there.is_symlink():  # of an older way to install it
+            shutil.rmtree(there)
         if not (there.is_symlink() and there.readlink() == target):
             there.unlink(missing_ok=True)
             there.symlink_to(target)

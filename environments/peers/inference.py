@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -184,9 +184,14 @@ class _Completions(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionsServer:
-    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`."""
+    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`.
+
+    Attributes:
+        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
+    """
 
     model: str
+    raw_logprobs: bool = False
 
     async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /v1/completions`, with the prompt as ids."""
@@ -250,9 +255,10 @@ async def detect(peer: Peer, model: str | None) -> Kind:
     models = (await _get(peer, "/v1/models")).get("data")
     if isinstance(models, list) and models and isinstance(models[0], dict):
         served = model or str(models[0].get("id"))
-        kind = f"vLLM {version}" if isinstance(version, str) else "an OpenAI-compatible server"
+        is_vllm = isinstance(version, str) and models[0].get("owned_by") == "vllm"
+        kind = f"vLLM {version}" if is_vllm else "an OpenAI-compatible server"
         log.info("%s at %s: %s with %s", peer.name, peer.url, kind, served)
-        return CompletionsServer(served)
+        return CompletionsServer(served, raw_logprobs=is_vllm)
     raise PeerError(
         field=f"--openai.base_url {peer.url}",
         got="no answer of an inference server",
@@ -314,7 +320,7 @@ class InferenceClient:
             PeerRefused: The server refused the request.
             PeerError: It is not an inference server, or its answer is not sound.
         """
-        kind = await self._known_kind()
+        kind = await self._known_kind(sampling.temperature)
         async with self._slots:
             with stage("generate", completions=n) as span:
                 completions = await kind.generate(self._peer, prompt_token_ids, n, sampling)
@@ -345,7 +351,7 @@ class InferenceClient:
         Raises:
             PeerError: As for `generate`.
         """
-        kind = await self._known_kind()
+        kind = await self._known_kind(body.get("temperature", 1.0))
         body = body if kind.model is None else {**body, "model": kind.model}
         async with self._slots:
             answer = await self._peer.request("POST", path, json=body)
@@ -358,8 +364,17 @@ class InferenceClient:
         """Close the connections."""
         await self._peer.close()
 
-    async def _known_kind(self) -> Kind:
+    async def _known_kind(self, temperature: float = 1.0) -> Kind:
+        """Return the kind; warn once if its logprobs are not those of this temperature."""
         async with self._detecting:
             if self._kind is None:
                 self._kind = await detect(self._peer, self._model)
-        return self._kind
+        kind = self._kind
+        if isinstance(kind, CompletionsServer) and kind.raw_logprobs and temperature not in (0.0, 1.0):
+            self._kind = replace(kind, raw_logprobs=False)
+            log.warning(
+                "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
+                "processed_logprobs; the trainer would compare them with its own at %g",
+                *(temperature, temperature),
+            )
+        return kind

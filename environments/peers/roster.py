@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 POLL_S = 0.25
 """Seconds between two reads of the list."""
+SAY_AFTER_S = 10.0
 AWAY_S = 5.0
 """Seconds between two requests to a server that does not answer."""
 
@@ -121,11 +122,15 @@ class ListedServers:
         if self._watching is None:
             self._read_list()
             self._watching = asyncio.create_task(self._watch())
-        since = time.monotonic()
+        since, is_reported = time.monotonic(), False
         while not self._servers:
-            if time.monotonic() - since > self._patience:
+            waited = time.monotonic() - since
+            if waited > self._patience:
                 subject = f"inference servers in {self._config.roster}"
                 raise PeerGone(f"none within {self._patience:.0f} s", field=subject, got="no server")
+            if waited > SAY_AFTER_S and not is_reported:
+                is_reported = True
+                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
             await asyncio.sleep(POLL_S)
         now = time.monotonic()
         server = min(self._servers.values(), key=lambda server: (server.ask_at > now, server.in_flight))

@@ -94,6 +94,8 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> N
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     OWN.open()
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if settings.env.use_wandb:
+        log.warning("--env.use_wandb has no effect: the trainer logs to W&B (--log-to wandb)")
     # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
     report().doing("loading the tokenizer")
     tokenizer = load_tokenizer(settings.env.tokenizer_name)

@@ -84,6 +84,8 @@ class Runner:
         self._registration: wire.RegisterEnvResponse | None = None
         self._changed = asyncio.Condition()
         self._status: wire.StatusEnv | None = None
+        self._moved_at = time.monotonic()
+        self._said_empty = False
         self._is_known = False  # the API knows this environment, and the status is of it
         self._is_stale = True  # there is news since the status
         self._tasks: dict[asyncio.Task[None], Literal["making", "posting", ""]] = {}  # and what those of groups do
@@ -308,12 +310,25 @@ class Runner:
                 self._changed.notify_all()
 
     def _take(self, status: wire.StatusEnv) -> None:
-        """Take a new status: report a new step, and start an evaluation that is due.
+        """Take a new status: report a new step, start an evaluation that is due, and warn if nothing changes.
 
         While one runs, others that fall due are left out; only that of the last step waits for it.
         """
-        before, self._status = self._status, status
+        now, before, self._status = time.monotonic(), self._status, status
         running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
+        if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
+            self._moved_at = now
+        elif now - self._moved_at >= SAY_WAITING_EVERY_S:
+            self._moved_at = now
+            log.warning(
+                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, "
+                "%d in flight%s; %s",
+                SAY_WAITING_EVERY_S,
+                "groups in flight" if self._in_flight else "the evaluation" if running else "the trainer",
+                *(status.current_step, status.queue_size, len(self._in_flight)),
+                f", the oldest since step {min(self._in_flight.values())}" if self._in_flight else "",
+                self.reporter.line({}),
+            )
         if before is None or status.current_step == before.current_step:
             return
 
@@ -334,8 +349,10 @@ class Runner:
             await asyncio.wait([before])
         try:
             metrics = await self.env.evaluate()
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            log.info("evaluation at step %d: %s", step, shown or "evaluate() has no metrics")
+            if not (metrics or self._said_empty):
+                self._said_empty = True
+                log.warning("%s has nothing to evaluate: %s", self.env.name, self.env.no_evaluation)
+            log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
             await self.api.post_evaluation(self.env_id, step, metrics)
         except OF_CODE as raised:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from environments.config import ConfigError, PromptTooLong, Settings, UnusableRow
 from environments.running.groups import EnvironmentFailed
 from environments.scoring import settled
-from environments.user_modules import user_code_failed
+from environments.user_modules import place, user_code_failed, users_frames
 from grpo_common.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 from environments.peers.inference import Completion, Sampling
 
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
-"""Environment variable with the path of the report, a JSON object: `doing`, a step such as `setup()`;
-`problems`, what failed; `found`, the result; `lone`, true if a group is one answer, to be compared with no other."""
+"""Environment variable with the path of the report, a JSON object: `doing`, a step such as `setup()`; `at`, the line of
+the user's code that runs; `problems`, what failed; `found`, the result; `lone`, true if a group is one answer, to be
+compared with no other."""
 MOST_ITEMS: Final = 16
 """Items that are tried until a prompt leaves room for an answer; as many lost groups in a row end an environment."""
 MOST_REQUESTS: Final = 16
 """Requests of `evaluate` that are answered."""
+LOOK_EVERY_S: Final = 0.5
 
 
 class NeedsServer(UserError, RuntimeError):
@@ -75,11 +79,14 @@ class Report:
     def __init__(self) -> None:
         path = os.environ.get(REPORT_VARIABLE)
         self._path = Path(path) if path else None
-        self._facts: dict[str, Any] = {"doing": "", "problems": [], "found": None, "lone": False}
+        self._lock = threading.Lock()
+        self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None, "lone": False}
+        if self._path is not None:
+            threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
 
     def doing(self, step: str) -> None:
         """Begin a step."""
-        self.write(doing=step)
+        self.write(doing=step, at="")
 
     @property
     def step(self) -> str:
@@ -88,13 +95,25 @@ class Report:
 
     def write(self, **facts: Any) -> None:
         """Write facts, unless the trial has ended."""
-        is_over = self._facts["problems"] or self._facts["found"] is not None
-        self._facts |= facts
-        if self._path is not None and not is_over:
-            partial = self._path.with_suffix(".partial")
-            with suppress(OSError):  # its reader is gone
-                partial.write_text(json.dumps(self._facts))
-                partial.replace(self._path)
+        with self._lock:
+            is_over = self._facts["problems"] or self._facts["found"] is not None
+            self._facts |= facts
+            if self._path is not None and not is_over:
+                partial = self._path.with_suffix(".partial")
+                with suppress(OSError):  # its reader is gone
+                    partial.write_text(json.dumps(self._facts))
+                    partial.replace(self._path)
+
+    def _watch(self, loop_thread: int) -> None:
+        """Write which line of the user's code runs, again and again: a step may never end."""
+        pause = threading.Event()
+        while not pause.wait(LOOK_EVERY_S):
+            # Functions such as `score` run in other threads than the event loop, which waits for them.
+            threads = sorted(sys._current_frames().items(), key=lambda each: each[0] == loop_thread)
+            stacks = filter(None, (users_frames(traceback.extract_stack(frame)) for _, frame in threads))
+            at = next((place(frames[-1]) for frames in stacks), "")
+            if at != self._facts["at"]:
+                self.write(at=at)
 
 
 @cache
@@ -160,10 +179,11 @@ async def _try_evaluation(env: BaseEnv[Any, Any]) -> str:
 def _needs_server(error: BaseException | None) -> bool:
     """Return whether a request to a server is behind an error, which the user's code may have wrapped or grouped."""
     for _ in range(10):
-        if error is None or isinstance(error, NeedsServer):
+        if error is None or isinstance(error, NeedsServer | BaseExceptionGroup):
             break
-        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
-        error = inner or error.__cause__ or error.__context__
+        error = error.__cause__ or error.__context__
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_needs_server, error.exceptions))
     return isinstance(error, NeedsServer)
 
 

@@ -41,7 +41,7 @@ class Trial:
 
     Attributes:
         environment: as `--env` names it.
-        doing: the present step.
+        doing: the present step, with its place in the user's code.
         problems: what is wrong.
         found: what was seen; empty: something is wrong, or the trial was given up.
     """
@@ -65,7 +65,7 @@ class Trial:
         with suppress(OSError, ValueError):
             report = json.loads(self._report.read_bytes())
         self.seconds = time.monotonic() - self._process.started
-        self.doing = report.get("doing") or "import"
+        self.doing = f"{report.get('doing') or 'import'}{' at ' + report['at'] if report.get('at') else ''}"
         if report.get("problems") or report.get("found") is not None:
             problems = [Problem(**problem) for problem in report["problems"]]
             if report["lone"] and not self._learns_alone:

@@ -380,14 +380,16 @@ def test_wilsons_interval(share: float, trials: int, low: float, high: float) ->
         assert wilson(0.0, each)[0] == 0.0 and wilson(1.0, each)[1] == 1.0
 
 
-def test_gsm8k_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
-    command = "environments/gsm8k_server.py serve --env.tokenizer_name no/model --env.use_wandb False "
+@pytest.mark.parametrize(("file", "wandb"), [("gsm8k.py", True), ("gsm8k_server.py", False)])
+def test_gsm8k_runs_by_its_path_as_the_original_does(file: str, wandb: bool, tmp_path: Path) -> None:
+    command = f"environments/{file} serve --env.tokenizer_name no/model --env.use_wandb {wandb} "
     command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
     command += "--openai.api_key x --slurm False --env.batch_size 12"
     offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = program(*command.split(), env=offline)
     # Everything was understood: it got as far as the model that there is not.
     assert done.returncode == 2 and "--env.tokenizer_name: got no/model " in done.stderr, done.stderr
+    assert ("--env.use_wandb" in done.stderr) == wandb
 
 
 # ---------------------------------------------------------------- synthetic

@@ -6,9 +6,12 @@ The templates are short ones of the same shape as those of the models that they 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from environments import tokenizers
 from environments.config import PromptRefused
 from environments.conversation import Conversation
 from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question
@@ -30,6 +34,20 @@ ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('user and assistant must take turns') }}{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 7}, 7),
+        ({"text_config": {"vocab_size": 8}}, 8),
+        ({"vocab_size": "7", "text_config": ["x"]}, None),
+        ([1], None),
+    ],
+)
+def test_known_tokens_of_any_config(tmp_path: Path, config: object, size: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizers.known_tokens(str(tmp_path)) == size
 
 
 @dataclass(frozen=True)
@@ -246,14 +264,18 @@ def test_a_template_without_end_tokens_keeps_the_sampled_one_and_its_own_beginni
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("appends_eos", [False, True])
-def test_prompt_of_text_has_one_bos_and_no_eos(name: str, appends_eos: bool) -> None:
+def test_prompt_of_text_has_one_bos_and_no_eos(name: str, appends_eos: bool, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizers._say_once.cache_clear()
     tokenizer = build(name, appends_eos=appends_eos)
     ids = prompt_ids(tokenizer, "ab")
     assert tokenizer.decode(ids) == "<s>ab"
     rendered = render(tokenizer, [user("x")])
     begins = "" if rendered.startswith("<s>") else "<s>"
-    assert tokenizer.decode(prompt_ids(tokenizer, rendered)) == begins + rendered
+    for _ in range(2):
+        assert tokenizer.decode(prompt_ids(tokenizer, rendered)) == begins + rendered
     assert prompt_ids(tokenizer, [user("x")]) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert len(caplog.records) == appends_eos + (not begins), "each is said once"
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
 def test_an_end_token_that_the_prompt_itself_writes_stays() -> None:

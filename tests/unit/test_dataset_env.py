@@ -221,6 +221,12 @@ def test_dataset_text_becomes_a_user_message_where_the_model_has_a_chat_template
             asked(environment(tokenizer, data, options={"chat": chat}, system_prompt="Be brief."))
 
 
+def test_dataset_one_special_token_changes_no_other_prompt(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
+    tokenizer.chat_template = CHAT
+    data = written(folder / "rows.jsonl", [*ROWS[:3], {"prompt": f"What is {END}?", "answer": "2"}])
+    assert asked(environment(tokenizer, data)) == USER
+
+
 def test_dataset_prompts_that_leave_no_room_are_skipped_and_counted(
     folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,10 +264,30 @@ def test_dataset_held_out_rows_are_never_trained_on(folder: Path, tokenizer: Qwe
         assert sorted(order[:15]) == sorted(order[15:]) == sorted(set(range(20)) - held_out[0])
 
 
+def test_dataset_held_out_rows_do_not_depend_on_which_prompts_fit(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
+    data = written(folder / "rows.jsonl", [{"prompt": "1" * (10 + 3 * n), "answer": "1"} for n in range(20)])
+    found = []
+    for longest in (50, 80):
+        env = environment(tokenizer, data, options={"held_out": 10}, max_token_length=longest)
+        asyncio.run(env.setup())
+        found.append(set(env._held_out))
+    assert 0 < len(found[0]) < len(found[1]) == 10 and found[0] < found[1]
+
+
 @pytest.mark.parametrize("count", [20, 25])
 def test_dataset_not_all_rows_can_be_held_out(folder: Path, tokenizer: Qwen2Tokenizer, count: int) -> None:
     with refusing(ConfigError, "--data.held_out"):
         asked(environment(tokenizer, written(folder / "rows.jsonl"), options={"held_out": count}))
+
+
+def test_dataset_counts_overlap(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    new = [{"prompt": "5+5=", "answer": "10"}]
+    data, other = written(folder / "rows.jsonl"), written(folder / "test.jsonl", [*ROWS[:3], *new])
+    asked(environment(tokenizer, data, options={"held_out": 4}))
+    assert not [record for record in caplog.records if "held-out" in record.getMessage()]
+    asked(environment(tokenizer, data, options={"held_out_split": str(other)}))
+    (warning,) = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
+    assert re.findall(r"\d+", warning)[:2] == ["3", "4"]
 
 
 def test_dataset_evaluation_scores_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
@@ -535,6 +561,18 @@ def test_data_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert opened(folder).fingerprint != before[0]
 
 
+def test_data_larger_files_are_checked_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(reading, "SAMPLED_ROWS", 2)
+    (tmp_path / "rows.jsonl").write_text(LINES + "\n{broken\n" + LINES)
+    data = opened(tmp_path / "rows.jsonl")
+    assert not data.whole and list(data.checked()) == [0, 1] and len(data.rows) == 5
+    assert data.rows[3] == DATA_ROWS[0]
+    with pytest.raises(UnusableRow) as caught:
+        data.rows[2]
+    assert caught.value.field.endswith("line 4")
+
+
 # ---------------------------------------------------------------- columns
 
 
@@ -676,3 +714,10 @@ def test_data_that_the_hub_refuses_is_one_line_with_its_fix(tmp_path: Path, repl
     said = from_hub(tmp_path, lambda asked: reply)
     assert said.startswith("refused --data someone/rows: ") and said.count("\n") == 1
     assert part in said and "set HF_TOKEN" in said
+
+
+@pytest.mark.complete
+def test_data_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
+    asked: list[Asked] = []
+    said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE" in said and not asked

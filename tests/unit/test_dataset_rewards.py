@@ -88,7 +88,7 @@ def test_rewards_pattern_in_every_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_tables_only_a_new_line_is_an_escape_in_a_template() -> None:
     texts = {
         r"{q}\nAnswer:\n\nso": "{q}\nAnswer:\n\nso",
-        **{same: same for same in (r"{q} \times \text{{x}} \\", r"{q} \\next")},
+        **{same: same for same in (r"{q} \times \text{{x}} \\", r"{q}: \neq, \nabla f, \nu", r"{q} \\next")},
         r"{q}\nnew\tab": "{q}\nnew\\tab",
     }
     for template, text in texts.items():
@@ -297,6 +297,21 @@ def test_rewards_a_function_that_needs_the_main_thread_is_told_apart(tmp_path: P
     assert scores(loaded(code, tmp_path, main_thread=True), ["a"]) == [1.0]
 
 
+def test_rewards_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nMET = None\n"
+        "async def f(completions):\n    global MET\n    MET = MET or asyncio.Barrier(2)\n    await MET.wait()\n"
+        "    return [1.0]\n"
+    )
+    reward = loaded(code, tmp_path)
+
+    async def scene() -> list[Any]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*(reward.scores(asked(["a"])) for _ in "12"))
+
+    assert asyncio.run(scene()) == [[1.0], [1.0]]
+
+
 # ---------------------------------------------------------------- built-in rewards
 
 
@@ -360,3 +375,45 @@ def test_rewards_none_and_nan_leave_a_reward_out_of_the_sum(tmp_path: Path) -> N
     assert scores(first, ["a", "b"]) == [1.0, None]
     # 1 + 0.5 · 2 = 2; 1; 0.5 · 4 = 2; none applies
     assert weighted_sum([first, second], [[1.0, 1.0, None, None], [2.0, None, 4.0, None]]) == [2.0, 1.0, 2.0, None]
+
+
+# ---------------------------------------------------------------- functions in TRL's manner
+
+ACCURACY = '''
+from math_verify import parse, verify
+
+
+def accuracy(completions: list[list[dict[str, str]]], solution: list[str], log_extra=None, **kwargs):
+    """Compare with the solution by math-verify; skip what has no readable solution."""
+    found = []
+    for completion, right in zip(completions, solution, strict=True):
+        gold = parse(right, parsing_timeout=None)
+        said = parse(completion[0]["content"], parsing_timeout=None)
+        found.append(float(verify(gold, said, timeout_seconds=None)) if gold else None)
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+    return found
+'''
+LENGTH = '''
+def overlong(max_len: int, cache: int):
+    """Punish answers that come close to the limit, as DAPO does."""
+
+    def soft_overlong(completion_ids: list[list[int]], **kwargs) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [0.0 if n <= max_len - cache else max(-1.0, (max_len - cache - n) / cache) for n in lengths]
+
+    return soft_overlong
+
+
+length = overlong(4, 2)
+'''
+
+
+def test_rewards_in_the_manner_of_trls_examples_run_unchanged(tmp_path: Path) -> None:
+    said = [[{"role": "assistant", "content": text}] for text in (r"\boxed{4}", r"\boxed{5}")]
+    accuracy = loaded(ACCURACY, tmp_path, "accuracy")
+    assert scores(accuracy, said) == [1.0, 0.0]
+    assert scores(accuracy, said[:1], solution=["unreadable"]) == [None]
+    # 2 of 4 tokens, and 3: (4 - 2 - 3) / 2
+    (tmp_path / "lengths.py").write_text(LENGTH)
+    assert scores(named(f"{tmp_path}/lengths.py:length"), said, completion_ids=[[1, 2], [1, 2, 3]]) == [0.0, -0.5]

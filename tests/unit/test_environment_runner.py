@@ -134,6 +134,24 @@ async def test_runner_delivers_until_the_trainer_has_done_its_steps(caplog: pyte
     assert re.search(r"\b4 groups .*\b0\.500, 2\.0 tokens", caplog.text)
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_runner_says_what_is_missing(
+    stuck: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SAY_WAITING_EVERY_S", 0.2)
+    monkeypatch.setattr(runner, "WAIT_S", 0.1)
+    missing, stop = "groups in flight" if stuck else "the trainer", asyncio.Event()
+
+    async def make(item: int) -> wire.ScoredData:
+        await asyncio.sleep(600.0 if stuck else 0.0)
+        return group(version=item)
+
+    with caplog.at_level(logging.WARNING, logger=runner.__name__):
+        async with running(Sums(config(), make), await started(), stop):
+            await until(lambda: any(missing in (record.args or ()) for record in caplog.records))
+            stop.set()
+
+
 async def test_runner_slow_group_keeps_no_others_from_starting() -> None:
     """A place comes free with each group that is posted, and not only when the trainer takes the batch."""
     stop, goes_on = asyncio.Event(), asyncio.Event()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -165,13 +166,19 @@ EVALUATES = (
         (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
         (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:18", "NameError"]),
         (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:22", "no_score"]),
+        (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
         *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
-        *("import", "no_room", "top_p", "evaluate", "each_row"),
+        *("import", "no_room", "top_p", "evaluate", "each_row", "unknown_token"),
     ],
 )
 def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]) -> None:
+    if "ids below" in words[-1]:
+        small = Path("small")
+        shutil.copytree(model, small)
+        (small / "config.json").write_text('{"vocab_size": 5}')
+        model = small
     (problem,) = tried_here(code, model, monkeypatch)["problems"]
     said = str(Problem(**problem))
     assert all(word in said for word in words), said
@@ -185,6 +192,28 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     assert tried_here(asks, model, monkeypatch)["found"].endswith(" scores 0")
 
 
+WRAPS = """
+
+    async def evaluate(self):
+        import asyncio
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(20):
+                    group.create_task(self.complete("x", 1))
+        except Exception as error:
+            raise RuntimeError("no evaluation") from error
+"""
+
+
+def test_an_evaluation_that_needs_a_server_may_say_so_by_another_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tried_here(CAPITALS + WRAPS, model, monkeypatch)["found"].endswith(" scores 0")
+    wrong = WRAPS.replace("range(20)", "range(2)").replace('self.complete("x", 1)', "self.no_answer(1)")
+    (problem,) = tried_here(CAPITALS + wrong, model, monkeypatch)["problems"]
+    assert "evaluate()" in str(Problem(**problem))
+
+
 def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     (problem,) = tried(write("import os\nos._exit(7)\n"), model).problems
     assert problem.field == "--env mine.py" and "import" in problem.summary and "exit code 7" in problem.got
@@ -192,7 +221,7 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "at"),
-    [("        self.items", "setup()"), ("        return float", "score()")],
+    [("        self.items", "setup() at mine.py:7"), ("        return float", "score() at mine.py:13")],
 )
 def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str) -> None:
     code = CAPITALS.replace(before, SLEEPS + before)

@@ -133,6 +133,27 @@ def test_client_asks_again_for_completions_that_a_stopping_server_cut_short(monk
     assert [completion.policy_version for completion in completions] == [8, 8]
 
 
+def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> None:
+    ask(SERVERS["vllm"], times=2)
+    assert not caplog.text
+    ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+
+
+def test_client_warns_of_raw_logprobs_of_agents(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(url: str) -> None:
+        client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
+        try:
+            await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
+        finally:
+            await client.close()
+
+    routes = SERVERS["vllm"]
+    with answering(lambda request: Reply(json=routes[request.path]) if request.path in routes else Reply(404)) as url:
+        asyncio.run(scene(url))
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+
+
 def test_client_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
     choice = {"index": 0, "text": "46", "finish_reason": "stop", "logprobs": None}
     (completion, _), _ = ask({**SERVERS["openai"], "/v1/completions": {"choices": [choice] * 2}})
@@ -529,7 +550,7 @@ def test_help_needs_no_installation(
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path))
     site = tmp_path / "lib" / "python3" / "site-packages"
-    site.mkdir(parents=True)
+    (site / "environments").mkdir(parents=True)  # of an older way to install it
     verifiers_venv.link(tmp_path)
     verifiers_venv.link(tmp_path)
     assert (site / "environments" / "from_verifiers" / "env.py").is_file() and (
