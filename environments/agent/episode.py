@@ -170,7 +170,7 @@ def _end_all(key: str) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it has ended, or it is another user's
                 if process.pid != os.getpid() and key in process.environ().values():
+                    ended += 1  # before the kill, which fails for a number that was used again: the next look ends it
                     process.kill()
-                    ended += 1
         if not ended:
             return

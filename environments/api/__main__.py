@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ _HELP = {
     "cors_origins": "web origin whose pages may call the API",
 }
 
-REMOVED = {
-    ("--ssl-certfile", "--ssl-keyfile"): "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)",
-    ("--memory-mb",): "grpo api keeps the oldest 1024 MiB of groups in memory; --max-queued-mb bounds all that wait",
-}
+NO_TLS = "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)"
+NO_MEMORY_MB = "--memory-mb has been removed and changes nothing; leave it out: --max-queued-mb bounds what waits"
 
 
 def parse(arguments: list[str] | None = None) -> Settings:
@@ -51,18 +48,22 @@ def parse(arguments: list[str] | None = None) -> Settings:
             case "cors_origins":
                 how = {"action": "append", "default": [], "dest": each.name, "help": _HELP[each.name]}
         parser.add_argument(f"--{each.name.replace('_', '-').removesuffix('s')}", **how)
-    # Removed options: kept only for the error that says what to do instead.
-    for names, instead in REMOVED.items():
-        removed = {"type": partial(_removed, instead), "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        parser.add_argument(*names, **removed)
+    # Removed options. Without TLS texts would travel in the clear, so that is an error. A stored run may have the other
+    # one among its arguments for this command, and continues.
+    removed: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--ssl-certfile", "--ssl-keyfile", type=_no_tls, **removed)
+    parser.add_argument("--memory-mb", **removed)
+    given = vars(parser.parse_args(arguments))
+    if given.pop("memory_mb", None) is not None:
+        print(f"warning: {NO_MEMORY_MB}", file=sys.stderr)
     try:
-        return Settings(**vars(parser.parse_args(arguments)))
+        return Settings(**given)
     except SettingsError as error:
         parser.error(str(error))
 
 
-def _removed(instead: str, _: str) -> None:
-    raise argparse.ArgumentTypeError(instead)
+def _no_tls(_: str) -> None:
+    raise argparse.ArgumentTypeError(NO_TLS)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -156,9 +156,9 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
             http.post("/register", json=trainer).raise_for_status()
             http.get("/batch").raise_for_status()
             answers = [http.post("/register-env", json=environment) for _ in range(options.environments)]
+            return [answer.raise_for_status().json()["env_id"] for answer in answers]
     except httpx.HTTPError as error:
         raise ServerError(field=f"rollout API {url}", got=str(error), wanted="an answer", fix="start it") from None
-    return [answer.raise_for_status().json()["env_id"] for answer in answers]
 
 
 # Roles, each in a separate process: they prepare, wait for all others (`ready`), and return what they saw

@@ -161,10 +161,11 @@ def test_a_real_environment_delivers_to_the_trainer_and_both_end_by_themselves(d
         wait_for_the_end("env", processes, logs)
         status = httpx.get(f"{api}/status", trust_env=False).json()
         newest = httpx.get(f"{api}/latest_example", trust_env=False).json()
-        requests = httpx.get(f"{api}/metrics", trust_env=False).text.splitlines()
+        overview = httpx.get(f"{api}/overview", trust_env=False).json()
     leaders = {process.pid for process in processes.values()}
     wait_for("nothing is left running", lambda: not in_sessions(leaders), logs["server"], 30)
-    assert not [line for line in requests if 'status="4' in line or 'status="5' in line]
+    assert overview["refused"] == 0, overview["refusals"]
+    assert "Traceback" not in logs["api"].read_text()
     assert status["current_step"] == STEPS
     (environment,) = status["environments"]
     assert environment["name"] == "gsm8k_0"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from pydantic import ValidationError
 from environments.agent.calls import Call, branches, episode
 from environments.agent.env import AgentConfig, AgentEnv
 from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function
+from environments.agent.episode import _end_all as end_all
 from environments.agent.episode import played as play
 from environments.agent.front import CHAT, TEXT, Front, Session
 from environments.api import groups, wire
@@ -471,6 +474,21 @@ async def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -
 
     pid = int(note.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_whose_number_was_used_before_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil keeps what it found, and refuses to kill what has the number of a process that it knew before."""
+    process = subprocess.Popen(["sleep", "60"], env={"OPENAI_API_KEY": "key-of-this-episode"})
+    try:
+        former, present = psutil.Process(process.pid), psutil.Process(process.pid)
+        monkeypatch.setattr(former, "_ident", (process.pid, 1.0))
+        found = iter([[former], [present], []])
+        monkeypatch.setattr(psutil, "process_iter", lambda: next(found))
+        end_all("key-of-this-episode")
+        assert process.wait(30) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
     with pytest.raises(ConfigError):
         load_command("'", "http://x/v1")
 

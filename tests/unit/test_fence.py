@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from vllm_server.protocol import (
     WeightsApplyRequest,
     WeightsStageRequest,
 )
-from vllm_server.protocol.channels import ChannelRequest, FolderSpec
+from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, FolderSpec
 from vllm_server.protocol.flat import encode_header, lay_out
 
 BOOT = "boot-of-this-server"
@@ -346,6 +347,24 @@ class Made:
         return token, WeightsApplyRequest(channel=channel, version=1, token=token)
 
 
+@pytest.mark.parametrize(
+    ("change", "accepts", "status", "field"),
+    [
+        ({}, False, 409, "weights"),
+        ({"boot_id": "another"}, True, 409, "boot_id"),
+        ({"buckets": ["AAAA"]}, True, 422, "buckets"),
+        ({"buckets": ["?"]}, True, 422, "buckets"),
+    ],
+)
+def test_channel_that_cannot_be_opened_reaches_no_worker(
+    change: dict[str, Any], accepts: bool, status: int, field: str
+) -> None:
+    made = Made(accepts=accepts)
+    with refusing(ServeError, field, status):
+        asyncio.run(made.channels.open(msgspec.structs.replace(OPEN, **change)))
+    assert made.workers.calls == []
+
+
 @pytest.mark.parametrize("workers", [Workers(staging_bytes=(16, 0)), Workers(open="no partner")])
 def test_channel_that_not_all_workers_have_is_closed_in_all(workers: Workers) -> None:
     with pytest.raises(ServeError) as refused:
@@ -405,6 +424,20 @@ async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_w
     with pytest.raises(ServeError):
         await applying
     assert made.fence.fault is not None
+
+
+@story
+async def test_channel_is_replaced_by_a_newer_one() -> None:
+    made = Made()
+    calls = made.workers.calls
+    first, second = [(await made.channels.open(OPEN)).channel for _ in range(2)]
+    assert calls == ["open", "close", "open"]
+    with refusing(ServeError, "channel", 404):
+        await made.channels.stage(WeightsStageRequest(channel=first, version=1, timeout_s=1.0))
+    await made.channels.close(ChannelCloseRequest(channel=first))
+    assert calls[-1] == "open", "that one is closed already"
+    await made.channels.close(ChannelCloseRequest(channel=second))
+    assert calls[-1] == "close"
 
 
 @pytest.mark.parametrize("workers", [Workers(arrived=False), Workers(staged="connection lost")])

@@ -140,6 +140,12 @@ def test_an_api_with_a_certificate(capsys: pytest.CaptureFixture[str], flag: str
     assert "grpo api does not serve TLS; put a proxy that does before it (SECURITY.md)" in capsys.readouterr().err
 
 
+def test_an_api_of_a_stored_run_with_a_removed_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_api(["--memory-mb", "512", "--port", "1"]) == parse_api(["--port", "1"])
+    said = "--memory-mb has been removed and changes nothing; leave it out: --max-queued-mb bounds what waits"
+    assert capsys.readouterr().err == f"warning: {said}\n"
+
+
 @pytest.mark.parametrize(
     ("answers", "text"),
     [

@@ -251,6 +251,12 @@ def test_a_header_of_another_size_is_refused(data: bytes, size: str) -> None:
         decode_header(data)
 
 
+def test_a_header_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        decode_header(struct.pack("<Q", 200_000) + b"[" * 200_000)
+    assert isinstance(error.value.__cause__, RecursionError)
+
+
 @pytest.mark.parametrize("found", [{"F32", "BF16"}, {"I64"}, {"F8_E4M3"}])
 def test_an_adapter_has_one_dtype_of_floats(found: set[str]) -> None:
     header: dict[str, object] = {}
