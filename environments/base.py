@@ -347,6 +347,9 @@ class BaseEnv(Generic[Item, Config]):
         seen = f"a prompt of {len(token_ids)} tokens, room for {room}"
         doing("sampling()")
         self.check_sampling(room)
+        for token in set(self.more_stops).difference(self.sampling(room).stop_token_ids):
+            seen += f"; {self.tokenizer.decode([token])} ends a turn, but sampling() leaves out "
+            seen += "stop_token_ids=self.more_stops: answers do not stop there"
         if not self.compares_answers:
             return seen
         doing("score_group()" if scores_groups else "score()")

@@ -35,7 +35,7 @@ from environments.config import (
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
-from environments.peers.inference import Completion
+from environments.peers.inference import Completion, Sampling
 from environments.running.groups import unfit
 from environments.running.settings_check import check, check_server, group_size
 from environments.tokenizers import load_tokenizer, render
@@ -189,6 +189,9 @@ def test_stop_at_turn_end(
     settings = BaseEnvConfig(tokenizer_name=str(tmp_path), **options)
     env = Echo(settings, Scripted(tokenizer, lambda _: []), tokenizer)
     assert env.sampling(9).stop_token_ids == stops
+    assert "more_stops" not in asyncio.run(env.rehearse("a", lambda _: None))
+    env.sampling = Sampling  # type: ignore[method-assign, assignment]  # an environment's own, without more_stops
+    assert ("more_stops" in asyncio.run(env.rehearse("a", lambda _: None))) == bool(stops)
 
 
 CHAT = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]

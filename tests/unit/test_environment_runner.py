@@ -439,6 +439,20 @@ async def test_runner_evaluates_by_steps(by_trainer: bool, caplog: pytest.LogCap
     assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
 
 
+async def test_runner_warns_once_that_there_is_nothing_to_evaluate(caplog: pytest.LogCaptureFixture) -> None:
+    class Empty(Sums):
+        async def evaluate(self) -> dict[str, float]:
+            return {}
+
+    service = await started(msgspec.structs.replace(TRAINER, eval_every=1))
+    with caplog.at_level(logging.INFO):
+        async with running(Empty(config(), plain), service):
+            for step in range(3):
+                await train(service, steps=1)
+                await until(lambda step=step: f"evaluation at step {step + 1}:" in caplog.text)
+    assert [Sums.no_evaluation in (record.args or ()) for record in caplog.records].count(True) == 1
+
+
 async def test_runner_drops_groups_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "UNSCORED_IN_A_ROW", 20)  # more than LOST_IN_A_ROW: such groups are not lost
     marked, rare, service = group(trained=False), True, await started()
