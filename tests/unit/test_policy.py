@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_server.errors import ServeError
-from vllm_server.policy import PolicyRegistry, Version
+from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import parse_version
 
 
@@ -38,6 +38,21 @@ def test_a_base_model_that_counts_as_a_later_version_is_pinned_by_it_and_adapter
     assert (refused.value.field, refused.value.got) == ("policy_version", "0")
     assert publish(held).name == "policy-v7" and held.newest.version == 7
     assert held.resolve(policy_version=6) is held.base
+
+
+def test_a_request_knows_with_which_version_of_a_base_that_is_written_it_began_and_ended() -> None:
+    held = registry()
+    lease = Lease(held.resolve(), held.base.version)
+    assert (lease.began_with, lease.ended_with) == (0, None)
+    held.rebase(3)
+    assert (lease.began_with, lease.ended_with) == (0, 3)
+    assert held.resolve(policy_version=3) is held.base and held.name_for(None, None) == ("policy-v4", 4)
+    with pytest.raises(ServeError):
+        held.resolve(policy_version=0)
+    for number in (-1, 2):  # after a proof, and by a resumed run
+        held.rebase(number)
+        assert held.newest.version == number
+    assert held.name_for(None, None) == ("policy-v4", 4), "no name is used twice"
 
 
 @pytest.mark.parametrize("model", [None, "base", "policy", "also"])
