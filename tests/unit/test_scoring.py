@@ -542,6 +542,19 @@ async def test_judge_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(pids) == 2 and len(set(pids)) == 2 and not left
 
 
+def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
+    async def scene() -> list[Verdict]:
+        judge = MathJudge(workers=2)
+        try:
+            towers = [judge.judge("18", "\\boxed{9^{9^{9^{9}}}}", "boxed")]
+            return await asyncio.gather(*towers, *(judge.judge("18", "\\boxed{18}", "boxed") for _ in range(3)))
+        finally:
+            await judge.close()
+
+    tower, *others = asyncio.run(scene())
+    assert not tower.strict and others == [BOTH] * 3
+
+
 KILLED = """
 import asyncio, os
 from environments.maths.judge import MathJudge
