@@ -31,8 +31,8 @@ from environments.peers.inference import Completion, Sampling
 
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
 """Environment variable with the path of the report, a JSON object: `doing`, a step such as `setup()`; `at`, the line of
-the user's code that runs; `problems`, what failed; `found`, the result; `lone`, true if a group is one answer, to be
-compared with no other."""
+the user's code that runs; `problems`, what failed; `found`, the result; `group_size`, of an environment whose answers
+to an item are compared."""
 MOST_ITEMS: Final = 16
 """Items that are tried until a prompt leaves room for an answer; as many lost groups in a row end an environment."""
 MOST_REQUESTS: Final = 16
@@ -80,7 +80,7 @@ class Report:
         path = os.environ.get(REPORT_VARIABLE)
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None, "lone": False}
+        self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None, "group_size": None}
         if self._path is not None:
             threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
 
@@ -141,7 +141,7 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         doing(f"{env_cls.__name__}()")
         env = env_cls(settings.env, NoServer(), tokenizer)
         env.data, env.rewards = settings.data, settings.rewards
-        report().write(lone=env.compares_answers and env.config.group_size == 1)
+        report().write(group_size=env.config.group_size if env.compares_answers else None)
         doing("setup()")
         await settled(env.setup())
         found = await _try_items(env)

@@ -47,9 +47,9 @@ class Trial:
     """
 
     def __init__(
-        self, folder: Path, name: str, environment: EnvironmentProcess, tables: Any, *, learns_alone: bool
+        self, folder: Path, name: str, environment: EnvironmentProcess, tables: Any, config: RunConfig
     ) -> None:
-        self.environment, self._learns_alone = environment.name, learns_alone
+        self.environment, self._config = environment.name, config
         self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
         self.is_over = False
         self._report = folder / f"{name}.json"
@@ -68,8 +68,8 @@ class Trial:
         self.doing = f"{report.get('doing') or 'import'}{' at ' + report['at'] if report.get('at') else ''}"
         if report.get("problems") or report.get("found") is not None:
             problems = [Problem(**problem) for problem in report["problems"]]
-            if report["lone"] and not self._learns_alone:
-                problems.append(LONE_ANSWERS)
+            if (size := report["group_size"]) is not None:
+                problems += self._problems_of_groups(size)
             self.problems, self.found = tuple(map(self._named, problems)), report["found"] or ""
         elif code is not None:
             self._process.drain()
@@ -80,6 +80,18 @@ class Trial:
         elif self.seconds <= LIMIT_S:
             return
         self.end()
+
+    def _problems_of_groups(self, size: int) -> Iterator[Problem]:
+        """Yield what is wrong with groups of this size, which may be the default of the user's class."""
+        trainer, prompts = self._config.trainer, self._config.options.prompts_per_step
+        if size == 1 and not trainer.learns_from_lone_answers:
+            yield LONE_ANSWERS
+        sequences = trainer.sequences_per_step
+        answers = sequences // prompts if prompts and len(self._config.environments) == 1 else size
+        if size != answers or sequences % size:
+            wanted = f"{answers}, as the run has planned" if size != answers else f"a divisor of {sequences}"
+            got, fix = f"{size}, of the environment's class", f"add --env.group_size {size}"
+            yield Problem("--env.group_size", got, wanted, fix)
 
     def _named(self, problem: Problem) -> Problem:
         """Return a problem whose subject begins with the environment's name."""
@@ -136,14 +148,13 @@ def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
     Args:
         everything: also try the built-in environments of which only the settings can be wrong.
     """
-    trials, learns_alone = Trials(), config.trainer.learns_from_lone_answers
+    trials = Trials()
     with TemporaryDirectory(prefix="grpo-try-", ignore_cleanup_errors=True) as folder:
         try:
             for name, environment, tables in environment_settings(config) if config.options.try_environments else ():
                 built_in = BUILT_IN.get(environment.name)
                 if everything or built_in is None or built_in.is_tried:
-                    trial = Trial(Path(folder), name, environment, tables, learns_alone=learns_alone)
-                    trials.append(trial)
+                    trials.append(Trial(Path(folder), name, environment, tables, config))
             yield trials
         finally:
             for trial in trials:

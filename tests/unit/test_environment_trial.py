@@ -275,7 +275,17 @@ def test_trial_refuses_a_group_of_one(model: Path, monkeypatch: pytest.MonkeyPat
     assert problem.field == "--env mine.py: --env.group_size" and problem.got == "1"
     own_groups = f"{CAPITALS}\n    async def collect_trajectories(self, item):\n        return None\n"
     facts = tried_here(own_groups, model, monkeypatch, "--env.group_size", "1")
-    assert facts["problems"] == [] and not facts["lone"]
+    assert facts["problems"] == [] and facts["group_size"] is None
+
+
+def test_trial_refuses_groups_of_a_class_that_the_run_has_not_planned(model: Path) -> None:
+    config = (
+        "from environments.config import BaseEnvConfig\n\n\nclass Sixes(BaseEnvConfig):\n    group_size: int = 6\n\n\n"
+    )
+    sixes = config + f"{CAPITALS}\n    env_config_cls = Sixes\n"
+    (problem,) = tried(write(sixes), model).problems
+    assert problem.field == "--env mine.py: --env.group_size" and problem.fix == "add --env.group_size 6"
+    assert tried("mine.py", model, group_size=6).problems == ()
 
 
 def test_a_setup_that_asks_the_server_is_tried_until_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
