@@ -30,6 +30,8 @@ from grpo_trainer.launch.process import Process
 
 LIMIT_S = 20.0
 """Seconds after which a trial is given up with a warning."""
+SLOW_S = 5.0
+"""Seconds after which a trial says what it waits for."""
 END_S = 3.0
 """Seconds that a trial has to end by itself."""
 POLL_S = 0.05
@@ -51,7 +53,7 @@ class Trial:
     ) -> None:
         self.environment, self._config = environment.name, config
         self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
-        self.is_over = False
+        self.is_over = self.is_slow = False
         self._report = folder / f"{name}.json"
         settings = folder / f"{name}.toml"
         replace_file(settings, tomli_w.dumps(dict(tables)).encode(), mode=0o600)  # it may hold an API key
@@ -121,11 +123,18 @@ class Trial:
 class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
 
-    def outcomes(self) -> list[Trial]:
-        """Wait for all trials, and return them."""
+    def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
+        """Wait for all trials, and return them.
+
+        Args:
+            say: called with a line about each trial that takes long.
+        """
         while waiting := [trial for trial in self if not trial.is_over]:
             for trial in waiting:
                 trial.look()
+                if not (trial.is_over or trial.is_slow) and trial.seconds > SLOW_S:
+                    trial.is_slow = True
+                    say(f"environment {trial.environment}: {trial.seconds:.0f} s of its trial, still in {trial.doing}")
             time.sleep(POLL_S)
         return self
 
@@ -135,7 +144,7 @@ class Trials(list[Trial]):
         Raises:
             ConfigError: an environment failed.
         """
-        if problems := [problem for trial in self.outcomes() for problem in trial.problems]:
+        if problems := [problem for trial in self.outcomes(say) for problem in trial.problems]:
             raise ConfigError.of(problems)
         for trial in self:
             say(str(trial))

@@ -231,8 +231,11 @@ def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.Monkey
         while running.doing != at and not running.is_over:
             running.look()
             time.sleep(0.05)
-        monkeypatch.setattr(trial, "LIMIT_S", 1.0)
-        (outcome,) = trials.outcomes()
+        monkeypatch.setattr(trial, "LIMIT_S", running.seconds + 2.0)
+        monkeypatch.setattr(trial, "SLOW_S", 0.0)
+        lines: list[str] = []
+        (outcome,) = trials.outcomes(lines.append)
+    assert len(lines) == 1 and "mine.py" in lines[0] and at in lines[0], "it is named before it is given up"
     assert outcome.problems == () and outcome.doing == at, outcome
     child = int(Path("child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
