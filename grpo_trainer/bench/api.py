@@ -44,6 +44,8 @@ POLL_S = 0.1
 VOCABULARY = 150_000
 BATCH_GROUPS = 8
 """Groups of a batch."""
+_signals: list[Any] = []
+"""In each process of a measurement: all are ready, batches may be taken, polling ends."""
 
 
 class ApiOptions(Section):
@@ -78,11 +80,11 @@ def measure(options: ApiOptions, url: str) -> dict[str, Any]:
         return sum(server.cpu_times()[:2]), float(server.memory_info().rss)
 
     context = mp.get_context("spawn")
-    with context.Manager() as shared, context.Pool(3) as pool:  # their exits end the processes
-        ready, begin, done = shared.Barrier(4), shared.Event(), shared.Event()
-        posting = pool.apply_async(_post, (at, options, env_ids[0], ready))
-        consuming = pool.apply_async(_consume, (at, options, ready, begin))
-        polling = pool.apply_async(_poll, (at, env_ids, ready, done))
+    ready, begin, done = signals = context.Barrier(4), context.Event(), context.Event()
+    with context.Pool(3, _take, signals) as pool:  # its exit ends the processes
+        posting = pool.apply_async(_post, (at, options, env_ids[0]))
+        consuming = pool.apply_async(_consume, (at, options))
+        polling = pool.apply_async(_poll, (at, env_ids))
         while ready.n_waiting < 3:
             for each in (posting, consuming, polling):
                 if each.ready():
@@ -161,7 +163,12 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
         raise ServerError(field=f"rollout API {url}", got=str(error), wanted="an answer", fix="start it") from None
 
 
-# Roles, each in a separate process: they prepare, wait for all others (`ready`), and return what they saw
+# Roles, each in a separate process: they prepare, wait for all others, and return what they saw
+
+
+def _take(*signals: Any) -> None:
+    """Begin a process with the signals between all; they can only be inherited."""
+    _signals[:] = signals
 
 
 def _call(
@@ -176,7 +183,7 @@ def _call(
     return content, answer.headers
 
 
-def _post(at: tuple[str, int], options: ApiOptions, env_id: int, ready: Any) -> list[float]:
+def _post(at: tuple[str, int], options: ApiOptions, env_id: int) -> list[float]:
     """Post groups like a model's from several clients at once, each with one connection; return the seconds of each.
 
     Tokens are random, the first one is the group's number. Prompts are masked, and logprobs are float32.
@@ -211,11 +218,11 @@ def _post(at: tuple[str, int], options: ApiOptions, env_id: int, ready: Any) -> 
         return time.perf_counter() - start
 
     with ThreadPoolExecutor(options.clients, initializer=connect) as clients:
-        ready.wait()
+        _signals[0].wait()
         return [*clients.map(post, bodies)]
 
 
-def _consume(at: tuple[str, int], options: ApiOptions, ready: Any, begin: Any) -> tuple[list[float], Counter[int]]:
+def _consume(at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Counter[int]]:
     """Take batches as a trainer does, after `begin`, until every group has arrived, or no more arrive.
 
     Returns:
@@ -227,6 +234,7 @@ def _consume(at: tuple[str, int], options: ApiOptions, ready: Any, begin: Any) -
     accepted = {"Accept": wire.MSGPACK} if packed else {"Accept": wire.JSON, "Accept-Encoding": "gzip"}
     times: list[float] = []
     seen: Counter[int] = Counter()
+    ready, begin, _ = _signals
     ready.wait()
     begin.wait()
     last = time.monotonic()
@@ -250,7 +258,7 @@ def _consume(at: tuple[str, int], options: ApiOptions, ready: Any, begin: Any) -
     return times, seen
 
 
-def _poll(at: tuple[str, int], env_ids: Sequence[int], ready: Any, done: Any) -> list[float]:
+def _poll(at: tuple[str, int], env_ids: Sequence[int]) -> list[float]:
     """Ask GET /status-env every 0.1 s for each environment, until `done`; return the seconds of each answer."""
     times: list[float] = []
     connecting = asyncio.Semaphore(50)
@@ -279,7 +287,7 @@ def _poll(at: tuple[str, int], env_ids: Sequence[int], ready: Any, done: Any) ->
             due = max(due + POLL_S, time.perf_counter())  # a late answer delays the next request
 
     async def poll() -> None:
-        loop = asyncio.get_running_loop()
+        loop, (ready, _, done) = asyncio.get_running_loop(), _signals
         streams = await asyncio.gather(*(connect() for _ in env_ids))
         await loop.run_in_executor(None, ready.wait)
         end = loop.run_in_executor(None, done.wait)
