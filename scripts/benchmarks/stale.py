@@ -10,6 +10,8 @@ batch is generated during the step before, which adds a version. The rows of the
 
 from __future__ import annotations
 
+from typing import Any
+
 from environments.arithmetic import ArithmeticConfig, ArithmeticEnv
 from environments.config import ServerConfig
 from environments.peers.inference import Completion, InferenceClient
@@ -35,14 +37,14 @@ class Late(ArithmeticEnv):
         await super().setup()
         self.policies: dict[int, InferenceClient] = {}
 
-    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
+    async def complete(self, prompt: str | list[Message], n: int, **changes: Any) -> list[Completion]:
         """Return answers of the older policy."""
         version = max(0, self.curr_step - self.config.lag)
         if version not in self.policies:
             asked = ServerConfig(base_url=self.config.server_url, model_name=f"policy-v{version}", server_type="vllm")
             self.policies[version] = InferenceClient(asked, patience=60.0)
         self.server = self.policies[version]
-        return await super().complete(prompt, n)
+        return await super().complete(prompt, n, **changes)
 
     async def close(self) -> None:
         """Close the clients."""

@@ -30,8 +30,8 @@ from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on,
 from grpo_trainer.launch.places import Node, Place
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
-from tests.processes import wait_for
-from tests.unit.test_supervisor import SAYS, STUBBORN, assert_gone
+from tests.processes import alive, wait_for
+from tests.unit.test_supervisor import SAYS, STUBBORN
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "runs/a", "cluster": "auto"}
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -323,7 +323,8 @@ def ended_family(folder: Path) -> list[int]:
 
 
 def test_a_kill_reaches_grandchildren(tmp_path: Path) -> None:
-    assert_gone(in_a_process(ended_family, tmp_path))
+    pids = in_a_process(ended_family, tmp_path)
+    assert pids and not alive(pids)
 
 
 def test_agent_environment() -> None:
