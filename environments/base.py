@@ -353,9 +353,9 @@ class BaseEnv(Generic[Item, Config]):
         if not self.compares_answers:
             return seen
         doing("score_group()" if scores_groups else "score()")
-        right = self.right_answer(item)
-        texts = MADE_UP if right is None else (*MADE_UP, right)
-        completions = self.made_up(token_ids, len(MADE_UP), *texts[len(MADE_UP) :])
+        right = [] if (known := self.right_answer(item)) is None else [known]
+        texts = [*MADE_UP, *right]
+        completions = self.made_up(token_ids, len(MADE_UP), *right)
         scores = await self.scored_within(item, self.score_group(item, completions))
         for score in scores if isinstance(scores, Sequence) and len(scores) == len(texts) else [scores]:
             if score is not None and not (isinstance(score, SupportsFloat) and math.isfinite(score)):

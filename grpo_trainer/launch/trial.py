@@ -88,8 +88,10 @@ class Trial:
         trainer, prompts = self._config.trainer, self._config.options.prompts_per_step
         if size == 1 and not trainer.learns_from_lone_answers:
             yield LONE_ANSWERS
+        if len(self._config.environments) > 1:  # groups of several sizes may add up to a step
+            return
         sequences = trainer.sequences_per_step
-        answers = sequences // prompts if prompts and len(self._config.environments) == 1 else size
+        answers = sequences // prompts if prompts else size
         if size != answers or sequences % size:
             wanted = f"{answers}, as the run has planned" if size != answers else f"a divisor of {sequences}"
             got, fix = f"{size}, of the environment's class", f"add --env.group_size {size}"

@@ -464,7 +464,7 @@ def test_rows_in_the_wrong_place_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "last"),  # what rank 0's server was told last
+    ("fault", "last"),  # the last request that rank 0's server received
     [
         ("dies before the fence", "end 0"),
         (UNREPORTED, "end 0"),

@@ -289,6 +289,10 @@ def test_trial_refuses_groups_of_a_class_that_the_run_has_not_planned(model: Pat
     (problem,) = tried(write(sixes), model).problems
     assert problem.field == "--env mine.py: --env.group_size" and problem.fix == "add --env.group_size 6"
     assert tried("mine.py", model, group_size=6).problems == ()
+    file = {"environments": [{"name": "mine.py", "env": {}}, {"name": "mine.py", "env": {"group_size": 10}}]}
+    flags = {"model_name": str(model), "batch_size": 16, "gradient_accumulation_steps": 1}
+    with trying(build_run(file, flags)) as trials:
+        assert [each.problems for each in trials.outcomes()] == [(), ()], "6 + 10 is a step"
 
 
 def test_a_setup_that_asks_the_server_is_tried_until_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
