@@ -11,6 +11,7 @@ import signal
 import ssl
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,6 +36,9 @@ HELD_S: Final = 1.0
 LOOK_S: Final = 0.1
 LOOKS: Final = 5
 """For processes of an episode: each may have started others meanwhile."""
+BETWEEN_LOOKS_S: Final = 0.01
+STARTING_S: Final = 1.0
+"""A process without variables that is younger may still be starting."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -166,11 +170,15 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
 def _end_all(key: str) -> None:
     """End the processes that have an episode's key among their variables, also in other sessions."""
     for _ in range(LOOKS):
-        ended = 0
+        again = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it has ended, or it is another user's
-                if process.pid != os.getpid() and key in process.environ().values():
-                    ended += 1  # before the kill, which fails for a number that was used again: the next look ends it
+                variables = process.environ()
+                if not variables and process.create_time() > time.time() - STARTING_S:
+                    again = True  # Linux shows them only at the end of exec
+                if process.pid != os.getpid() and key in variables.values():
+                    again = True  # before the kill, which fails for a number that was used again: the next look ends it
                     process.kill()
-        if not ended:
+        if not again:
             return
+        time.sleep(BETWEEN_LOOKS_S)

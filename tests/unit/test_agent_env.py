@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -476,19 +477,28 @@ async def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_process_whose_number_was_used_before_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil keeps what it found, and refuses to kill what has the number of a process that it knew before."""
+@pytest.mark.parametrize("fault", ["its number was used before", "its variables are not shown yet"])
+def test_a_process_that_the_first_look_misses_is_ended(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil refuses to kill what has the number of a process that it knew; Linux shows variables after exec only."""
     process = subprocess.Popen(["sleep", "60"], env={"OPENAI_API_KEY": "key-of-this-episode"})
     try:
-        former, present = psutil.Process(process.pid), psutil.Process(process.pid)
-        monkeypatch.setattr(former, "_ident", (process.pid, 1.0))
-        found = iter([[former], [present], []])
-        monkeypatch.setattr(psutil, "process_iter", lambda: next(found))
+        first, present = psutil.Process(process.pid), psutil.Process(process.pid)
+        while not present.environ():
+            time.sleep(0.001)
+        if fault.startswith("its number"):
+            monkeypatch.setattr(first, "_ident", (process.pid, 1.0))
+        else:
+            monkeypatch.setattr(first, "environ", dict)
+        looks = chain([[first], [present]], repeat([]))
+        monkeypatch.setattr(psutil, "process_iter", lambda: next(looks))
         end_all("key-of-this-episode")
         assert process.wait(30) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_command_with_an_open_quote_is_refused() -> None:
     with pytest.raises(ConfigError):
         load_command("'", "http://x/v1")
 
