@@ -38,7 +38,8 @@ app.add_typer(servers)
 UTF8_VARIABLE = "PYTHONUTF8"
 """Environment variable that turns Python's UTF-8 mode on."""
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
-"""Where bitsandbytes, once imported, warns of a faster kernel for 4 bits on CPUs."""
+"""Where bitsandbytes, which PEFT imports in every run, asks for a faster kernel for 4 bits on CPUs. The trainer does
+not use that kernel, which has no backward pass; `model.load` warns a user who asks for 4 bits on a CPU."""
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
 PASS_THROUGH = {**ANY_FLAG, "help_option_names": []}

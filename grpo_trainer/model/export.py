@@ -106,7 +106,6 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     dtype: torch.dtype,
-    shard_bytes: int = SHARD_BYTES,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
@@ -127,7 +126,7 @@ def export_model(
     whole = whole_config(plain)
     others = None if whole is None else OtherParts(whole)
     sizes = {name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}
-    shards = plan_shards(sizes | (others.sizes if others else {}), shard_bytes)
+    shards = plan_shards(sizes | (others.sizes if others else {}), SHARD_BYTES)
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):

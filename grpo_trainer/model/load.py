@@ -161,6 +161,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         config.model_name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
     if config.load_in_4bit:
+        if device.type == "cpu":
+            log.warning("--load-in-4bit on a CPU saves memory and costs time: each pass expands every matrix again")
         _check_kernel(model, device)
         _keep_one_layout(model)
     freeze(model, config)

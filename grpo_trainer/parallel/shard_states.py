@@ -121,14 +121,14 @@ def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple
         name = f"{part.name}/{key}"
         if not isinstance(value, Tensor):
             yield name, torch.tensor(value, dtype=torch.int64)
+        elif key.endswith(SCALE):  # first: a part of a single value has a single scale, which is of its shape
+            yield f"{name}/{place}", value
         elif value.shape == part.own.shape:
             yield name, part.shard_alike(value)
         elif not value.ndim:
             yield name, value
-        elif value.shape == (part.own.numel(),):
-            yield f"{name}/{FLAT}", part.shard_alike(value.view(part.own.shape))
         else:
-            yield f"{name}/{place}", value
+            yield f"{name}/{FLAT}", part.shard_alike(value.view(part.own.shape))
 
 
 class _HonestFiles(FileSystem):

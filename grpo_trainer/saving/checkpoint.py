@@ -219,6 +219,7 @@ class Checkpoints:
             "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
+            "generators_by_rank": self._generators_by_rank(),
             "weights": self._prepared(self.weights_now()),
         }
 
@@ -227,6 +228,11 @@ class Checkpoints:
         if isinstance(self._shards, TensorShards):
             return self._shards.states(self._optimizer)
         return self._optimizer.state_dict() if self._shards is None else None
+
+    def _generators_by_rank(self) -> list[dict[str, Any]] | None:
+        """Return the states of all ranks, of which each rounds its shard with its own random numbers; None: replicas,
+        which must round alike."""
+        return None if self._shards is None else self._world.gather(generator_states(self._device))
 
     def _trained(self) -> list[str]:
         """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
@@ -432,7 +438,9 @@ class Checkpoints:
         self._check_trained(path, tensors["trained"])
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
         self._norms.restore(tensors["gradient_norms"])
-        restore_generators(tensors["generators"], self._device)
+        by_rank = tensors.get("generators_by_rank") or ()  # checkpoints of earlier versions have none
+        own = self._shards is not None and len(by_rank) == self._world.size
+        restore_generators(by_rank[self._world.rank] if own else tensors["generators"], self._device)
 
     def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
         """Return this process's optimizer states, whatever the number of processes that wrote them.

@@ -308,10 +308,12 @@ HEADER: Final = (
 )
 
 
-def save_model(architecture: str, folder: Path, vocabulary: int = VOCABULARY) -> PreTrainedModel:
+def save_model(
+    architecture: str, folder: Path, vocabulary: int = VOCABULARY, file_bytes: int = 1 << 30
+) -> PreTrainedModel:
     """Write the random model; a conditional one with the files that vLLM wants of it."""
     model = random_model(architecture, vocabulary)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=file_bytes)
     if architecture in CONDITIONAL:
         words = Tokenizer(WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t0"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0").save_pretrained(folder)

@@ -151,9 +151,16 @@ def steps(
         version += 1
         published = bridge.publish(version)
         assert published.version == version and reduce(published.metrics)["publish/stall_time"] == 0.5
+        result.setdefault("first", weights_of(trainer))
     result |= {"losses": losses, "version": version}
     assert not trainer.step(batch(*POISONED), 9, bridge.updating).updated  # its gradients must not stay
     checkpoints.save(Progress(progress.step + STEPS, version), final=False)
+    trainer.step(batch(*ONE), progress.step + STEPS, bridge.updating)
+    result["beyond"] = weights_of(trainer)
+
+
+def weights_of(trainer: Trainer) -> dict[str, Any]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:

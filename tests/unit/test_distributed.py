@@ -411,11 +411,13 @@ def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, 
     assert first["states"] < 0.6 * alone["states"]
 
 
-def test_pairs_round_weights_in_16_bits_once_for_all(tmp_path: Path) -> None:
+def test_pairs_round_weights_in_16_bits_once_for_all_also_after_a_resume(tmp_path: Path) -> None:
     first, second = pairs(2, tmp_path, "served=bfloat16", "proof=false")
     assert_sound(first)
     assert largest_difference(first, second) == 0.0
     assert next(iter(first["weights"].values())).dtype == torch.bfloat16
+    resumed, _ = pairs(2, tmp_path, "served=bfloat16", "proof=false", "resume=auto")
+    assert max_difference(resumed["first"], first["beyond"]) == 0.0, "with its own random numbers"
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])

@@ -30,6 +30,7 @@ from grpo_trainer.cli import app
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig
 from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model import export
 from grpo_trainer.model.export import INDEX_FILE, export_model, plan_shards
 from grpo_trainer.model.lora import adapter_settings, add_adapter
 from grpo_trainer.optim.adamw import AdamW
@@ -120,9 +121,12 @@ def test_merging_is_exact_before_it_is_rounded(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_files_stay_below_the_limit_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
+def test_files_stay_below_the_limit_and_the_index_finds_every_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = 20_000
-    export_model(tiny_qwen(), None, tmp_path, torch.float32, shard_bytes=limit)
+    monkeypatch.setattr(export, "SHARD_BYTES", limit)
+    export_model(tiny_qwen(), None, tmp_path, torch.float32)
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}

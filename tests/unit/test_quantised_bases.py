@@ -242,9 +242,13 @@ def loaded(folder: Path, *, coarse: bool) -> PeftModel:
 
 
 @in_4_bits
-def test_linear_modules_are_in_4_bits_and_near_their_weights(tmp_path: Path) -> None:
+def test_linear_modules_are_in_4_bits_and_near_their_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = base(tmp_path, 1.0)
+    load_model(ModelConfig(model_name=str(folder), device="cpu"))
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
     model = load_model(ModelConfig(model_name=str(folder), device="cpu", load_in_4bit=True))
+    warned = [each.name for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("grpo")]
+    assert warned == ["grpo_trainer.model.load"]
     own = AutoModelForCausalLM.from_pretrained(folder)
     before, after = (dict(m.named_modules()) for m in (own, model))
     for name, module in before.items():

@@ -28,6 +28,7 @@ from grpo_trainer.doctor.checks import Case, decoder_only
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.machine import Machine
+from grpo_trainer.model import export
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.model.load import load_all_weights, load_model, not_trainable
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
@@ -89,15 +90,32 @@ def test_an_adapter_is_the_text_parts_of_the_whole_model(tmp_path: Path, archite
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["exclude_modules"] == OUTSIDE_TEXT
 
 
-def test_merged_export_is_the_whole_model(tmp_path: Path, architecture: str) -> None:
-    base, folder = tmp_path / "base", tmp_path / "merged"
-    save_model(architecture, base)
+@pytest.fixture(params=["one file", "several files"])
+def base(tmp_path: Path, architecture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model in one file or several, and exports are, too."""
+    size = 1 << 30 if request.param == "one file" else 100_000
+    monkeypatch.setattr(export, "SHARD_BYTES", size)
+    save_model(architecture, tmp_path / "base", file_bytes=size)
+    return tmp_path / "base"
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    """Names of the tensors in a folder's files, with their files, which the index names as well."""
+    found = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
+    index = folder / "model.safetensors.index.json"
+    assert len(set(found.values())) == 1 or json.loads(index.read_text())["weight_map"] == found
+    return found
+
+
+def test_merged_export_is_the_whole_model(tmp_path: Path, architecture: str, base: Path) -> None:
+    folder = tmp_path / "merged"
     (tmp_path / "adapter").mkdir()
     ours = with_adapter(architecture, part(base))
     save_adapter(ours, tmp_path / "adapter")
     export_checkpoint(ExportOptions(tmp_path / "adapter", folder, merge=True))
-    files = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
-    assert files == set(load_file(base / "model.safetensors")), "the names are those of the files it was made from"
+    names = weights_in(folder)
+    assert names.keys() == weights_in(base).keys(), "the names are those of the files it was made from"
+    assert (len(set(names.values())) > 3) == (export.SHARD_BYTES == 100_000)
     merged, before = whole(folder), whole(base)
     torch.testing.assert_close(logits(merged), logits(ours), rtol=0, atol=1e-4)
     after = dict(merged.named_parameters())
@@ -106,14 +124,14 @@ def test_merged_export_is_the_whole_model(tmp_path: Path, architecture: str) -> 
     assert (folder / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
 
 
-def test_a_checkpoint_of_all_weights_is_the_whole_model(tmp_path: Path, architecture: str) -> None:
-    base, folder = tmp_path / "base", tmp_path / "step_1"
-    save_model(architecture, base)
+def test_a_checkpoint_of_all_weights_is_the_whole_model(tmp_path: Path, base: Path) -> None:
+    folder = tmp_path / "step_1"
     folder.mkdir()
     policy = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
     with torch.no_grad():
         policy.model.get_parameter("model.norm.weight").add_(0.5)
     policy.write(folder, policy.tensors())
+    assert weights_in(folder).keys() == weights_in(base).keys()
     assert torch.equal(logits(whole(folder)), logits(policy.model))
     again = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
     again.load(folder, policy.exact(policy.tensors()))
