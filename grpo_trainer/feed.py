@@ -172,6 +172,13 @@ class BatchFeed:
             if search.unfit == UNFIT_IN_A_ROW:
                 summary = f"{search.unfit} batches in a row can't be trained on"
                 raise TrainingError.of([replace(self._groups.last, summary=summary)])
+            if 0 < self._config.rollout_timeout < (waited := time.perf_counter() - search.started):
+                raise TrainingError(
+                    f"no batch could be trained on for {waited:.0f} s",
+                    field="--rollout-timeout",
+                    got=self._why(fetched.rollouts),
+                    fix="let the environments ask a server that gets this trainer's versions, or raise --max-staleness",
+                )
         self._search = None
         again = time.perf_counter()
         ready = fetched.ready

@@ -30,7 +30,7 @@ from grpo_trainer.logs.samples import SampleLog, build_sample_log, last_sample
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
-from grpo_trainer.metrics.types import Metrics
+from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.parallel.world import World, join
 from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
 from grpo_trainer.policy import build_policy
@@ -232,8 +232,9 @@ def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
 
 
 def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
-    """Write a step's row of metrics; after the first step, report how long the start took."""
-    desk.metrics.log(step, *rows)
+    """Write a step's row of metrics; after the first step since the start, report how long the start took."""
+    passed = {f"start/{phase}_time": Sum(seconds) for phase, seconds in START.passed.items()} if START.waits() else {}
+    desk.metrics.log(step, *rows, passed)
     report_start(_say)
 
 

@@ -24,6 +24,8 @@ FIRST_STEP = "step"
 """The last phase; before it there is nothing to save."""
 COMMAND_VARIABLE = "GRPO_COMMAND_TIME"
 """Environment variable with the start time, in Unix seconds, of the command that started this process."""
+ENVIRONMENTS_VARIABLE = "GRPO_ENVIRONMENTS"
+"""Environment variable with the number of environments that `grpo run` has started."""
 PATIENCE_SECONDS = 10.0
 """Seconds of a wait after which a process reports what it waits for."""
 LONGEST_SILENCE_SECONDS = 60.0
@@ -82,18 +84,20 @@ class Phases:
 
     Attributes:
         seconds: phase -> seconds so far, in the order of first entry.
+        passed: phase -> seconds from the beginning to its first end, of the phases that have ended.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._name: str | None = None
-        self._since = 0.0
+        self._since = self._began = 0.0
         self.seconds: dict[str, float] = {}
+        self.passed: dict[str, float] = {}
 
     def begin(self, name: str, since: float) -> None:
         """Begin the first phase, at a Unix time."""
-        self.seconds = {}
-        self._name, self._since = name, since
+        self.seconds, self.passed = {}, {}
+        self._name, self._since, self._began = name, since, since
 
     def enter(self, name: str, at: float | None = None) -> None:
         """End the present phase and begin another one, now or at a Unix time."""
@@ -101,6 +105,7 @@ class Phases:
             return
         now = self._clock() if at is None else at
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + max(0.0, now - self._since)
+        self.passed.setdefault(self._name, max(0.0, now - self._began))
         self._name, self._since = name, now
         OWN.update(phase=name, since=now)
         log.info("start: %s", name)

@@ -111,7 +111,14 @@ class Explainer:
                 for each, lease in queue.leases.items()
             ],
             staleness=self.staleness(),
+            unfit_sizes=self.unfit_sizes(),
         )
+
+    def unfit_sizes(self) -> list[int]:
+        """Return the sizes of all groups if no sum of them is a batch; none if there is one."""
+        sizes = self._sizes()
+        fits = self.queue.run is None or can_make(self._batch_size, sizes)
+        return [] if fits else sorted(sizes)
 
     def waiting_for(self, now: float) -> str | None:
         """Return what is missing for the next batch, or None where one can be made."""
@@ -147,8 +154,8 @@ class Explainer:
         if queue.run is None:
             return []
         found = []
-        if sizes and not can_make(target, sizes):
-            listed = ", ".join(map(str, sorted(sizes)))
+        if unfit := self.unfit_sizes():
+            listed = ", ".join(map(str, unfit))
             fix = "use a batch_size that is"
             found.append(f"no batch can ever be made: batch_size {target} is no sum of groups of {listed}; {fix}")
         else:

@@ -203,7 +203,10 @@ class Staleness(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """Answer to GET /status: the step, the queue (in groups), and why a batch does or does not come."""
+    """Answer to GET /status: the step, the queue (in groups), and why a batch does or does not come.
+
+    `unfit_sizes`: sizes of the groups that are queued or will be posted, if no sum of them is a batch.
+    """
 
     current_step: int
     queue_size: int
@@ -219,6 +222,7 @@ class Status(Struct, frozen=True, kw_only=True):
     batch_ready: bool = False
     waiting_for: str | None = None
     warnings: list[str] = []
+    unfit_sizes: list[int] = []
     groups_by_size: dict[str, int] = {}
     environments: list[EnvStatus] = []
     leases: list[LeaseStatus] = []

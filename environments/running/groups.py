@@ -25,6 +25,8 @@ LOST_IN_A_ROW: Final = 16
 """After this many lost groups in a row, the environment counts as broken."""
 UNSCORED_IN_A_ROW = 256
 """After this many groups in a row to which no reward applies, the environment counts as broken."""
+EQUAL_IN_A_ROW = 64
+"""After this many groups in a row that are dropped because their scores are all equal, the user is warned."""
 
 
 class GroupTimeout(UserError, TimeoutError):
@@ -128,7 +130,7 @@ class GroupMaker:
         self.share = RunningShare()
         self._env = env
         self._dropped = dropped
-        self._lost = self._unscored = 0
+        self._lost = self._unscored = self._equal = 0
 
     async def next_item(self) -> Any:
         """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
@@ -174,6 +176,16 @@ class GroupMaker:
                 got="None for every score",
                 wanted="numbers",
                 fix="look for a score that returns nothing, and for columns that it misses",
+            )
+        self._equal = self._equal + 1 if reason == ALL_EQUAL else 0
+        if self._equal == EQUAL_IN_A_ROW:
+            log.warning(
+                "%s: the scores of each of the last %d groups are all equal (%g in the last one), so none was sent and "
+                "the trainer gets no batch: give an easier or harder task or another score, a larger --env.group_size, "
+                "or --env.ensure_scores_are_not_same false",
+                env.name,
+                self._equal,
+                wire.counted_scores(group)[0],
             )
         if reason in (ALL_EQUAL, ALL_UNSCORED):
             self._dropped[reason] += 1

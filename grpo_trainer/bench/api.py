@@ -13,14 +13,17 @@ import gzip
 import http.client
 import multiprocessing as mp
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -44,8 +47,8 @@ POLL_S = 0.1
 VOCABULARY = 150_000
 BATCH_GROUPS = 8
 """Groups of a batch."""
-_signals: list[Any] = []
-"""In each process of a measurement: all are ready, batches may be taken, polling ends."""
+END_S = 10.0
+"""Seconds for the server that was started to end by itself."""
 
 
 class ApiOptions(Section):
@@ -79,29 +82,23 @@ def measure(options: ApiOptions, url: str) -> dict[str, Any]:
             return 0.0, 0.0
         return sum(server.cpu_times()[:2]), float(server.memory_info().rss)
 
-    context = mp.get_context("spawn")
-    ready, begin, done = signals = context.Barrier(4), context.Event(), context.Event()
-    with context.Pool(3, _take, signals) as pool:  # its exit ends the processes
-        posting = pool.apply_async(_post, (at, options, env_ids[0]))
-        consuming = pool.apply_async(_consume, (at, options))
-        polling = pool.apply_async(_poll, (at, env_ids))
-        while ready.n_waiting < 3:
-            for each in (posting, consuming, polling):
-                if each.ready():
-                    each.get()  # it has failed
-            time.sleep(0.01)
-        ready.wait()
+    with _Roles(url, server) as roles:
+        roles.start("poster", _post, at, options, env_ids[0])
+        roles.start("consumer", _consume, at, options)
+        roles.start("poller", _poll, at, env_ids)
+        for name in ("poster", "consumer", "poller"):
+            roles.result(name)  # it is ready
         cpu, began = used()[0], time.perf_counter()
-        if not options.prefill:
-            begin.set()
-        posts = posting.get()
+        roles.go("poster", "poller", *["consumer"] * (not options.prefill))
+        posts = roles.result("poster")
         peak = used()[1]
-        begin.set()
-        batches, seen = consuming.get()
+        if options.prefill:
+            roles.go("consumer")
+        batches, seen = roles.result("consumer")
         seconds = time.perf_counter() - began
         cpu, peak = used()[0] - cpu, max(peak, used()[1])
-        done.set()
-        polls = polling.get()
+        roles.go("poller")  # it ends
+        polls = roles.result("poller")
 
     def times(name: str, taken: Sequence[float]) -> dict[str, float]:
         return {f"{name}_p{percent}_ms": quantile_ms(taken or [0.0], percent / 100) for percent in (50, 99)}
@@ -141,7 +138,11 @@ def own_server(store: Path | None) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _open_run(options: ApiOptions, url: str) -> list[int]:
@@ -163,12 +164,101 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
         raise ServerError(field=f"rollout API {url}", got=str(error), wanted="an answer", fix="start it") from None
 
 
-# Roles, each in a separate process: they prepare, wait for all others, and return what they saw
+# Roles, each in a separate process: they prepare, wait for the parent, and send what they saw
 
 
-def _take(*signals: Any) -> None:
-    """Begin a process with the signals between all; they can only be inherited."""
-    _signals[:] = signals
+class _Roles:
+    """The processes of a measurement. A context manager: its exit kills those that are left.
+
+    Args:
+        server: the API's process; None: it is on another machine.
+    """
+
+    def __init__(self, url: str, server: psutil.Process | None) -> None:
+        self._url, self._server = url, server
+        self._processes: dict[str, BaseProcess] = {}
+        self._pipes: dict[str, Connection] = {}
+        self._sent: dict[str, deque[Any]] = {}
+
+    def __enter__(self) -> _Roles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+
+    def start(self, name: str, work: Callable[..., Any], *args: Any) -> None:
+        """Start a process that calls `work` with its end of a pipe and the arguments."""
+        context = mp.get_context("spawn")
+        self._pipes[name], theirs = context.Pipe()
+        self._sent[name] = deque()
+        self._processes[name] = process = context.Process(None, _play, name, (theirs, work, *args), daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process ends the pipe
+
+    def go(self, *names: str) -> None:
+        """Let processes begin, or a poller end."""
+        for name in names:
+            with contextlib.suppress(OSError):  # it has ended, which `result` says
+                self._pipes[name].send(None)
+
+    def result(self, name: str) -> Any:
+        """Return the next value that a process sends.
+
+        Raises:
+            ProcessFailedError: any of the processes has ended too early, or the API has.
+        """
+        while not self._sent[name]:
+            readable = wait(list(self._pipes.values()), POLL_S)
+            for sender in [each for each, pipe in self._pipes.items() if pipe in readable]:
+                self._take(sender)
+            self._check_server()
+        return self._sent[name].popleft()
+
+    def _take(self, sender: str) -> None:
+        try:
+            kind, value = self._pipes[sender].recv()
+        except (EOFError, OSError):
+            process = self._processes[sender]
+            process.join()
+            kind, value = "failed", f"exit code {process.exitcode}"
+        if kind == "failed":
+            for _ in range(20):  # a process that is killed closes its connections a moment before it has ended
+                self._check_server()
+                time.sleep(0.1)
+            raise ProcessFailedError("ended too early", field=f"{sender} of the benchmark", got=value)
+        if kind == "done":
+            del self._pipes[sender]
+        self._sent[sender].append(value)
+
+    def _check_server(self) -> None:
+        try:
+            if self._server is None or self._server.status() != psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            pass
+        raise ProcessFailedError("ended during the measurement", field=f"rollout API {self._url}", got="no process")
+
+
+def _play(parent: Connection, work: Callable[..., Any], *args: Any) -> None:
+    """Play a role, and send the parent its result, or why it failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    try:
+        outcome = "done", work(parent, *args)
+    except BaseException as error:
+        first = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        outcome = "failed", f"{type(first).__name__}: {first}"
+    with contextlib.suppress(OSError):  # the parent has ended
+        parent.send(outcome)
+
+
+def _ready(parent: Connection) -> None:
+    """Say that this process is ready, and wait until it may begin."""
+    parent.send(("ready", None))
+    parent.recv()
 
 
 def _call(
@@ -183,7 +273,7 @@ def _call(
     return content, answer.headers
 
 
-def _post(at: tuple[str, int], options: ApiOptions, env_id: int) -> list[float]:
+def _post(parent: Connection, at: tuple[str, int], options: ApiOptions, env_id: int) -> list[float]:
     """Post groups like a model's from several clients at once, each with one connection; return the seconds of each.
 
     Tokens are random, the first one is the group's number. Prompts are masked, and logprobs are float32.
@@ -218,12 +308,12 @@ def _post(at: tuple[str, int], options: ApiOptions, env_id: int) -> list[float]:
         return time.perf_counter() - start
 
     with ThreadPoolExecutor(options.clients, initializer=connect) as clients:
-        _signals[0].wait()
+        _ready(parent)
         return [*clients.map(post, bodies)]
 
 
-def _consume(at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Counter[int]]:
-    """Take batches as a trainer does, after `begin`, until every group has arrived, or no more arrive.
+def _consume(parent: Connection, at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Counter[int]]:
+    """Take batches as a trainer does, until every group has arrived, or no more arrive.
 
     Returns:
         The seconds of each batch, and how often each group came.
@@ -234,9 +324,7 @@ def _consume(at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Cou
     accepted = {"Accept": wire.MSGPACK} if packed else {"Accept": wire.JSON, "Accept-Encoding": "gzip"}
     times: list[float] = []
     seen: Counter[int] = Counter()
-    ready, begin, _ = _signals
-    ready.wait()
-    begin.wait()
+    _ready(parent)
     last = time.monotonic()
     while len(seen) < options.groups and time.monotonic() - last < GIVE_UP_S:
         start = time.perf_counter()
@@ -258,8 +346,8 @@ def _consume(at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Cou
     return times, seen
 
 
-def _poll(at: tuple[str, int], env_ids: Sequence[int]) -> list[float]:
-    """Ask GET /status-env every 0.1 s for each environment, until `done`; return the seconds of each answer."""
+def _poll(parent: Connection, at: tuple[str, int], env_ids: Sequence[int]) -> list[float]:
+    """Ask GET /status-env every 0.1 s for each environment until the parent sends a word; return all seconds."""
     times: list[float] = []
     connecting = asyncio.Semaphore(50)
 
@@ -268,7 +356,7 @@ def _poll(at: tuple[str, int], env_ids: Sequence[int]) -> list[float]:
             return await asyncio.open_connection(*at)
 
     async def ask(
-        number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: asyncio.Future[bool]
+        number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: asyncio.Future[Any]
     ) -> None:
         """Send the same few bytes each time: a thousand environments need little CPU time compared with the server."""
         body = f'{{"env_id": {env_ids[number]}}}'
@@ -287,10 +375,10 @@ def _poll(at: tuple[str, int], env_ids: Sequence[int]) -> list[float]:
             due = max(due + POLL_S, time.perf_counter())  # a late answer delays the next request
 
     async def poll() -> None:
-        loop, (ready, _, done) = asyncio.get_running_loop(), _signals
+        loop = asyncio.get_running_loop()
         streams = await asyncio.gather(*(connect() for _ in env_ids))
-        await loop.run_in_executor(None, ready.wait)
-        end = loop.run_in_executor(None, done.wait)
+        await loop.run_in_executor(None, _ready, parent)
+        end = loop.run_in_executor(None, parent.recv)
         async with asyncio.TaskGroup() as tasks:
             for number, stream in enumerate(streams):
                 tasks.create_task(ask(number, *stream, end))

@@ -226,12 +226,15 @@ def fenced(row: Row) -> float:
 def start_figures(began: float, first: Row) -> dict[str, float]:
     """Return when each phase of the start was reached, in seconds since the command.
 
+    `server_ready` is when the trainer, which has imports of its own to do first, had found the server.
+
     Args:
         first: the first step. It was over when its row was written; before that it published, trained and waited.
     """
     first_step = first["time"] - began
     first_batch = first_step - first["train/step_time"] - first["train/sync_time"] + fenced(first)
     reached = {
+        "server_ready": first["start/server_time"],
         "trainer_ready": first_batch - first["train/data_fetch_time"],
         "first_batch": first_batch,
         "first_step": first_step,

@@ -163,6 +163,52 @@ class Publisher:
             self.publish()
 
 
+def trainer_config(options: SyncOptions, folder: Path, model: Path, *, on_gpu: bool) -> TrainConfig:
+    """Return the options of the trainer that publishes, and of its server, both of which write into `folder`."""
+    of_bridge: dict[str, dict[str, Any]] = {
+        "lora_only": {
+            **{"lora_transport": options.transport, "lora_root": folder / "adapters"},
+            **{"lora_r": LORA_R, "lora_alpha": 2.0 * LORA_R},
+        },
+        "broadcast": {"broadcast_transport": options.transport, "broadcast_staging": options.staging},
+    }
+    alike = {"proof", "gpu_memory_utilization", "tensor_parallel_size", "quantization"}
+    values = {
+        **options.model_dump(include=alike),
+        **of_bridge.get(options.bridge, {}),
+        "model": str(model),
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": "off",
+        "seq_len": LONGEST,
+        "max_model_len": LONGEST,
+        "training_steps": 1_000_000_000,  # it does not end before the measurement
+        "batch_size": 8,
+        "gradient_accumulation_steps": max(1, options.step_seqs // 8),
+        "max_tokens_per_microbatch": 4608,
+        "optimizer": options.step_optimizer,
+        "gradient_checkpointing": True,
+        "drift_limit": 0,
+        "save_path": folder / "written",
+        "log_dir": options.log_dir or folder,
+        "weight_bridge_mode": options.bridge,
+        "share_base": options.share_base or None,
+        "vllm_port": claim_ports({"server": 0})["server"],
+        "vllm_gpus": options.server_gpus,
+    }
+    config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
+    cache = (CACHE_FLAG, str(CACHE_BYTES_TINY)) if options.shape == "tiny" and not on_gpu else ()
+    return config.model_copy(update={"server": config.server.model_copy(update={"extra_args": cache})})
+
+
+def server_of(config: TrainConfig, folder: Path, *, on_gpu: bool) -> OwnedServer:
+    """Return the server, not started yet, as `grpo run` would start it."""
+    flags = weight_flags(config, folder)
+    if config.shares_weights:
+        flags = (*flags, "--shared-weights", "--bridge-config-path", str(folder / FILE_NAME))
+    spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model_name, flags=flags)
+    return OwnedServer(lambda *_: spec, config.log_dir / "server.log", folder / "served")
+
+
 @contextlib.contextmanager
 def opened(options: SyncOptions) -> Iterator[Publisher]:
     """Write the model, start its server, and connect a bridge within the block.
@@ -181,53 +227,16 @@ def opened(options: SyncOptions) -> Iterator[Publisher]:
     from grpo_trainer.weights.build import build_bridge
 
     on_gpu, stop = torch.cuda.is_available(), StopSignal()
-    dtype = "bfloat16" if on_gpu else "float32"
-    cache = (CACHE_FLAG, str(CACHE_BYTES_TINY)) if options.shape == "tiny" and not on_gpu else ()
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="grpo-bench-")))
         model = (options.model_dir or folder / "model").absolute()
-        ensure_model(SHAPES[options.shape], model, getattr(torch, dtype))
-        of_bridge: dict[str, dict[str, Any]] = {
-            "lora_only": {
-                **{"lora_transport": options.transport, "lora_root": folder / "adapters"},
-                **{"lora_r": LORA_R, "lora_alpha": 2.0 * LORA_R},
-            },
-            "broadcast": {"broadcast_transport": options.transport, "broadcast_staging": options.staging},
-        }
-        alike = {"proof", "gpu_memory_utilization", "tensor_parallel_size", "quantization"}
-        values = {
-            **options.model_dump(include=alike),
-            **of_bridge.get(options.bridge, {}),
-            "model": str(model),
-            "dtype": dtype,
-            "compile": "off",
-            "seq_len": LONGEST,
-            "max_model_len": LONGEST,
-            "training_steps": 1_000_000_000,  # it does not end before the measurement
-            "batch_size": 8,
-            "gradient_accumulation_steps": max(1, options.step_seqs // 8),
-            "max_tokens_per_microbatch": 4608,
-            "optimizer": options.step_optimizer,
-            "gradient_checkpointing": True,
-            "drift_limit": 0,
-            "save_path": folder / "written",
-            "log_dir": options.log_dir or folder,
-            "weight_bridge_mode": options.bridge,
-            "share_base": options.share_base or None,
-            "vllm_port": claim_ports({"server": 0})["server"],
-            "vllm_gpus": options.server_gpus,
-        }
-        config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
-        config = config.model_copy(update={"server": config.server.model_copy(update={"extra_args": cache})})
+        ensure_model(SHAPES[options.shape], model, torch.bfloat16 if on_gpu else torch.float32)
+        config = trainer_config(options, folder, model, on_gpu=on_gpu)
         early = None if config.shares_weights else build_policy(config)
         if on_gpu:
             torch.cuda.empty_cache()  # what loading has left is none of the server's
         before = used_gb()
-        flags = weight_flags(config, folder)
-        if config.shares_weights:
-            flags = (*flags, "--shared-weights", "--bridge-config-path", str(folder / FILE_NAME))
-        spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model_name, flags=flags)
-        server = held.enter_context(OwnedServer(lambda *_: spec, config.log_dir / "server.log", folder / "served"))
+        server = held.enter_context(server_of(config, folder, on_gpu=on_gpu))
         server.start(config.model_name, 0)
         server.wait_ready()
         stop.watch(server.check)

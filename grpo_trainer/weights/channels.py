@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -66,8 +65,6 @@ Name = Transport | WeightTransport
 
 REASON_SECONDS = 3.0
 """How long the server has to say why a connection was lost."""
-RECEIVED_SECONDS = 1.0
-"""Time for an adapter's broadcast to finish after the server's answer, if its workers took part."""
 ADAPTER_SECONDS = 120.0
 """Time limit of an adapter's broadcast by Gloo: longer than a server waits for a free slot."""
 WRITING = "writing"
@@ -179,11 +176,13 @@ class Channel:
         is_ahead: whether a version is on its way before the server is asked to take it; else it is sent meanwhile.
         id: the server's name of the open channel.
         staging_bytes: memory that each worker has set aside for staging; 0: versions are not staged.
+        is_lost: nothing can be sent by it any more, and another one is to be opened.
     """
 
     name: Name
     spec: Spec | None = None
     is_ahead = True
+    is_lost = False
     id: str | None = None
     staging_bytes = 0
 
@@ -459,13 +458,9 @@ class Group(Channel):
             raise lost(self._way, self.name, error) from error
 
     def failed(self) -> bool:
-        """Keep the group after a refusal if the workers have received; else the broadcast would never finish."""
-        deadline = time.monotonic() + RECEIVED_SECONDS
-        while not self._is_received():
-            if time.monotonic() > deadline:
-                self.close()
-                break
-            time.sleep(0.001)
+        """Leave the group. Workers that were not asked to receive would take this broadcast for the next one."""
+        self.is_lost = True
+        self.close()
         return False
 
     def close(self) -> None:

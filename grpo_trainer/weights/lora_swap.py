@@ -89,7 +89,7 @@ class LoraSwap(WeightBridge):
         self._server = server
         self._root = root
         self._seq_len = seq_len
-        self._info: BridgeInfo | None = None
+        self._way: Way | None = None
         self.channel: Channel | None = None
         self._published: int | None = None
         self.proved: Proved | None = None
@@ -106,7 +106,7 @@ class LoraSwap(WeightBridge):
             self._server.close()
 
     def connect(self, policy_version: int) -> int:
-        info = self._info = self._server.wait_until_there()  # not until healthy: publishing makes it so
+        info = self._server.wait_until_there()  # not until healthy: publishing makes it so
         self._check(info)
         status = self._server.lora_status()
         if status.load_count:  # the server outlived an earlier trainer, whose adapter names must not be used again
@@ -118,9 +118,8 @@ class LoraSwap(WeightBridge):
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,
         )  # fmt: skip
         layout = AdapterLayout(self._model, getattr(torch, info.lora_dtype or info.dtype))
-        way = Way(
-            layout, info, self._server.url, self._root, keep=info.keep_versions + 1
-        )  # files outlive their version by one
+        keep = info.keep_versions + 1  # files outlive their version by one
+        way = self._way = Way(layout, info, self._server.url, self._root, keep)
         self.channel = open_channel(self._config.lora_transport, way, self._server)
         return policy_version
 
@@ -150,8 +149,8 @@ class LoraSwap(WeightBridge):
         if not self._config.proof:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
             return None
-        assert self._info is not None, "connect comes first"
-        info = self._info
+        assert self._way is not None, "connect comes first"
+        info = self._way.info
 
         def load(name: str) -> None:
             self.send(name, info.policy_version, activate=False)
@@ -177,8 +176,14 @@ class LoraSwap(WeightBridge):
         return Published(version, name, metrics)
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
-        """Send the present adapter, and check the name and version that the server confirms."""
+        """Send the present adapter, and check the name and version that the server confirms.
+
+        A channel that was lost at a refusal is opened again first.
+        """
         assert self.channel is not None, "connect comes first"
+        if self.channel.is_lost:
+            assert self._way is not None
+            self.channel = open_channel(self.channel.name, self._way, self._server)
         sent = publish_by(self.channel, self._server, name, version, activate=activate)
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):

@@ -56,8 +56,9 @@ def test_loop_measures_a_run(tmp_path: Path) -> None:
     assert sum(split.values()) == pytest.approx(row["step_s"], rel=0.01)
     assert split["save_s"] > 0  # a step's row has the save of the step before
     assert 0 <= row["staleness"]["mean"] <= row["staleness"]["max"] <= 5
-    assert [*row["start_s"]] == ["trainer_ready", "first_batch", "first_step"]
-    assert 0 < row["start_s"]["trainer_ready"] <= row["start_s"]["first_batch"] < row["start_s"]["first_step"]
+    assert [*row["start_s"]] == ["server_ready", "trainer_ready", "first_batch", "first_step"]
+    assert 0 < row["start_s"]["server_ready"] <= row["start_s"]["trainer_ready"]
+    assert row["start_s"]["trainer_ready"] <= row["start_s"]["first_batch"] < row["start_s"]["first_step"]
     assert row["peak_memory_gb"] == {"gpu": None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -11,14 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from grpo_common.ports import listener
 from grpo_trainer import cli
 from grpo_trainer.bench import __main__ as command
 from grpo_trainer.bench import loop as whole_run
+from grpo_trainer.bench.api import ApiOptions, measure, own_server
 from grpo_trainer.bench.load import GROUP, Demand, counter_total, keep_busy
 from grpo_trainer.bench.loop import ENVIRONMENT, LAST_STEPS, LoopOptions, run_process, start_figures, step_figures
 from grpo_trainer.bench.models import SHAPES, ensure_model
@@ -29,10 +34,10 @@ from grpo_trainer.config.options import Section, build
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig
-from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.shape import ModelShape
-from tests.processes import ROOT
+from tests.processes import ROOT, once
 from tests.stand_ins import Asked, Reply, answering
 
 # ------------------------------------------------------------------------------------------------------- models
@@ -194,7 +199,7 @@ def row(step: int, at: float, seconds: float, **others: float) -> dict[str, Any]
 
 
 ROWS = [
-    row(1, 100.0, 20.0, **{"rollout/staleness_mean": 9.0, "rollout/staleness_max": 9.0}),
+    row(1, 100.0, 20.0, **{"start/server_time": 12.0, "rollout/staleness_mean": 9.0, "rollout/staleness_max": 9.0}),
     row(2, 104.0, 4.0, **{"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "gpu/memory_used_gib": 4.0}),
     row(3, 110.0, 6.0, **{"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "train/save_time": 1.0}),
 ]
@@ -213,7 +218,7 @@ def test_loop_line_by_hand() -> None:
         "split": {"wait_s": 1.0, "step_s": 2.0, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.0},
         "staleness": {"mean": 0.75, "max": 2.0},
         # the first row is of 100: it published for 0.5 s, trained for 2 and waited for 1
-        "start_s": {"trainer_ready": 26.5, "first_batch": 27.5, "first_step": 30.0},
+        "start_s": {"server_ready": 12.0, "trainer_ready": 26.5, "first_batch": 27.5, "first_step": 30.0},
         "peak_memory_gb": {"gpu": 4.295},
         **{"device": "H", "devices": 2, "versions": {"vllm": "0", "torch": "2", "python": "3"}},
         **{"steps": 3, "warmup_steps": 1, "run_options": ["--x"]},
@@ -228,7 +233,7 @@ def test_loop_counts_a_fence_within_the_step_once() -> None:
     shared = [{**each, "publish/write_time": 0.1} for each in ROWS[1:]]
     split = {"wait_s": 1.0, "step_s": 1.5, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.5}
     assert step_figures(shared)["split"] == split
-    assert start_figures(70.0, shared[0])["first_batch"] == 32.0  # 104 less 2
+    assert start_figures(70.0, shared[0] | {"start/server_time": 9.0})["first_batch"] == 32.0  # 104 less 2
     # weights that are sent are written within a fence, too, but after the step
     assert step_figures([{**each, "publish/send_time": 0.3} for each in shared]) == step_figures(ROWS[1:])
 
@@ -279,3 +284,32 @@ def test_load_keeps_its_connections_busy_until_it_is_refused() -> None:
     # the first four end one after the other, all later ones are whole
     assert sorted(each["max_tokens"] for each in bodies[:4]) == [2, 4, 6, 8]
     assert {each["max_tokens"] for each in bodies[4:]} == {8}
+
+
+# ---------------------------------------------------------------------------------------------------------- api
+
+
+@pytest.mark.timeout(300)
+def test_api_load_ends_with_the_name_of_a_process_that_is_killed() -> None:
+    """In the middle of a measurement, while the others wait for it; no process is left."""
+    options = build(ApiOptions, {"groups": 8000, "group_size": 1, "tokens": 4, "clients": 2})
+    with own_server(None) as url:
+        api = listener(int(url.rpartition(":")[2]))
+        assert api is not None
+
+        def children() -> dict[str, psutil.Process]:
+            found = {each.name: psutil.Process(each.pid) for each in multiprocessing.active_children() if each.pid}
+            return found | {"rollout API": api}
+
+        def is_under_way() -> bool:
+            if len(children()) < 4:
+                return False
+            environments = httpx.get(f"{url}/status", trust_env=False).json()["environments"]
+            return any(each["received_groups"] for each in environments)
+
+        for name in ("consumer", "rollout API"):
+            kill = once(is_under_way, lambda name=name: children()[name].kill())
+            with kill as killed, pytest.raises(ProcessFailedError) as error:
+                measure(options, url)
+            assert killed and error.value.field.startswith(name)
+            assert not multiprocessing.active_children()

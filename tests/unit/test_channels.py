@@ -6,15 +6,15 @@ import itertools
 import os
 import shutil
 import socket
-import threading
-from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load
 
 from grpo_trainer.config.bridge import BridgeConfig
@@ -348,36 +348,50 @@ def test_body_has_the_adapter_of_now(tmp_path: Path) -> None:
     assert bodies[0] != bodies[1]
 
 
+class GroupServer:
+    """A server on a CPU, whose worker joins each group of the trainer and receives adapters by it."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.refuses = url, False
+        self.received, self.ends = list[torch.Tensor](), list[AdapterChannel]()
+
+    def wait_until_there(self) -> BridgeInfo:
+        return structs.replace(info(worker(uuid="")), lora_dtype="float32")
+
+    def lora_status(self) -> Any:
+        return SimpleNamespace(load_count=0)
+
+    def open_channel(self, asked: ChannelRequest) -> ChannelResponse:
+        self.ends.append(AdapterChannel(asked, CPU, 0))
+        return ChannelResponse(channel=str(len(self.ends)), staging_bytes=0)
+
+    def load_adapter(self, asked: LoraLoadRequest, body: memoryview | None) -> LoraLoadResponse:
+        assert (asked.adapter_path, asked.channel, body) == (None, str(len(self.ends)), None)
+        if self.refuses:
+            raise ServerError("refused", field="rank")
+        self.received.append(self.ends[-1].receive().buffer_E.clone())
+        return structs.replace(LOADED, adapter_name=asked.adapter_name, policy_version=asked.version)
+
+
 @pytest.mark.timeout(120)
-def test_gloo_brings_the_adapter_of_now_and_ends_with_a_publish_that_no_worker_received() -> None:
+def test_gloo_brings_the_adapter_of_now_also_after_a_publish_that_no_worker_received() -> None:
     model = tiny_lora()
-    layout = AdapterLayout(model, torch.float32)
+    config = BridgeConfig(weight_bridge_mode="lora_only", lora_transport="gloo", lora_r=8)
     with socket.create_server(("127.0.0.1", 0)) as listening:  # the trainer asks which of its addresses leads there
-        port = listening.getsockname()[1]
-        group = Group(Way(layout, info(), f"http://127.0.0.1:{port}", Path()), "gloo")
-    assert group.spec is not None and group.is_ahead
-    headers = [b64encode(layout.headers[0]).decode()]
-    request = ChannelRequest(boot_id="b", spec=group.spec, buckets=headers, adapter_config=layout.settings)
-    ends: list[AdapterChannel] = []
-    joining = threading.Thread(target=lambda: ends.append(AdapterChannel(request, CPU, 0)))
-    joining.start()
-    group.join(lambda: None)
-    joining.join()
-    received: list[torch.Tensor] = []
-
-    def receive(request: LoraLoadRequest, body: memoryview | None) -> None:
-        assert (request.adapter_path, body) == (None, None)
-        received.append(ends[0].receive().buffer_E.clone())
-
-    for seed in (1, 2):
-        fill_b(model, seed)
-        publish(group, Answering(receive), seed)
-        assert torch.equal(received[-1], layout.pack())
-    assert not torch.equal(*received)
-    with refusing(ServerError, "rank"):
-        publish(group, Answering(refuses), 3)
-    with refusing(BridgeError, "--lora-transport"):
-        publish(group, Answering(receive), 4)
+        server: Any = GroupServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        swap = LoraSwap(config, model, server, Path(), 64)
+        assert swap.connect(1) == 1
+        for version, groups in ((1, 1), (2, 1), (3, 3), (4, 3)):
+            fill_b(model, seed=version)
+            if version == 3:
+                server.refuses = True
+                for _ in range(2):
+                    with refusing(ServerError, "rank"):
+                        swap.publish(3)
+                server.refuses = False
+            swap.publish(version)
+            assert torch.equal(server.received[-1], AdapterLayout(model, torch.float32).pack())
+            assert len(server.ends) == groups
 
 
 def test_lora_swap_publishes_what_the_server_confirms(monkeypatch: pytest.MonkeyPatch) -> None:

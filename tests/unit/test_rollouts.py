@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,17 +19,24 @@ import pytest
 from transformers import LlamaConfig
 
 from environments.api import wire
+from environments.api.overview import Explainer
+from environments.api.queue import RolloutQueue
+from environments.config import BaseEnvConfig
+from environments.running.groups import EQUAL_IN_A_ROW, GroupMaker
+from grpo_trainer import feed as feed_module
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.phases import ENVIRONMENTS_VARIABLE
 from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter, judge, misfit
 from grpo_trainer.rollouts.groups import Group, RolloutBatch, to_group
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.trainer import Trainer
+from tests.stand_ins import registration
 from tests.unit.factories import VOCAB, TinyModel, sample
 from vllm_server.protocol import PROOF_VERSION
 
@@ -256,6 +265,84 @@ def test_feed_ends_the_run_for_an_environment_of_another_vocabulary() -> None:
     assert Trainer(configured, CONFIG).vocabulary == 7
 
 
+def test_feed_ends_the_run_for_an_environment_whose_groups_are_all_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 25).__next__)
+    monkeypatch.setattr(feed_module, "time", clock)
+    api = Api(itertools.repeat((group(1, 1),)))
+    with pytest.raises(TrainingError) as ended:
+        feed(api, RolloutConfig(prefetch=False, max_staleness=2, rollout_timeout=1000.0)).next(9)
+    assert ended.value.field == "--rollout-timeout" and ended.value.got == api.dropped[-1]
+
+
+# ---------------------------------------------------------------- no batch can ever come
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alive", "started_by_run", "ends"),
+    [
+        ((6, 6), 1, 1, True),  # 12 sequences wait, and 8 is no sum of 6s
+        ((6, 6), 1, 2, False),  # another environment has still to come
+        ((6, 6), 1, 0, False),  # who knows what comes: not started by `grpo run`
+        ((6,), 1, 1, False),  # the environment may post groups of other sizes than it has registered
+        ((6, 2), 2, 2, None),
+    ],
+)
+def test_client_says_that_no_sum_of_the_environments_groups_is_a_batch(
+    sizes: tuple[int, ...],
+    alive: int,
+    started_by_run: int,
+    ends: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = RolloutQueue()
+    queue.register(registration(8))
+    queue.next_batch(0.0, 60.0)
+    for size in sorted({*sizes})[-alive:]:
+        queue.register_environment(environment(size), 0.0)
+    for size in sizes:
+        queue.offer(None, size, 100, 0.5, now=0.0)
+    status = msgspec.json.encode(Explainer(queue).status(0.0))
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(started_by_run))
+    monkeypatch.setattr(client_module, "report_at", lambda said: said)  # at each attempt
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/status":
+            return httpx.Response(200, content=status)
+        return httpx.Response(200, content=NO_BATCH, headers={"content-type": wire.MSGPACK})
+
+    client, asked = client_of(answer), iter(range(4))
+    with caplog.at_level(logging.WARNING), pytest.raises((TrainingError, StopIteration)) as ended:
+        client.lease(lambda: print(next(asked)))
+    said = [record.args for record in caplog.records if record.name == client_module.__name__]
+    if ends:
+        assert isinstance(ended.value, TrainingError) and not said
+        assert ended.value.field == "--env.group_size" and "6" in ended.value.got and "8" in ended.value.wanted
+    else:
+        assert len(said) == (ends is not None), "once"
+
+
+def test_environment_warns_once_that_it_sends_nothing_since_all_scores_are_equal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = BaseEnvConfig(tokenizer_name="t", group_size=2, ensure_scores_are_not_same=True)
+
+    async def scored(item: int) -> wire.ScoredData:
+        return wire.ScoredData(tokens=ROWS["tokens"], masks=ROWS["masks"], scores=[1.0, 1.0])
+
+    env: Any = SimpleNamespace(config=config, name="sums", scored=scored)
+    maker = GroupMaker(env, Counter())
+
+    async def make() -> None:
+        for item in range(3 * EQUAL_IN_A_ROW):
+            assert await maker.make(item) is None
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(make())
+    (record,) = caplog.records
+    assert record.args == ("sums", EQUAL_IN_A_ROW, 1.0)
+
+
 # ---------------------------------------------------------------- old groups
 
 
@@ -330,6 +417,13 @@ def test_jumps_add_up_and_a_new_run_has_none() -> None:
 
 
 # ---------------------------------------------------------------- leases
+
+
+NO_BATCH = msgspec.msgpack.encode(wire.PackedBatch(batch=None))
+
+
+def environment(size: int) -> wire.RegisterEnv:
+    return wire.RegisterEnv(max_token_length=9, desired_name="sums", weight=1.0, group_size=size)
 
 
 def client_of(answer: Callable[[httpx.Request], httpx.Response], lease_seconds: float = 8.0) -> RolloutClient:
