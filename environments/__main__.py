@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
         if error.__cause__ is not None and not isinstance(error.__cause__, SyntaxError):
             traceback.print_exception(error.__cause__)
         fail_and_exit(error, called)
-    env_cls.cli(rest)
+    env_cls.cli()
 
 
 if __name__ == "__main__":

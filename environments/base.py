@@ -131,6 +131,7 @@ class BaseEnv(Generic[Item, Config]):
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
         data, rewards: The tables ``[data]`` and ``[[rewards]]``, for an environment that `takes_data`.
+        longest_prompt: Tokens of the longest prompt, if `setup` knows it: `grpo run` then makes room for it.
         items: Where items come from, if `setup` sets it, such as `Shuffled(rows, self.config.seed)`.
         curr_step: The trainer's last known step; 0 without a trainer.
         num_steps: The trainer's last step; 0 if it is not known.
@@ -141,6 +142,7 @@ class BaseEnv(Generic[Item, Config]):
     """
 
     items: Iterator[Item]
+    longest_prompt: int = 0
     data: DataConfig = DataConfig()
     rewards: tuple[RewardConfig, ...] = ()
     name: ClassVar[str] = ""
@@ -438,7 +440,7 @@ class BaseEnv(Generic[Item, Config]):
                 field="--env.max_token_length",
                 got=self.config.max_token_length,
                 wanted=f"more than the {len(token_ids)} tokens of a prompt",
-                fix="raise it, or shorten the prompts",
+                fix="raise it (in grpo run: --seq-len), or shorten the prompts",
             )
 
     def decode(self, completion: Completion) -> str:
@@ -464,7 +466,11 @@ class BaseEnv(Generic[Item, Config]):
 
     @classmethod
     def cli(cls, arguments: Sequence[str] | None = None) -> None:
-        """Run the environment as a program (``serve``, ``process`` or ``evaluate``) and exit."""
+        """Run the environment as a program (``serve``, ``process`` or ``evaluate``) and exit.
+
+        Args:
+            arguments: Of a call within another program; None: those of this process.
+        """
         from environments.running.cli import main  # clients of the API and of servers, which only a program needs
 
         main(cls, arguments)

@@ -154,16 +154,13 @@ def run(
     from rich.console import Console
 
     if dry_run:
-        from grpo_trainer import dry_run as ahead
-        from grpo_trainer.launch.trial import trying
+        from grpo_trainer import dry_run as plan
 
-        with trying(run_config) as trials:
-            rows, missing = ahead.look_ahead(run_config)
-            trials.check(partial(typer.echo, err=True))
+        ahead = plan.look_ahead(run_config, partial(typer.echo, err=True))
         if as_json:
-            typer.echo(ahead.as_json(rows, missing))
+            typer.echo(plan.as_json(ahead))
         else:
-            ahead.print_rows(rows, missing, Console())
+            plan.print_ahead(ahead, Console())
         return
     with stopped_at_once():  # the supervisor takes over once it starts processes
         from grpo_trainer.run import run as supervise

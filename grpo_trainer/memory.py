@@ -15,8 +15,9 @@ from typing import Any
 
 from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
+from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import BUCKET_BYTES, SPARE, TrainConfig
-from grpo_trainer.machine import Machine
+from grpo_trainer.machine import Machine, number_of
 from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
 
@@ -183,13 +184,26 @@ class Devices:
     kind: str  # cuda or cpu
     total: int
     count: int = 1
+    visible: tuple[str, ...] | None = None
+    """Names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
 
     @classmethod
     def of(cls, machine: Machine) -> Devices:
         """Return the smallest visible GPU's memory for each of them, or main memory."""
         if machine.on_gpu:
-            return cls("cuda", min(gpu.total for gpu in machine.gpus), len(machine.gpus))
+            return cls("cuda", min(gpu.total for gpu in machine.gpus), len(machine.gpus), machine.visible)
         return cls("cpu", machine.memory)
+
+    def of_servers(self, server: Server) -> list[int] | None:
+        """Return the GPUs of all servers by their numbers here, each once for every server on it.
+
+        None: they are not named by numbers.
+        """
+        if server.gpus is None:
+            return list(range(server.degree * server.replicas))
+        numbers = [number_of(name, self.visible) for name in server.named_gpus]
+        known = [number for number in numbers if number is not None]
+        return known if len(known) == len(numbers) else None
 
 
 @dataclass(frozen=True)
@@ -332,7 +346,7 @@ class Setup:
             CACHE: max(cache, 0),
         }
         on_each = [(what, size) for what, size in rows.items() if size]
-        devices = server.numbered_gpus or range(workers)
+        devices = self.devices.of_servers(server) or range(workers)
         placed = [MemoryRow(device, "server", what, size) for device in devices for what, size in on_each]
         return placed, replicas * (cache // token)
 

@@ -72,13 +72,10 @@ def run(config: RunConfig, console: Console) -> None:
         trials.check(say)
 
         machine, shape = look(), shape_of(config.trainer.model_name)
-        on_gpu = machine.serves_on_gpu
-        vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
-        say(f"model {config.trainer.model_name}, {vllm} on {'cuda' if on_gpu else 'cpu'}")
-        before, config = config.server.gpu_memory_utilization, chosen(config, machine, shape)
-        if (share := config.server.gpu_memory_utilization) != before:
-            say(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
-        say(described(config, machine, shape))
+        on_gpu, given = machine.serves_on_gpu, config
+        config = chosen(given, machine, shape, trials.longest_prompt)
+        for line in described(given, config, machine, shape):
+            say(line)
         warn_of_memory(config, machine, shape)
 
         places = NO_PLACES

@@ -15,17 +15,20 @@ import math
 from grpo_common.models import find_folder
 from grpo_trainer.config.options import key_of
 from grpo_trainer.config.processes import RunConfig
-from grpo_trainer.config.run import PASS_TOKENS
+from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM
 from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import CACHE_FLAG
 from grpo_trainer.machine import Machine
-from grpo_trainer.memory import CACHE, GB, Setup, other_share
+from grpo_trainer.memory import CACHE, GB, Devices, Setup, other_share
 from grpo_trainer.model.shape import ModelShape, read_model, read_shape
 
 SMALLEST_PASS = 2048
 """Tokens of a forward pass below which GPUs are mostly idle."""
+MOST_GROWTH = 2
+"""Times the default sequence length that are chosen for a long prompt: without `--env.max_tokens` every answer may be
+as long as the sequence allows."""
 PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
 SHARE = "gpu_memory_utilization"
@@ -33,11 +36,13 @@ SIZES = frozenset(map(key_of, (CACHE_FLAG, "--enable-sleep-mode")))
 """Arguments with which a server uses other memory than the plan counts."""
 
 
-def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
+def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None, longest_prompt: int = 0) -> RunConfig:
     """Return the run with a learning rate, a sequence length, microbatches and a server's share that nobody gave.
 
     Args:
         shape: the model's; None: it is not on this machine yet. The defaults for a large model stay then.
+        longest_prompt: tokens of the longest prompt; 0: not known. Sequences have room for it and an answer where the
+            memory plan fits with them; otherwise the environment warns of the prompts that it skips.
     """
     if shape is None:
         return config
@@ -48,9 +53,30 @@ def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Run
     if "seq_len" in config.unset and shape.positions and shape.positions < trainer.seq_len:
         trainer = trainer.model_copy(update={"seq_len": shape.positions})
     config = config.model_copy(update={"trainer": trainer})
-    if "microbatch" in config.unset:
-        config = _with_microbatch(config, machine, shape)
-    return with_room(config, machine, shape)
+
+    def fitted(config: RunConfig) -> RunConfig:
+        config = _with_microbatch(config, machine, shape) if "microbatch" in config.unset else config
+        return with_room(config, machine, shape)
+
+    length = _length_for(config, shape, longest_prompt) if "seq_len" in config.unset else 0
+    if length > trainer.seq_len and _has_plan(config, machine):
+        longer = config.model_copy(update={"trainer": trainer.model_copy(update={"seq_len": length})})
+        if Setup.of(longer := fitted(longer), shape, machine).plan().fits:
+            return longer
+    return fitted(config)
+
+
+def _length_for(config: RunConfig, shape: ModelShape, longest_prompt: int) -> int:
+    """Return the tokens of the longest prompt and of an answer, as far as model and options allow.
+
+    0: no prompt is known, or one is so long that all answers could become far longer than by default.
+    """
+    trainer = config.trainer
+    answers = (str(each.env.get("max_tokens", "")) for each in config.environments)
+    answer = max((int(text) for text in answers if text.isdecimal()), default=PROMPT_ROOM)
+    limits = (shape.positions, trainer.max_tokens_per_microbatch, trainer.server.max_model_len)
+    length = min([longest_prompt + answer, *(limit for limit in limits if limit)])
+    return length if longest_prompt and length <= MOST_GROWTH * trainer.seq_len else 0
 
 
 def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> RunConfig:
@@ -99,7 +125,7 @@ def is_planned(config: RunConfig, machine: Machine) -> bool:
 
     It does not know those of a cluster, and those that `--server.gpus` names by anything but numbers.
     """
-    unnumbered = config.server.gpus is not None and config.server.numbered_gpus is None
+    unnumbered = Devices.of(machine).of_servers(config.server) is None
     return _knows_server(config, machine) and not (config.options.cluster or unnumbered)
 
 
@@ -136,8 +162,24 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     return min(sizes) if sizes and not plan.problems else None
 
 
-def described(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
-    """Return one paragraph: what is trained, how, on what, and how much memory is planned for it."""
+def described(given: RunConfig, config: RunConfig, machine: Machine, shape: ModelShape | None) -> list[str]:
+    """Return what a start says: model and vLLM; what was chosen otherwise; and one paragraph on what is trained, how,
+    on what, and how much memory is planned for it.
+
+    Args:
+        given: the run before its options were `chosen`.
+    """
+    vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
+    lines = [f"model {config.trainer.model_name}, {vllm} on {'cuda' if machine.serves_on_gpu else 'cpu'}"]
+    before, share = given.server.gpu_memory_utilization, config.server.gpu_memory_utilization
+    if share != before:
+        lines.append(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
+    if (length := config.trainer.seq_len) > given.trainer.seq_len:
+        lines.append(f"sequences of up to {length} tokens, not {given.trainer.seq_len}: the longest prompt needs them")
+    return [*lines, _paragraph(config, machine, shape)]
+
+
+def _paragraph(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     trainer, sequences, prompts = config.trainer, config.trainer.sequences_per_step, config.options.prompts_per_step
     what = f"a LoRA adapter of rank {trainer.lora_r}" if trainer.trains_adapter else "all weights"
     batch = f"{prompts} prompts x {sequences // prompts} answers" if prompts else f"{sequences} answers"

@@ -1,8 +1,10 @@
-"""SIGINT, SIGTERM and SIGHUP: delayed to the next safe point of a command, or raised at once."""
+"""SIGINT, SIGTERM and SIGHUP: delayed to the next safe point of a command, or raised at once. SIGSTOP: a clock that
+stops with the process."""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,29 @@ from grpo_trainer.errors import StoppedError
 ONCE_SECONDS = 1.0
 """Signals that arrive within this time count once. A closed terminal and `timeout` send theirs twice. The kernel sends
 SIGTERM for each thread of a parent that is killed."""
+
+
+LONGEST_GAP_SECONDS = 5.0
+"""What `running_time` counts, at most, between two readings. Processes that measure a limit read it once a second or
+more often, so a longer gap means that they were stopped."""
+
+
+class RunningTime:
+    """A clock, in seconds, that stops while this process is stopped: by SIGSTOP, as a suspended job, or in a paused
+    container. The system's own clock stops only while the machine sleeps."""
+
+    def __init__(self) -> None:
+        self._lock, self._read, self._stopped = threading.Lock(), time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            self._stopped += max(0.0, now - self._read - LONGEST_GAP_SECONDS)
+            self._read = now
+            return now - self._stopped
+
+
+running_time = RunningTime()
 
 
 class Arrivals:

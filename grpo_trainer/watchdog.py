@@ -17,11 +17,14 @@ from contextlib import contextmanager
 
 from grpo_common.text import Lines
 from grpo_trainer.errors import HungError
+from grpo_trainer.signals import running_time
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 60.0
 """Time between the first report and the end of the process."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the clock."""
 
 
 def all_stacks() -> Lines:
@@ -86,13 +89,22 @@ class StepWatch:
                 fix="see the stacks of all threads above",
             )
 
+    @staticmethod
+    def _ends(ended: threading.Event, seconds: float) -> bool:
+        """Return whether the block ends within the time, which stands still while this process is stopped."""
+        until = running_time() + seconds
+        while (left := until - running_time()) > 0:
+            if ended.wait(min(left, LOOK_SECONDS)):
+                return True
+        return ended.is_set()
+
     def _watch(self, what: str, ended: threading.Event) -> None:
-        if ended.wait(self._seconds):
+        if self._ends(ended, self._seconds):
             return
         text = "%s has not ended for %.0f s; the stacks of all threads:\n%s"
         log.error(text, what, self._seconds, all_stacks())
         self._expired = what
-        if ended.wait(self._grace):
+        if self._ends(ended, self._grace):
             return
         log.error(
             "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one",

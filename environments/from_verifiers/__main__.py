@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(2)
     from environments.from_verifiers.env import VerifiersEnv
 
-    VerifiersEnv.cli(arguments)
+    VerifiersEnv.cli()
 
 
 if __name__ == "__main__":

@@ -59,12 +59,17 @@ CALLED_AS: Final = "GRPO_CALLED_AS"
 
 
 def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong command line."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong command line.
+
+    Args:
+        arguments: given by Python code, such as a notebook's cell, which gets `SystemExit`: its process is not ended
+            from another thread or a signal handler. None: the process is this command's, and so are its arguments.
+    """
     module = inspect.getmodule(env_cls)
     by_module = f"python -m {module.__spec__.name}" if module is not None and module.__spec__ is not None else ""
     prog = os.environ.pop(CALLED_AS, None) or by_module or Path(sys.argv[0]).name
     try:
-        _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments))
+        _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments), owns_process=arguments is None)
         sys.exit(0)
     except (ConfigError, FormatError) as error:
         fail_and_exit(error, prog)
@@ -75,7 +80,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
         sys.exit(130)
 
 
-def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> None:
+def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str], *, owns_process: bool) -> None:
     command = arguments[0] if arguments else None
     if command in ("-h", "--help"):
         summary = inspect.cleandoc(env_cls.__doc__ or env_cls.__name__).partition("\n")[0]
@@ -104,22 +109,26 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> N
         report().write(found=found)
         print(f"{env_cls.name}: {found}", flush=True)
     else:
-        asyncio.run(_command(command, env_cls, settings, tokenizer))
+        asyncio.run(_command(command, env_cls, settings, tokenizer, owns_process=owns_process))
 
 
-async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
+async def _command(
+    command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any, *, owns_process: bool
+) -> None:
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
-        stack.push(_end_soon)
+        if owns_process:
+            stack.push(_end_soon)
         server = servers(settings.openai, patience=settings.env.retry_timeout)
         stack.push_async_callback(server.close)
         env = env_cls(settings.env, server, tokenizer)
         env.data, env.rewards = settings.data, settings.rewards
         if env.teacher is not None:
             stack.push_async_callback(env.teacher.close)
-        _stop_on_signals(stop, status=0 if command == "serve" else 1)
-        watching = asyncio.create_task(watch_loop(settings.env.score_timeout, lambda: env.is_set_up))
-        stack.callback(watching.cancel)
+        if owns_process:
+            _stop_on_signals(stop, status=0 if command == "serve" else 1)
+            watching = asyncio.create_task(watch_loop(settings.env.score_timeout, lambda: env.is_set_up))
+            stack.callback(watching.cancel)
         stack.push_async_callback(_close, env)
         if command == "serve":
             api = RolloutApi(settings.env)
@@ -149,7 +158,7 @@ def _end_soon(_: object, error: BaseException | None, __: object) -> None:
         log.warning("code of the environment has not ended within %g s, so this process ends without it", CLOSE_S)
         if error is not None:
             print(error, file=sys.stderr)
-        os._exit(0 if error is None else 1)
+        os._exit(0 if error is None else 2 if isinstance(error, ConfigError | FormatError) else 1)
 
     _call_after(CLOSE_S, end)
 

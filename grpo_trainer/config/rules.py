@@ -368,8 +368,13 @@ def servers(case: Case) -> Iterator[Problem]:
     if sets is not None and (len(sets) != number or not all(sets)):
         why = f"{len(sets)} sets of GPUs for {number} servers"
         yield Problem("--server.gpus", str(vllm.gpus), f"a set for each server, such as {example}", summary=why)
+    on_gpu = case.hardware is not None and case.hardware.on_gpu
+    few = on_gpu and sets is not None and any(len({*part.split(",")}) < vllm.degree for part in sets)
+    if few:
+        why = "vLLM sees too few GPUs"
+        yield Problem("--server.gpus", str(vllm.gpus), f"{vllm.degree} GPUs for each server", summary=why)
     here = case.run is not None and not case.on_cluster
-    if sets is None and number > 1 and here and case.hardware and case.hardware.on_gpu:
+    if sets is None and number > 1 and here and on_gpu:
         fix = f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)"
         why = "all would start on the same GPU"
         yield Problem("--server.replicas", str(number), "--server.gpus with it", fix, why)

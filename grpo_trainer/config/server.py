@@ -126,10 +126,10 @@ class Server(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
-    def numbered_gpus(self) -> tuple[int, ...] | None:
-        """The GPUs of all servers; None: they are not named, or not by numbers."""
-        words = self.gpus.replace(";", ",").split(",") if self.gpus else [""]
-        return tuple(dict.fromkeys(map(int, words))) if all(word.strip().isdecimal() for word in words) else None
+    def named_gpus(self) -> tuple[str, ...]:
+        """The GPUs of all servers, as `--server.gpus` names them, each once for every server on it."""
+        words = self.gpus.replace(";", ",").split(",") if self.gpus else []
+        return tuple(word.strip() for word in words)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.trial import Trials, trying
 from grpo_trainer.machine import Machine, links_in_words
-from grpo_trainer.memory import GB, MemoryPlan, device_name
+from grpo_trainer.memory import GB, Devices, MemoryPlan, device_name
 from grpo_trainer.model.shape import ModelFiles, ModelShape, read_model, read_shape
 from grpo_trainer.run_defaults import chosen
 from grpo_trainer.saving.manifest import refuse_unreadable
@@ -512,11 +512,12 @@ def servers_gpus(case: Case) -> Finding | None:
         return None
     server, what = case.chosen.server, "attention heads of keys and values" if case.shares else "attention heads"
     heads = shape.kv_heads if case.shares else shape.heads  # a server that shares nothing repeats key-value heads
-    wanted, size = server.degree * server.replicas, server.tensor_parallel_size
+    numbers, size = Devices.of(case.machine).of_servers(server), server.tensor_parallel_size
+    wanted = server.degree * server.replicas if numbers is None else len({*numbers})
     if 0 < visible < wanted > 1:
         fix = "lower --server.tensor-parallel-size, --server.pipeline-parallel-size, --server.data-parallel-size, "
         return fail(f"{wanted} wanted, {visible} visible", "as many as are there", f"{fix}or --server.replicas")
-    if visible and (last := max(server.numbered_gpus or (0,))) >= visible:
+    if visible and case.machine.visible is None and numbers and (last := max(numbers)) >= visible:
         got = f"--server.gpus names GPU {last}, {visible} visible"
         return fail(got, f"numbers below {visible}", "correct --server.gpus")
     if server.pipeline_parallel_size > shape.layers:

@@ -21,6 +21,7 @@ from grpo_trainer.files import replace_file
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.launch.replan import Replanner
+from grpo_trainer.signals import running_time
 
 FOLDER = "requests"
 FORMAT = 1
@@ -90,8 +91,8 @@ class Fleet:
 
     def tend(self, say: Callable[[str], None]) -> None:
         """Answer requests, end servers that were dropped, and write the list of servers if it has changed."""
-        if time.monotonic() - self._looked > LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if running_time() - self._looked > LOOK_SECONDS:
+            self._looked = running_time()
             answer_all(self._folder, self._answer)
             self._end_dropped()
         members = (*self._members(), *self._elsewhere.values())
@@ -134,7 +135,7 @@ class Fleet:
             return Answer(False, f"{member.name} is the run's only server; add another one first")
         if self._elsewhere.pop(member.url, None) is None:
             row = self._table[member.name]
-            row.state, row.at = "leaving", time.monotonic() + LEAVE_SECONDS
+            row.state, row.at = "leaving", running_time() + LEAVE_SECONDS
             if row.process is None:
                 del self._table[member.name]
                 if self._replanner is not None:
@@ -148,13 +149,13 @@ class Fleet:
             process = row.process
             if process is None or row.state not in ("leaving", "ending"):
                 continue
-            is_late = time.monotonic() > row.at
+            is_late = running_time() > row.at
             known = served.get(url_of(row.spec))
             if row.state == "ending" and is_late:
                 process.kill()
             elif row.state == "leaving" and (is_late or known is None or known.version is None):
                 process.terminate()
-                row.state, row.at = "ending", time.monotonic() + process.stop_seconds
+                row.state, row.at = "ending", running_time() + process.stop_seconds
 
     def _add(self, request: Request) -> Answer:
         if (url := request.server) is not None:
@@ -195,9 +196,9 @@ def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> 
     name = f"{time.time_ns()}-{uuid4().hex[:8]}"
     question, answered = folder / f"{name}.json", folder / f"{name}.answer"
     replace_file(question, msgspec.json.encode(msgspec.structs.replace(wanted, format=FORMAT)))
-    deadline = time.monotonic() + seconds
+    deadline = running_time() + seconds
     while not answered.exists():
-        if time.monotonic() > deadline:
+        if running_time() > deadline:
             question.unlink(missing_ok=True)
             raise ServerError(
                 f"no answer of grpo run within {seconds:.0f} s",

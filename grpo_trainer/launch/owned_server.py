@@ -23,6 +23,7 @@ from grpo_trainer.launch.plan import ProcessSpec, server_process
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.phases import SERVER, START, report_at
+from grpo_trainer.signals import running_time
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +95,14 @@ class OwnedServer:
             while not process.is_ready(http):
                 self._check_stop()
                 self.check()
-                waited = time.monotonic() - process.started
+                waited = running_time() - process.started
                 if waited > process.spec.ready_timeout:
                     raise process.not_ready("--server.startup-timeout")
                 if waited >= report_at(said):
                     said, what = waited, "waiting %.0f s for the inference server to start: %s"
                     log.info(what, waited, process.progress or "nothing said yet", extra=NOTICE | WAITS)
                 time.sleep(POLL_SECONDS)
-        return time.monotonic() - process.started
+        return running_time() - process.started
 
     def check(self) -> None:
         """Raise an error if the server has ended without `stop`.

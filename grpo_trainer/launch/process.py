@@ -30,6 +30,7 @@ from grpo_common.text import printable
 from grpo_trainer.errors import ProcessFailedError, from_os_error
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.phases import FIRST_STEP
+from grpo_trainer.signals import running_time
 
 LAST_LINES = 25
 LOG_CHARACTERS = 64 * 2**20
@@ -79,7 +80,7 @@ class Process:
         self.causes: list[str] = []
         self.log_error: OSError | None = None
         self.ready = spec.ready_url is None
-        self.started = time.monotonic()
+        self.started = running_time()
         self.status = Status()
         self._heard, self._content = 0, b""
         self._on_line = on_line
@@ -308,10 +309,10 @@ class Process:
 
     def end(self, seconds: float) -> None:
         """End it and all that it started: SIGTERM, some seconds, SIGKILL."""
-        until = time.monotonic() + seconds
+        until = running_time() + seconds
         self.note_family()
         self.terminate()
-        while self.exit_code is None and time.monotonic() < until:
+        while self.exit_code is None and running_time() < until:
             time.sleep(POLL_SECONDS / 2)
         self.kill()
         self.close()

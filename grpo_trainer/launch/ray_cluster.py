@@ -30,6 +30,7 @@ from grpo_trainer.launch.places import HERE, Node, Place, Places, free_nodes, me
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.process import Process
+from grpo_trainer.signals import running_time
 
 CONNECT_SECONDS = 60.0
 """Time for the cluster to answer: a job may have started it just before."""
@@ -69,7 +70,7 @@ class _Asked:
     gpus: Any
     """The answer of the agent there, as a future."""
     until: float
-    """When the node is given up (`time.monotonic`)."""
+    """When the node is given up (`running_time`)."""
 
 
 class RayCluster:
@@ -232,7 +233,7 @@ class RayCluster:
                 self._ask(name, gpus, [*taken, *(other.place for other in self._asked.values())])
                 return None
             answered, _ = self._ray.wait([asked.gpus], timeout=0)
-            if not answered and time.monotonic() < asked.until:
+            if not answered and running_time() < asked.until:
                 return None
             self._open(self._room_of(asked.place), self._ray.get(asked.gpus, timeout=0))
         except (self._ray.exceptions.RayError, TimeoutError):  # others hold the GPUs, or the node has just gone
@@ -248,7 +249,7 @@ class RayCluster:
         if nodes:
             place = Place(nodes[0], tuple(range(gpus)), f"{name}-{next(self._starts)}")
             future = self._hold(place, gpus, 0).agent.gpus.remote()
-            self._asked[name] = _Asked(place, future, time.monotonic() + ROOM_SECONDS)
+            self._asked[name] = _Asked(place, future, running_time() + ROOM_SECONDS)
 
     def forget(self, name: str) -> None:
         """No longer ask for room for a process."""

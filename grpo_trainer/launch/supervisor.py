@@ -27,12 +27,14 @@ from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, started_again
 from grpo_trainer.launch.process import POLL_SECONDS, Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.phases import IN_WORDS, LOGGED, PATIENCE_SECONDS, SERVER, STARTING, Wait
-from grpo_trainer.signals import Arrivals, ending_signals
+from grpo_trainer.signals import Arrivals, ending_signals, running_time
 
 SHUTDOWN_SECONDS = 9.5
 """Most seconds from the first signal until the last process is gone; more only if one needs longer to save."""
 LONGEST_NOTICE = 600
 """Characters of a line of a notice. The process has cut it already, and said how much; but it may write anything."""
+MOST_SAID = 1000
+"""Notices of trainers that are remembered."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before the first restart, and before any."""
 IN_A_ROW_SECONDS = 600.0
@@ -88,6 +90,7 @@ class Supervisor:
         self._restarts: collections.Counter[str] = collections.Counter()
         self._starved_since: float | None = None
         self._unheard = False
+        self._said: dict[str, str] = {}  # by a trainer's notice: the process that had it first
         self._signals = Arrivals()
         self._handlers: dict[int, signal._HANDLER] = {}
 
@@ -185,6 +188,11 @@ class Supervisor:
         for notice in process.hear():
             if notice.waits and self._unready:
                 continue  # the supervisor waits for the same, and says so
+            if process.spec.restarts == TRAINERS:  # all of its processes may have the same to say
+                if self._said.setdefault(notice.text, process.name) != process.name:
+                    continue
+                if len(self._said) > MOST_SAID:
+                    self._said.clear()
             first, *stack = notice.text.split("\n")[:LINES]
             before = f"; {notice.missed} warnings before it are not shown" if notice.missed else ""
             more = f" (in {process.log_path}{before})" if stack or before else ""
@@ -195,7 +203,7 @@ class Supervisor:
     def _present_waits(self) -> Iterator[Wait]:
         """Yield what servers that are not ready, and the trainer, do now."""
         for process in self.processes:
-            seconds = time.monotonic() - process.started
+            seconds = running_time() - process.started
             if not process.ready:
                 yield Wait(process.name, STARTING, seconds, process.progress)
             elif process.spec.ends_run:
@@ -232,8 +240,8 @@ class Supervisor:
             self._starved_since = None
             return
         # The last rollouts may complete a batch, and the trainer needs a moment to fetch it.
-        self._starved_since = self._starved_since or time.monotonic()
-        if time.monotonic() - self._starved_since > PATIENCE_SECONDS:
+        self._starved_since = self._starved_since or running_time()
+        if running_time() - self._starved_since > PATIENCE_SECONDS:
             last = environments[-1].process
             assert last is not None, "it has ended"
             summary, wanted = "has ended, and the trainer waits for rollouts", "rollouts until the trainer's last step"
@@ -245,7 +253,7 @@ class Supervisor:
         Raises:
             ProcessFailedError: it does not answer, and its time is up; or it refuses the key.
         """
-        seconds = time.monotonic() - process.started
+        seconds = running_time() - process.started
         process.ready = process.is_ready(http)
         if process.ready:
             row.state = "running" if row.state in ("starting", "restarting") else row.state
@@ -273,7 +281,7 @@ class Supervisor:
             self._tell_user(f"{spec.name}: has left")
             return
         how = "not ready in time" if late else process.how_it_ended()
-        if process.ready and time.monotonic() - process.started > IN_A_ROW_SECONDS:
+        if process.ready and running_time() - process.started > IN_A_ROW_SECONDS:
             self._restarts[spec.restarts] = 0
         done = self._restarts[spec.restarts]
         may_restart = self._may_restart(process)
@@ -309,7 +317,7 @@ class Supervisor:
             if row.process is not None:
                 row.process.kill()
                 row.process.close()
-            row.process, row.state, row.at = None, "restarting", time.monotonic() + seconds
+            row.process, row.state, row.at = None, "restarting", running_time() + seconds
 
     def _give_up(self, group: Sequence[Row]) -> None:
         """Kill what is left of processes, and forget them."""
@@ -325,7 +333,7 @@ class Supervisor:
         Raises:
             ProcessFailedError: they could not be started several times.
         """
-        now = time.monotonic()
+        now = running_time()
         groups: dict[str, list[Row]] = {}
         for row in self.table.values():
             if row.process is None and row.at <= now:
@@ -364,14 +372,14 @@ class Supervisor:
             self._tell_user(f"stopping ({signal.Signals(self._signals.numbers[0]).name}): {first}all processes end")
         for process in processes:
             process.note_family()
-        deadline = time.monotonic() + max([SHUTDOWN_SECONDS, *(process.stop_seconds for process in processes)])
+        deadline = running_time() + max([SHUTDOWN_SECONDS, *(process.stop_seconds for process in processes)])
         for is_server in (False, True):
             group = [process for process in processes if (process.spec.ready_url is not None) == is_server]
             for process in group:
                 process.terminate()
-            until = min(deadline, time.monotonic() + max((process.stop_seconds for process in group), default=0.0))
+            until = min(deadline, running_time() + max((process.stop_seconds for process in group), default=0.0))
             while any(process.exit_code is None for process in group):
-                if time.monotonic() > until or len(self._signals.numbers) >= 2:
+                if running_time() > until or len(self._signals.numbers) >= 2:
                     break
                 time.sleep(POLL_SECONDS / 2)
         for process in processes:

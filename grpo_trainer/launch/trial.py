@@ -27,6 +27,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
 from grpo_trainer.launch.plan import ProcessSpec, environment_settings
 from grpo_trainer.launch.process import Process
+from grpo_trainer.signals import running_time
 
 LIMIT_S = 20.0
 """Seconds after which a trial is given up with a warning."""
@@ -46,6 +47,7 @@ class Trial:
         doing: the present step, with its place in the user's code.
         problems: what is wrong.
         found: what was seen; empty: something is wrong, or the trial was given up.
+        longest_prompt: tokens of the longest prompt that the environment knows of; 0: it knows none.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Trial:
     ) -> None:
         self.environment, self._config = environment.name, config
         self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
-        self.is_over = self.is_slow = False
+        self.is_over, self.is_slow, self.longest_prompt = False, False, 0
         self._report = folder / f"{name}.json"
         settings = folder / f"{name}.toml"
         replace_file(settings, tomli_w.dumps(dict(tables)).encode(), mode=0o600)  # it may hold an API key
@@ -66,13 +68,14 @@ class Trial:
         code, report = self._process.exit_code, dict[str, Any]()
         with suppress(OSError, ValueError):
             report = json.loads(self._report.read_bytes())
-        self.seconds = time.monotonic() - self._process.started
+        self.seconds = running_time() - self._process.started
         self.doing = f"{report.get('doing') or 'import'}{' at ' + report['at'] if report.get('at') else ''}"
         if report.get("problems") or report.get("found") is not None:
             problems = [Problem(**problem) for problem in report["problems"]]
             if (size := report["group_size"]) is not None:
                 problems += self._problems_of_groups(size)
             self.problems, self.found = tuple(map(self._named, problems)), report["found"] or ""
+            self.longest_prompt = report["longest_prompt"]
         elif code is not None:
             self._process.drain()
             last = self._process.progress
@@ -124,6 +127,11 @@ class Trial:
 
 class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that an environment knows of; 0: none does."""
+        return max((trial.longest_prompt for trial in self), default=0)
 
     def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
         """Wait for all trials, and return them.

@@ -147,7 +147,12 @@ class FirstsBridge(WeightBridge):
 
 
 def problems_of(
-    info: BridgeInfo, seq_len: int, *, by: str = "start it with", model: nn.Module | None = None
+    info: BridgeInfo,
+    seq_len: int,
+    *,
+    by: str = "start it with",
+    model: nn.Module | None = None,
+    warns: bool = True,
 ) -> list[Problem]:
     """Return the problems that prevent training, and log a warning for settings that may be intended.
 
@@ -155,11 +160,12 @@ def problems_of(
         seq_len: longest sequence of the training.
         by: first words of a fix: how the user passes the server an argument.
         model: the trainer's model, if the user started the server separately; else None.
+        warns: False: another process of the trainer logs the warnings.
     """
-    if info.max_model_len < seq_len:
+    if info.max_model_len < seq_len and warns:
         log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
     if model is not None and info.logits_dtype is not None:
-        _compare_logits(info, model)
+        _compare_logits(info, model, warns=warns)
     if info.logprobs_mode == "processed_logprobs":
         return []
     wanted = "processed_logprobs"
@@ -174,16 +180,16 @@ def problems_of(
     ]
 
 
-def _compare_logits(info: BridgeInfo, model: nn.Module) -> None:
+def _compare_logits(info: BridgeInfo, model: nn.Module, *, warns: bool) -> None:
     """Warn if only one side rounds its logits to 16 bits: their logprobs then differ more than if both sides did.
 
-    A server in fp32 has fp32 logits in any case.
+    A server in fp32 has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
     """
     device = next(model.parameters()).device
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
     dtype = str(logits_BTV.dtype).removeprefix("torch.")
-    if (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
+    if warns and (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
         log.warning(
             "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
             "server with --logits-dtype %s, or give the trainer the other",

@@ -144,7 +144,8 @@ class SharedBridge(WeightBridge):
                     wanted=boot,
                     fix="start the trainer again",
                 )
-        found = [problems_of(info, self._seq_len, model=self._policy.model) for info in self._infos]
+        model, leads = self._policy.model, self._world.leads
+        found = [problems_of(info, self._seq_len, model=model, warns=leads) for info in self._infos]
         if problems := self._named(dict(zip(self._servers, found, strict=True))):
             raise BridgeError.of(problems)
 

@@ -212,6 +212,7 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
             "GPU 3, 3",
             "--server.gpus",
         ),
+        ({"server.replicas": 2, "server.gpus": "0;0", "server.gpu_memory_utilization": 0.3}, {}, "", "", ""),
         # another distribution
         ({}, EXPERTS, "warn distribution", "experts", "--routing-replay server"),
         ({"routing_replay": "server"}, EXPERTS, "", "", ""),

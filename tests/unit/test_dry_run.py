@@ -20,6 +20,8 @@ from grpo_trainer.errors import ConfigError, PortBusyError
 from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
+from grpo_trainer.model.shape import shape_of
+from grpo_trainer.run_defaults import chosen, described
 
 GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
@@ -50,12 +52,15 @@ def test_every_process_has_a_row_with_its_stage_port_and_command() -> None:
     assert {row.stage for row in rows(a_run(), FOUR_GPUS).values()} == {1, 2}
 
 
-def test_gpus_of_servers_and_trainers() -> None:
+def test_gpus_of_servers_and_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = rows(a_run(server__replicas="2", server__gpus="1;2,3", trainer_gpus="2"), FOUR_GPUS)
     assert {name: row.gpus for name, row in spread.items()} == {
         "api": (), "server": (1,), "server-2": (2, 3), "trainer": (0,), "trainer-1": (1,), "env-arithmetic": (),
     }  # fmt: skip
     assert (spread["trainer"].port, spread["trainer-1"].port) == (7000, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    other = rows(a_run(server__gpus="7"), FOUR_GPUS)
+    assert (other["server"].gpus, other["trainer"].gpus) == ((1,), (0,))  # numbers among the visible ones
     wide = rows(a_run(tensor_parallel_size="4", device="cuda:3"), FOUR_GPUS)
     assert wide["server"].gpus == (0, 1, 2, 3) and wide["trainer"].gpus == (3,)
 
@@ -83,9 +88,9 @@ def test_on_a_cluster_every_process_has_its_node_and_gpus_of_its_own() -> None:
 def test_no_secret_is_shown() -> None:
     config = a_run(vllm_api_key="door-1", rollout_api_key="door-2", server__extra_args="--hf-token,door-3")
     found = [*rows(config).values()]
-    console = Console(record=True, width=200)
-    dry_run.print_rows(found, (), console)
-    for shown in (dry_run.as_json(found, ()), console.export_text()):
+    console, ahead = Console(record=True, width=200), dry_run.Ahead([], found, [])
+    dry_run.print_ahead(ahead, console)
+    for shown in (dry_run.as_json(ahead), console.export_text()):
         assert "door-" not in shown and "--hf-token" in shown
     assert "VLLM_API_KEY" in rows(config)["server"].variables
 
@@ -108,9 +113,13 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     folder = model.parent / "run"
     words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(folder), "--server.port", "0"]
     done = CliRunner().invoke(app, [*words, "--api.port", "0", "--json"], catch_exceptions=False)
-    found = json.loads(done.stdout)["processes"]
-    assert [each["name"] for each in found] == ["api", "server", "trainer", "env-arithmetic"]
+    found = json.loads(done.stdout)
+    assert [each["name"] for each in found["processes"]] == ["api", "server", "trainer", "env-arithmetic"]
     assert done.exit_code == 0 and not folder.exists()
+    table = CliRunner().invoke(app, [*words, "--api.port", "0"], catch_exceptions=False).stdout
+    config = build_run({}, {"model_name": str(model), "run_dir": str(folder)})
+    summary = described(config, chosen(config, CPU, shape_of(str(model))), CPU, shape_of(str(model)))
+    assert found["summary"] == summary and table.startswith("\n".join(summary)), "what the start says"
 
 
 def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +133,13 @@ def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError) as wrong:
         CliRunner().invoke(app, words, catch_exceptions=False)
     assert "--reward" in wrong.value.field and "solution" in wrong.value.got
+    # 3000 of "a" are more than 2048 - 1024 tokens: the default length grows.
+    (model / "data.jsonl").write_text(
+        f'{{"prompt": "{"a" * 3000}", "answer": "1"}}\n{{"prompt": "a", "answer": "1"}}\n'
+    )
+    done = CliRunner().invoke(app, [*words[:-1], "exact_match", "--json"], catch_exceptions=False)
+    command = json.loads(done.stdout)["processes"][1]["command"]
+    assert command[command.index("--max-model-len") + 1] == str(3000 + 1024)
 
 
 def test_what_would_stop_the_run_stops_the_dry_one(
@@ -131,7 +147,7 @@ def test_what_would_stop_the_run_stops_the_dry_one(
 ) -> None:
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
     with pytest.raises(PortBusyError) as error:
-        dry_run.look_ahead(build_run({}, {**BASE, "model_name": str(model), "api.port": busy_port}))
+        dry_run.look_ahead(build_run({}, {**BASE, "model_name": str(model), "api.port": busy_port}), print)
     assert error.value.field == "--api.port"
     with pytest.raises(ConfigError) as wrong:
         CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)
@@ -160,9 +176,15 @@ def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
         raise ConfigError("no Ray cluster answers", field="--cluster", got=address)
 
     monkeypatch.setattr("grpo_trainer.launch.ray_cluster.RayCluster", no_cluster)
-    run = {"model_name": str(model), "run_dir": str(model / "run"), "server.port": 0, "api.port": 0}
-    found, notes = dry_run.look_ahead(build_run(read_toml(CONFIGS / f"{name}.toml"), run))
-    assert {row.name: row.gpus for row in found if row.name in gpus} == gpus
-    assert all(part in " ".join(notes) for part in missing) and bool(notes) == bool(missing)
+    run = {
+        "model_name": str(model),
+        "run_dir": str(model / "run"),
+        "server.port": 0,
+        "api.port": 0,
+        "try": False,
+    }
+    ahead = dry_run.look_ahead(build_run(read_toml(CONFIGS / f"{name}.toml"), run), print)
+    assert {row.name: row.gpus for row in ahead.processes if row.name in gpus} == gpus
+    assert all(part in " ".join(ahead.missing) for part in missing) and bool(ahead.missing) == bool(missing)
     assert asked == [False] * (name == "several_machines"), "it does not wait"
-    assert json.loads(dry_run.as_json(found, notes))["missing"] == notes
+    assert json.loads(dry_run.as_json(ahead))["missing"] == ahead.missing

@@ -19,7 +19,7 @@ import pytest
 
 from environments import base
 from environments.__main__ import main
-from environments.arithmetic import ArithmeticConfig
+from environments.arithmetic import ArithmeticConfig, ArithmeticEnv
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
@@ -313,6 +313,22 @@ def test_what_a_run_does_not_try(model: Path) -> None:
     )
     with trying(config) as trials:
         assert trials.outcomes() == []
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_cli_ends_only_a_process_that_is_its_own(is_own: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def processed(env: BaseEnv[Any], groups: int) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(cli, "process", processed)
+    words = ["process", "--env.tokenizer_name", str(model), "--openai.base_url", "http://127.0.0.1:9/v1"]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *words])
+    hard = []  # what could end the process later, from another thread or in a signal handler
+    monkeypatch.setattr(cli, "_call_after", lambda seconds, function: hard.append(seconds))
+    monkeypatch.setattr(cli, "_stop_on_signals", lambda stop, status: hard.append(status))
+    with pytest.raises(SystemExit) as ended:
+        ArithmeticEnv.cli(None if is_own else words)
+    assert ended.value.code == 0 and hard == ([1, cli.CLOSE_S] if is_own else [])
 
 
 def test_no_command_ends_in_silence(model: Path) -> None:

@@ -59,7 +59,7 @@ def setup(
     share: float = 0.5,
     devices: Devices = H200,
     trainers: int = 1,
-    **server: int,
+    **server: int | str,
 ) -> Setup:
     """A run whose server has a share of its GPUs."""
     changed = config.server.model_copy(update={"gpu_memory_utilization": share, **server})
@@ -149,6 +149,39 @@ def test_servers_hold_weights_and_slots_for_adapters() -> None:
     rows = setup(trainer("shared_vllm"), devices=Devices("cuda", 10**12, 2), trainers=2, replicas=2).plan().rows
     for owner in ("trainer", "server"):  # in pairs, with each GPU's memory for one of them
         assert {row.device for row in rows if row.owner == owner} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "servers"),
+    [
+        ("0;1", None, {0: 1, 1: 1}),
+        ("1;1", None, {1: 2}),
+        ("1 ; 1", None, {1: 2}),
+        ("0,1;1,2", None, {0: 1, 1: 2, 2: 1}),
+        ("7;6", ("6", "7"), {0: 1, 1: 1}),  # the trainer is on the first that it sees, which is 6
+        ("6;6", ("6", "7"), {0: 2}),
+        ("GPU-b;GPU-b", ("GPU-a", "GPU-b"), {1: 2}),
+        ("0;0", ("7",), {1: 2}),  # one that only the servers see
+    ],
+)
+def test_memory_of_servers_adds_up_on_each_gpu(
+    gpus: str, visible: tuple[str, ...] | None, servers: dict[int, int]
+) -> None:
+    devices = Devices("cuda", 141_000_000_000, 4, visible)
+    plan = setup(trainer("lora_only"), share=0.25, devices=devices, replicas=2, gpus=gpus).plan()
+    alone = setup(trainer("lora_only"), share=0.25).plan()
+    one = sum(row.nbytes for row in alone.rows if row.owner == "server")
+    found = {
+        device: sum(row.nbytes for row in plan.rows if (row.owner, row.device) == ("server", device))
+        for device in {row.device for row in plan.rows if row.owner == "server"}
+    }
+    assert found == {device: count * one for device, count in servers.items()}
+    assert plan.kv_tokens == 2 * alone.kv_tokens
+    assert {row.device for row in plan.rows if row.owner == "trainer"} == {0}
+    for unknown in ("0,GPU-c", "0,,1", "²"):
+        assert devices.of_servers(trainer().server.model_copy(update={"gpus": unknown})) is None
+    two_halves = setup(trainer("lora_only"), share=0.5, devices=devices, replicas=2, gpus=gpus).plan()
+    assert bool(two_halves.problems) == (max(servers.values()) == 2)
 
 
 def test_activations_and_head() -> None:

@@ -304,14 +304,6 @@ def test_numbers_of_a_list_are_judged_as_a_text(value: list[Any], numbers: tuple
         build(TrainConfig, given)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "numbers"),
-    [("0;1, 3;1", (0, 1, 3)), ("0,GPU-a", None), ("0,,1", None), ("", None), ("²", None), (None, None)],
-)
-def test_gpus_of_servers_by_number(gpus: str | None, numbers: tuple[int, ...] | None) -> None:
-    assert Server(gpus=gpus).numbered_gpus == numbers
-
-
 # flags together with a file ---------------------------------------------------------------------------------
 
 

@@ -140,6 +140,7 @@ ROWS = [
     in_train(rules.servers, {**LORA, "vllm_port": 0}, "--server.port"),
     in_train(rules.servers, {**LORA, "server.replicas": 2}, "--server.replicas"),
     in_run(rules.servers, REPLICAS | {"server.gpus": "0;1"}, "--server.gpus"),
+    in_run(rules.servers, {**LORA, "server.tensor_parallel_size": 2, "server.gpus": "1,1"}, "--server.gpus", ONE_GPU),
     in_run(rules.servers, {**LORA, "server.replicas": "3"}, "--server.replicas", ONE_GPU),
     in_run(rules.cluster, {**LORA, "cluster_nodes": "2"}, "--cluster-nodes"),
     in_run(rules.cluster, CLUSTER | {"server.gpus": "0"}, "--server.gpus"),

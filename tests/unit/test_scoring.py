@@ -189,11 +189,15 @@ async def test_threads_a_hung_function_is_named_and_gives_its_place_to_others(ca
 
 
 BLOCKING = """
-import asyncio, logging, re, sys, time
+import asyncio, logging, os, re, signal, subprocess, sys, time
 from environments import scoring
 
 scoring.LEAST_S, scoring.BEAT_S, scoring.NATIVE_S = 1.5, 0.2, 9.0
 logging.basicConfig(format="%(levelname)s %(message)s")
+
+def stopped(seconds):
+    subprocess.Popen(["sh", "-c", f"sleep {{seconds}}; kill -CONT {{os.getpid()}}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 async def evaluate():
     {block}
@@ -214,7 +218,8 @@ asyncio.run(main())
     [
         ("time.sleep(60)", 1.6, True, os.EX_SOFTWARE),
         ("while True: pass", 0.1, True, os.EX_SOFTWARE),
-        ("re.match('(a+)+$', 'a' * 60 + 'b')", 1.6, True, 1),  # no Python code runs meanwhile
+        ("re.match('(a+)+$', 'a' * 60 + 'b')", 1.6, True, -signal.SIGABRT),  # no Python code runs meanwhile
+        ("stopped(14)", 1.6, True, 0),
         ("time.sleep(2)", 60, True, 0),
         ("time.sleep(3)", 1.6, False, 0),  # as in setup()
     ],

@@ -164,6 +164,33 @@ def test_watch_leaves_steps_alone(seen: Seen) -> None:
         assert "step watch" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_time_in_which_a_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    clock = signals.RunningTime()
+    began = clock()
+    for seconds, counted in ((1, 1), (5, 6), (1000, 11), (2, 13)):  # of a gap 5 s at most
+        now[0] += seconds
+        assert clock() - began == counted
+    monkeypatch.setattr(watchdog, "running_time", clock)
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+    looks = threading.Semaphore(0)
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            looks.release()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(watchdog.threading, "Event", Ended)
+    with seen.watch(600.0, grace=600.0).over("step 7"):
+        for _ in range(3):
+            assert looks.acquire(timeout=60)
+        now[0] += 100_000  # SIGSTOP, and a day later SIGCONT
+        for _ in range(3):
+            assert looks.acquire(timeout=60)
+    assert not seen.events
+
+
 HANGS = """
 import logging, threading
 from grpo_trainer.watchdog import StepWatch
