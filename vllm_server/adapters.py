@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_server.errors import ServeError
-from vllm_server.protocol.adapter_config import SERVABLE, refusals
+from vllm_server.protocol import SERVABLE, refusals
 from vllm_server.protocol.flat import Header, decode_header, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"

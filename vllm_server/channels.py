@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_server.adapters import check_config, check_header
 from vllm_server.errors import ServeError
-from vllm_server.fence import Fence
+from vllm_server.fence import Fence, check_limit
 from vllm_server.protocol import BridgeStatus, WeightsApplyRequest, WeightsDone, WeightsStageRequest
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse, CudaIpcSpec, GroupSpec
 from vllm_server.protocol.flat import Header, decode_header
@@ -121,8 +121,10 @@ class Channels:
         """Receive a version while generation continues.
 
         Raises:
-            ServeError: 404 the channel is not open; 422 the version did not arrive. The served weights are as before.
+            ServeError: 404 the channel is not open; 422 the version did not arrive, or there is no time limit. The
+                served weights are as before.
         """
+        check_limit(asked.timeout_s)
         self.request(asked.channel, adapters=False)
         started = time.monotonic()
         await self._call("weights", "grpo_weights_stage", asked.channel, asked.version)

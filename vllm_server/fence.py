@@ -32,11 +32,18 @@ logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler an
 
 
 class FencedEngine(Protocol):
-    """The engine's methods that the fence uses; `engine.SharedEngine` implements them."""
+    """The engine's methods that the fence uses; `server.SharedEngine` implements them."""
 
+    async def pause(self, mode: str) -> None: ...
     async def hold(self, *, abort: bool) -> None: ...
     async def renew(self, *, recompute: bool) -> None: ...
     async def release(self) -> None: ...
+
+
+def check_limit(seconds: float) -> None:
+    """Raise a ServeError, 422, if this is no time limit."""
+    if not 0 < seconds < float("inf"):
+        raise ServeError(422, "timeout_s", seconds, "more than 0 seconds", "raise it")
 
 
 @dataclass(eq=False)
@@ -65,6 +72,7 @@ class Fence:
         fault: why the state of the weights is unknown; None if it is known.
         updates: number of completed updates.
         paused: a client paused generation: it stays paused after an update ends.
+        asleep: the weights are not in the device's memory: nothing may write them.
     """
 
     boot_id: str
@@ -77,6 +85,9 @@ class Fence:
     last_update_time: float = 0.0
     last_stall_seconds: float = 0.0
     paused: bool = False
+    asleep: bool = False
+    _pausing: asyncio.Future[None] | None = None
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held until the engine has paused
     _update: Update | None = None
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
     _tearing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -127,10 +138,54 @@ class Fence:
             wanted, fix = f"{self.boot_id}, this server's", "the server was restarted: connect to it again"
             raise ServeError(409, "boot_id", boot_id, wanted, fix)
 
+    def check_awake(self) -> None:
+        """Raise a ServeError, 409, while the weights are not in the device's memory."""
+        if self.asleep:
+            raise ServeError(409, "sleep", "a server that sleeps", "one that is awake", "POST /bridge/wake_up first")
+
+    async def pause(self, mode: str) -> None:
+        """Pause generation until `resume`. If the engine fails to pause, generation resumes.
+
+        An update that begins meanwhile waits. `resume` ends the wait for requests in flight.
+
+        Raises:
+            ServeError: 409, an update is in progress, or generation was resumed meanwhile.
+        """
+        self.check_idle()
+        async with self._changing:
+            self.check_idle()
+            self._pausing = asyncio.ensure_future(self.engine.pause(mode))
+            try:
+                await self._pausing
+            except asyncio.CancelledError:
+                await self._release()
+                got, wanted = "generation that was resumed meanwhile", "requests in flight that end first"
+                raise ServeError(409, "pause", got, wanted, "pause again") from None
+            except BaseException:
+                await self._release()
+                raise
+            finally:
+                self._pausing = None
+            self.paused = True
+
+    async def resume(self) -> None:
+        """Resume generation after `pause`.
+
+        Raises:
+            ServeError: 409, an update is in progress; 503, the state of the weights is unknown.
+        """
+        self.check_idle()
+        self.check_healthy()
+        if self._pausing is not None:
+            self._pausing.cancel()
+        await self.engine.release()
+        self.paused = False
+
     async def tear(self, token: str, why: str) -> None:
-        """Poison the weights: a write of weights that were sent has failed."""
-        self._stop_clock(self.held(token))
-        await self._tear(why)
+        """Poison the weights: a write of weights that were sent has failed. If the update has ended, it is torn."""
+        if (update := self._update) is not None and update.token == token and not update.ending:
+            self._stop_clock(update)
+            await self._tear(why)
 
     def held(self, token: str) -> Update:
         """Return the update within which the weights may be written; raise a ServeError, 409, for another's token."""
@@ -148,17 +203,19 @@ class Fence:
         """
         self.check_writable("update")
         self.check_boot(asked.boot_id)
-        if not 0 < asked.timeout_s < float("inf"):
-            raise ServeError(422, "timeout_s", asked.timeout_s, "more than 0 seconds", "raise it")
+        check_limit(asked.timeout_s)
+        self.check_awake()
         self.check_idle()
-        update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
-        self._update = update  # set before the first await: a second update that begins meanwhile is refused
-        self._settled.clear()
-        try:
-            await self.engine.hold(abort=asked.in_flight == "abort")
-        except BaseException:
-            await self._cancel()
-            raise
+        async with self._changing:
+            self.check_idle()
+            update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
+            self._update = update  # set before the engine is held: a second update that begins meanwhile is refused
+            self._settled.clear()
+            try:
+                await self.engine.hold(abort=asked.in_flight == "abort")
+            except BaseException:
+                await self._cancel()
+                raise
         update.held = True
         update.timer = asyncio.get_running_loop().call_later(asked.timeout_s, self._time_is_up, update)
         return UpdateBeginResponse(token=update.token, pause_seconds=time.monotonic() - update.started)
@@ -191,10 +248,18 @@ class Fence:
     async def _cancel(self) -> None:
         """Resume generation with the weights as they were: nothing was written."""
         try:
-            if self.fault is None and not self.paused:
-                await self.engine.release()
+            await self._release()
         finally:
             self._settle()
+
+    async def _release(self) -> None:
+        """Let the engine compute, unless a client paused it or the state of the weights is unknown."""
+        if self.fault is None and not self.paused:
+            try:
+                await self.engine.release()
+            except BaseException as error:  # new requests would wait for it for ever
+                self.fault = f"generation could not resume ({error!r})"
+                raise
 
     async def _finish(self, update: Update, version: int) -> None:
         try:
@@ -203,13 +268,11 @@ class Fence:
             self.last_update_time = time.time()
             self.on_version(version)
             self.fault = None
-            if not self.paused:
-                await self.engine.release()
+            await self._release()
         except BaseException as error:
-            self.fault = f"generation could not resume after an update ({error!r})"
+            await self._poison(f"generation could not resume after an update ({error!r})")
             raise
-        finally:
-            self._settle()
+        self._settle()
 
     def _time_is_up(self, update: Update) -> None:
         self._stop_clock(update)
@@ -219,11 +282,16 @@ class Fence:
         tearing.add_done_callback(self._tearing.discard)
 
     async def _tear(self, why: str) -> None:
-        """Poison the weights and end in-flight requests: they may never get valid weights."""
-        self.fault = f"an update of the weights is torn: {why}"
-        logger.error("Generation is refused: %s", self.fault)
+        await self._poison(f"an update of the weights is torn: {why}")
+
+    async def _poison(self, fault: str) -> None:
+        """End the update, and in-flight requests with it: they may never get valid weights."""
+        self.fault = fault
+        logger.error("Generation is refused: %s", fault)
         try:
             await self.engine.hold(abort=True)
+        except Exception:  # the fault is known, and matters more
+            logger.exception("Requests in flight could not be ended")
         finally:
             self._settle()
 

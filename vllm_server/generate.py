@@ -18,6 +18,7 @@ from grpo_common.disconnects import unless_disconnected
 from grpo_common.suggest import did_you_mean
 from vllm_server.errors import ServeError
 from vllm_server.http import NDJSON, route
+from vllm_server.output_blocks import experts_of
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import (
     GENERATE_ROUTE,
@@ -29,7 +30,6 @@ from vllm_server.protocol import (
     TokenLogprobs,
     TokenPrompt,
 )
-from vllm_server.routed_experts import experts_of
 from vllm_server.seams import engine_dead_error, engine_generate_error, request_errors, require
 from vllm_server.server import PolicyServer
 

@@ -27,33 +27,32 @@ class Version:
     slot: int = -1
     in_flight: int = 0
     served: int = 0
+    writes: int = 0  # of its weights in place
     retired: bool = False
     by_name_only: bool = False  # only for requests that name it; never "the newest"
 
 
-@dataclass(frozen=True)
 class Lease:
-    """A request's hold on the version that answers it. `rebase` may change the base model's number meanwhile."""
+    """A request's hold on the version that answers it. The base model's weights may be written meanwhile."""
 
-    version: Version
-    began_with: int
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        self.began_with = version.version
+        self._writes = version.writes
 
     @property
     def ended_with(self) -> int | None:
-        """Return the current number if it differs from that at the beginning, else None."""
-        return None if self.version.version == self.began_with else self.version.version
+        """Return the current number if the weights were written since the beginning, else None.
+
+        The number may be the same: a proof writes other weights, and then the old ones.
+        """
+        return None if self.version.writes == self._writes else self.version.version
 
 
 def check_version(version: int) -> None:
     """Raise a ServeError, 422, if the number is out of range."""
     if not 0 <= version <= HIGHEST_VERSION:
         raise ServeError(422, "version", version, f"0 to {HIGHEST_VERSION}", "count versions from 1")
-
-
-def _check_name(name: str) -> None:
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        got, wanted = f"{name[:40]!r} ({len(name)} characters)", f"up to {LONGEST_NAME} characters that can be printed"
-        raise ServeError(422, "adapter_name", got, wanted, "choose another name")
 
 
 class PolicyRegistry:
@@ -110,8 +109,10 @@ class PolicyRegistry:
         """
         if name in self._newest_aliases:
             name = None  # an alias such as "policy" asks for its next version
-        if name is not None:
-            _check_name(name)
+        if name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
+            got = f"{name[:40]!r} ({len(name)} characters)"
+            wanted = f"up to {LONGEST_NAME} characters that can be printed"
+            raise ServeError(422, "adapter_name", got, wanted, "choose another name")
         named = parse_version(name, self.lora_name) if name is not None else None
         if version is None:
             version = self._highest + 1 if named is None else named
@@ -159,6 +160,7 @@ class PolicyRegistry:
     def rebase(self, version: int) -> None:
         """Set the base model's version after its weights were changed in place."""
         self.base.version = version
+        self.base.writes += 1
         self._highest = max(self._highest, version)
 
     def make_room(self) -> bool:

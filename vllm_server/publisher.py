@@ -216,6 +216,7 @@ class Publisher:
             named, answer = self._answered
             if answer is not None and named == request.request_id:
                 return answer
+            self.channels.fence.check_awake()
             delivery = await delivered(request, body, self.channels, self.roots)
             answer = await self._publish(request, delivery)
             if request.request_id is not None:

@@ -85,19 +85,13 @@ async def is_paused(server: PolicyServer) -> protocol.PausedState:
 @route("POST", protocol.BRIDGE_PAUSE_ROUTE)
 async def pause(server: PolicyServer, asked: protocol.PauseRequest) -> protocol.BridgeStatus:
     """Pause generation; `mode` decides what happens to in-flight requests."""
-    server.fence.check_idle()
-    server.fence.paused = True
-    # vLLM's docstring says that "keep" keeps the cache, but its code clears it by default.
-    await server.engine.pause_generation(mode=asked.mode, clear_cache=asked.mode != "keep")
+    await server.fence.pause(asked.mode)
     return protocol.BridgeStatus("paused")
 
 
 @route("POST", protocol.BRIDGE_RESUME_ROUTE)
 async def resume(server: PolicyServer) -> protocol.BridgeStatus:
-    server.fence.check_idle()
-    server.fence.check_healthy()
-    server.fence.paused = False
-    await server.engine.resume_generation()
+    await server.fence.resume()
     return protocol.BridgeStatus("resumed")
 
 
@@ -110,6 +104,7 @@ async def is_sleeping(server: PolicyServer) -> protocol.SleepingState:
 async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
     """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     _check_may_sleep(server)
+    server.fence.asleep = True
     await server.engine.sleep(1)
     return protocol.BridgeStatus("asleep")
 
@@ -118,6 +113,7 @@ async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
 async def wake_up(server: PolicyServer) -> protocol.BridgeStatus:
     _check_may_sleep(server)
     await server.engine.wake_up()
+    server.fence.asleep = server.fence.paused = False  # vLLM resumes generation, too
     return protocol.BridgeStatus("awake")
 
 
@@ -128,6 +124,7 @@ def _check_may_sleep(server: PolicyServer) -> None:
     if not server.args.enable_sleep_mode:
         fix = "start it with --enable-sleep-mode"
         raise ServeError(409, "sleep", "a server without sleep mode", "one with it", fix)
+    server.fence.check_idle()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -181,7 +178,10 @@ async def load(server: PolicyServer, request: Request) -> protocol.LoraLoadRespo
         return await server.publisher.load(_from_json(await request.body(), kind))
     try:
         async with server.publisher.bodies.holding(request.stream()) as file:
-            return await server.publisher.load(_from_query(request), file)
+            asked = msgspec.convert(dict(request.query_params), protocol.LoraLoadRequest, strict=False)
+            return await server.publisher.load(asked, file)
+    except msgspec.ValidationError as error:
+        raise ServeError(422, "query", error, "adapter_name, version and activate", "correct it") from error
     except ClientDisconnect:
         logger.warning("An adapter broke off on its way here: nothing of it is published")
         raise
@@ -200,13 +200,6 @@ def _from_json(body: bytes, kind: str) -> protocol.LoraLoadRequest:
             raise
         got, wanted = f"{kind} ({error.got})", f"application/json or {protocol.SAFETENSORS_MEDIA_TYPE}"
         raise ServeError(422, "content-type", got, wanted, "set the content type to that of the body") from error
-
-
-def _from_query(request: Request) -> protocol.LoraLoadRequest:
-    try:
-        return msgspec.convert(dict(request.query_params), protocol.LoraLoadRequest, strict=False)
-    except msgspec.ValidationError as error:
-        raise ServeError(422, "query", error, "adapter_name, version and activate", "correct it") from error
 
 
 @route("POST", protocol.LORA_UNLOAD_ROUTE)

@@ -24,7 +24,7 @@ class Engine(Protocol):
     vllm_config: Any
     renderer: Any
     engine_core: Any
-    output_processor: Any
+    fence: Any
 
     def generate(
         self,
@@ -37,7 +37,6 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Any, None]: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
     async def is_paused(self) -> bool: ...
     async def check_health(self) -> None: ...
     async def sleep(self, level: int = 1) -> None: ...
@@ -55,7 +54,10 @@ SEAMS: Seams = {
         "NoSignalServer": (),
         "watchdog_loop": (),
     },
-    "vllm.entrypoints.launchers.api_server.entry": {"build_async_engine_client": ("args",)},
+    "vllm.engine.arg_utils": {
+        "AsyncEngineArgs.from_cli_args": (),
+        "EngineArgs.create_engine_config": ("usage_context",),
+    },
     "vllm.entrypoints.launchers.api_server.app_state": {
         "init_app_state": ("engine_client", "state", "args", "supported_tasks")
     },
@@ -74,24 +76,29 @@ SEAMS: Seams = {
     "vllm.sampling_params": {"SamplingParams": (), "RequestOutputKind": ()},
     "vllm.lora.request": {"LoRARequest": ()},
     "vllm.renderers.base": {"BaseRenderer.render_cmpl_async": ()},
+    "vllm.usage.usage_lib": {"UsageContext": ()},
     "vllm.v1.engine.async_llm": {
+        "AsyncLLM.from_vllm_config": ("vllm_config", "usage_context", "enable_log_requests", "disable_log_stats"),
+    }
+    | {
         f"AsyncLLM.{name}": tuple(inspect.signature(function).parameters)[1:]
         for name, function in vars(Engine).items()
         if not name.startswith("_")
     },
-    _CORE_CLIENT: {"AsyncMPClient._call_utility_async": ("method", "engine")},
+    _CORE_CLIENT: {
+        "AsyncMPClient._call_utility_async": ("method", "engine"),
+        "AsyncMPClient.resume_scheduler_async": (),
+    },
 }
 """By module: functions, classes and methods, with the parameters that this server passes by name."""
 
 WRITABLE_SEAMS: Seams = {
     _CORE_CLIENT: {
         "AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
-        "AsyncMPClient.resume_scheduler_async": (),
         "AsyncMPClient.reset_prefix_cache_async": ("reset_running_requests",),
         "AsyncMPClient.reset_encoder_cache_async": (),
-        "AsyncMPClient.add_request_async": ("request",),
     },
-    "vllm.v1.engine.output_processor": {"OutputProcessor.abort_requests": ("request_ids", "internal")},
+    "vllm.v1.engine.async_llm": {"AsyncLLM._add_request": ("request",)},
 }
 """The same for a server whose weights a trainer writes."""
 

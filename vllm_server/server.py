@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import msgspec
 
-from vllm_server import routed_experts, seams
+from vllm_server import output_blocks, seams
 from vllm_server.bridge_file import BridgeFile, export
 from vllm_server.channels import Channels
 from vllm_server.errors import FatalError, ServeError, engine_is_dead, not_finite
@@ -87,7 +87,12 @@ class Adapters:
         """
         config = msgspec.json.encode(delivery.config).decode()
         where = {"file": delivery.file, "channel": delivery.channel}
-        answers = await self._call("grpo_install_adapter", adapter_id, config, **where)
+        answers = await call_workers(self.engine, "grpo_install_adapter", args=(adapter_id, config), kwargs=where)
+        for answer in answers:
+            if "field" in answer:
+                raise not_finite(answer["field"], answer["refused"])
+            if "refused" in answer:
+                raise RuntimeError(answer["refused"])
         # With pipeline parallelism a worker has only some layers. A module is unserved if no worker has a place for it.
         unserved = set.intersection(*(set(answer["unserved"]) for answer in answers))
         if unserved:
@@ -98,16 +103,6 @@ class Adapters:
             replayed=all(answer["replayed"] for answer in answers),
             stall_seconds=max(answer["seconds"] for answer in answers),
         )
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """Call a method of every worker's extension. Raise if a worker refuses."""
-        answers = await call_workers(self.engine, method, args=args, kwargs=kwargs)
-        for answer in answers:
-            if "field" in answer:
-                raise not_finite(answer["field"], answer["refused"])
-            if "refused" in answer:
-                raise RuntimeError(answer["refused"])
-        return answers
 
     async def remove(self, name: str, adapter_id: int) -> None:
         """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""
@@ -136,6 +131,11 @@ class SharedEngine:
     """
 
     engine: Engine
+
+    async def pause(self, mode: str) -> None:
+        """Pause generation; return when vLLM has done with requests in flight what the mode says."""
+        # vLLM's docstring says that "keep" keeps the cache, but its code clears it by default.
+        await self.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
 
     async def hold(self, *, abort: bool) -> None:
         """Hold scheduling.
@@ -171,27 +171,6 @@ class SharedEngine:
     async def release(self) -> None:
         """Resume the scheduler."""
         await self.engine.engine_core.resume_scheduler_async()
-
-    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
-        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
-
-        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
-        fence before: with the old key it would read prefixes that the old weights had computed.
-        """
-        core, processor = self.engine.engine_core, self.engine.output_processor
-        add = core.add_request_async
-
-        async def add_salted(request: Any) -> None:
-            try:
-                await passage()
-            except BaseException:
-                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
-                processor.abort_requests([request.request_id], internal=True)
-                raise
-            request.cache_salt = f"{salt()} {request.cache_salt or ''}"
-            await add(request)
-
-        core.add_request_async = add_salted
 
     async def export(self) -> list[Exported]:
         """Have the workers share their parameters, and return their answers by rank.
@@ -252,10 +231,10 @@ class PolicyServer:
         writable = args.shared_weights or args.receive_weights
         fence = Fence(boot_id, shared, on_version=registry.rebase, writable=writable, sent=args.receive_weights)
         if args.return_routed_experts:
-            routed_experts.check(engine.vllm_config, workers)
-            routed_experts.collect()
+            output_blocks.check_experts(engine.vllm_config, workers)
+            output_blocks.collect_experts()
         if writable:
-            shared.salt_caches(fence.passage, lambda: fence.salt)
+            engine.fence = fence
         file = await export(shared, args, boot_id, workers) if args.shared_weights else None
         adapters = Adapters(engine, models)
         call = partial(call_workers, engine)
@@ -288,7 +267,7 @@ class PolicyServer:
         """
         await self.fence.passage()
         with self.publisher.serving(model, policy_version) as version:
-            yield Lease(version, version.version)
+            yield Lease(version)
 
     def check_healthy(self) -> None:
         """Raise a ServeError, 503, if weights or adapters are in an unknown state."""

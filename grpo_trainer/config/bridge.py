@@ -16,8 +16,7 @@ from pydantic import field_validator
 from grpo_common.errors import Problem
 from grpo_trainer.config.options import Ranges, Section, option
 from grpo_trainer.errors import ConfigError
-from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, servable_rank
-from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, refusals, servable_rank
 from vllm_server.protocol.channels import Staging, Transport, WeightTransport
 from vllm_server.protocol.flat import decode_header, read_header
 

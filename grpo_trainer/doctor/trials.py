@@ -76,7 +76,7 @@ def give_broadcast() -> bool:
     """Broadcast to a second process; return whether the numbers arrived there."""
     import torch  # loads the NCCL library
 
-    from vllm_server.protocol.nccl import unique_id
+    from vllm_server.protocol.group import unique_id
 
     torch.cuda.set_device(0)
     identity = unique_id()
@@ -92,7 +92,7 @@ def broadcast(rank: int, identity: bytes) -> bool:
     """Take part as a rank, on the GPU of that number; return whether rank 0's numbers are there."""
     import torch
 
-    from vllm_server.protocol.nccl import Communicator
+    from vllm_server.protocol.group import Communicator
 
     torch.cuda.set_device(rank)
     start = 1 if rank == 0 else 0

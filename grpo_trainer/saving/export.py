@@ -28,7 +28,7 @@ from grpo_trainer.parallel.shard_states import STATES_FOLDER
 from grpo_trainer.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, saved_checkpoints
-from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol import refusals
 
 log = logging.getLogger(__name__)
 

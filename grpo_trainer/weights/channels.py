@@ -54,9 +54,8 @@ from vllm_server.protocol.channels import (
 )
 from vllm_server.protocol.file_parts import PartMemory, PartThreads, memory_of, write_at
 from vllm_server.protocol.flat import with_version
-from vllm_server.protocol.group import BROADCAST_SECONDS, address_towards, meeting
+from vllm_server.protocol.group import BROADCAST_SECONDS, GroupError, address_towards, meeting
 from vllm_server.protocol.group import Group as Ranks
-from vllm_server.protocol.nccl import GroupError
 
 log = logging.getLogger(__name__)
 

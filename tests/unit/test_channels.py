@@ -41,7 +41,7 @@ from tests.unit.factories import bridge_info as info
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import BridgeInfo, LoraLoadRequest, LoraLoadResponse, machine_id
 from vllm_server.protocol.channels import ChannelRequest, ChannelResponse, GroupSpec, Transport, WeightTransport
-from vllm_server.protocol.nccl import NcclError
+from vllm_server.protocol.group import NcclError
 from vllm_server.worker.channels import AdapterChannel
 
 OTHER = "GPU-other"

@@ -18,8 +18,7 @@ from tests.unit.factories import refusing, story
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
-from vllm_server.protocol import LoraLoadRequest
-from vllm_server.protocol.adapter_config import SERVABLE, refusals
+from vllm_server.protocol import SERVABLE, LoraLoadRequest, refusals
 from vllm_server.protocol.channels import (
     ChannelCloseRequest,
     ChannelRequest,
@@ -49,8 +48,8 @@ def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
     spec: Any = CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]])
     if kind != "cuda_ipc":
         spec = GroupSpec(backend=kind, meet="", world_size=2)  # pyright: ignore[reportArgumentType]
-    fields: dict[str, Any] = {"spec": spec, "buckets": [header(adapter())], "adapter_config": CONFIG, **changed}
-    return ChannelRequest(boot_id="b", **fields)
+    fields: dict[str, Any] = {"boot_id": "b", "spec": spec, "buckets": [header(adapter())], "adapter_config": CONFIG}
+    return ChannelRequest(**fields | changed)
 
 
 class Workers:
@@ -113,6 +112,7 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "field", "parts"),
     [
+        ({"boot_id": "another"}, "boot_id", {"got": "another", "wanted": "b, "}),
         ({"buckets": ["?"]}, "buckets", {"wanted": "base64"}),
         ({"buckets": ["AAAA"]}, "buckets", {"got": "3 bytes", "wanted": "base64"}),
         ({"buckets": []}, "buckets", {"got": "0 buckets"}),
@@ -133,7 +133,7 @@ async def test_channels_leave_the_open_one_when_another_cannot_be_served(
 ) -> None:
     channels = (workers := Workers()).channels()
     name = (await channels.open(channel())).channel
-    with refusing(ServeError, field, 409 if field == "weights" else 422) as refused:
+    with refusing(ServeError, field, 409 if field in ("boot_id", "weights") else 422) as refused:
         await channels.open(channel(**changed))
     assert all(part in getattr(refused.value, name) for name, part in parts.items())
     assert workers.open == [name] and (await by_channel(channels, name)).channel == name

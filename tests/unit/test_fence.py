@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.stand_ins import pass_time
 from tests.unit.factories import refusing, story
+from vllm_server import routes
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
@@ -26,7 +28,7 @@ from vllm_server.protocol import (
     WeightsApplyRequest,
     WeightsStageRequest,
 )
-from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, FolderSpec
+from vllm_server.protocol.channels import ChannelRequest, FolderSpec
 from vllm_server.protocol.flat import encode_header, lay_out
 
 BOOT = "boot-of-this-server"
@@ -46,6 +48,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.gate.set()
+
+    async def pause(self, mode: str) -> None:
+        await self._do(f"pause, {mode}")
 
     async def hold(self, *, abort: bool) -> None:
         await self._do("hold, abort" if abort else "hold")
@@ -166,6 +171,7 @@ class Life(RuleBasedStateMachine):
             self.run(self.fence.end(end(self.token)))
         self.engine.failing = ""
         assert "EngineFault" in str(self.fence.fault) and "torn" not in str(self.fence.fault)
+        assert self.engine.events[-1] == "hold, abort", "what ran is ended: nothing would let it go on"
         self.token, self.torn = "", True
         self.salts = [*self.salts, self.fence.salt][: self.fence.updates + 1]
 
@@ -180,12 +186,15 @@ class Life(RuleBasedStateMachine):
     @rule()
     def meddle(self) -> None:
         """Another update, or an end without the token, changes nothing; and tells nobody the token."""
-        for refused, name in ((self.fence.begin(begin()), "update"), (self.fence.end(end("mine")), "token")):
+        for refused, name in (
+            (self.fence.begin(begin()), "update"),
+            (self.fence.end(end("mine")), "token"),
+            (self.fence.pause("keep"), "update"),
+            (self.fence.resume(), "update"),
+        ):
             with refusing(ServeError, name, 409) as error:
                 self.run(refused)
             assert self.token not in str(error.value) and "mine" not in str(error.value)
-        with refusing(ServeError, "update", 409):
-            self.fence.check_idle()
         assert self.engine.events == []
 
     @precondition(lambda self: not self.token)
@@ -196,9 +205,24 @@ class Life(RuleBasedStateMachine):
         assert (str(self.fence.fault) in error.value.fix) == self.torn
         self.fence.check_idle()
 
-    @rule(paused=st.booleans())
-    def pause_from_outside(self, paused: bool) -> None:
-        self.fence.paused = paused
+    @precondition(lambda self: not self.token)
+    @rule(mode=st.sampled_from(["keep", "wait", "abort"]), fails=st.booleans())
+    def pause_from_outside(self, mode: str, fails: bool) -> None:
+        """A pause that fails leaves generation as it was."""
+        self.engine.failing, before = f"pause, {mode}" * fails, self.fence.paused
+        with pytest.raises(EngineFault) if fails else nullcontext():
+            self.run(self.fence.pause(mode))
+        self.engine.failing = ""
+        release = ["release"] if fails and not (before or self.torn) else []
+        assert self.engine.events == [f"pause, {mode}", *release] and self.fence.paused == (before or not fails)
+
+    @precondition(lambda self: not self.token)
+    @rule()
+    def resume_from_outside(self) -> None:
+        with refusing(ServeError, "weights", 503) if self.torn else nullcontext():
+            self.run(self.fence.resume())
+        assert self.engine.events == ([] if self.torn else ["release"])
+        assert self.torn or not self.fence.paused
 
     @invariant()
     def requests_begin_only_with_weights_in_a_known_state(self) -> None:
@@ -305,6 +329,65 @@ async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ends(ended: bool
     fence.check_healthy()
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+@story
+async def test_fence_lets_an_update_wait_for_a_pause_and_a_resume_end_it(resumed: bool) -> None:
+    fence = fence_on(engine := Engine())
+    engine.gate.clear()  # requests in flight
+    pausing = asyncio.create_task(fence.pause("wait"))
+    await asyncio.sleep(0)
+    beginning = asyncio.create_task(fence.begin(begin()))
+    await asyncio.sleep(0.01)
+    assert not (pausing.done() or beginning.done() or fence.updating)
+    resuming = asyncio.create_task(fence.resume()) if resumed else None
+    await asyncio.sleep(0)
+    engine.gate.set()
+    if resuming is not None:
+        await resuming
+        with refusing(ServeError, "pause", 409):
+            await pausing
+    else:
+        await pausing
+    await fence.end(end((await beginning).token))
+    assert fence.paused is not resumed and (engine.events[-1] == "release") is resumed
+
+
+@story
+async def test_fence_of_an_engine_that_neither_holds_nor_goes_on_refuses_requests() -> None:
+    """They would wait for it for ever."""
+    fence = fence_on(engine := Engine())
+
+    async def fails(**_: object) -> None:
+        raise EngineFault
+
+    engine.hold = engine.release = fails  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(EngineFault):
+        await fence.begin(begin())
+    with refusing(ServeError, "weights", 503):
+        await fence.passage()
+
+
+@story
+async def test_fence_of_a_server_that_sleeps_begins_no_update_and_wakes_with_generation() -> None:
+    async def nothing(level: int = 1) -> None: ...
+
+    fence = fence_on(engine := Engine())
+    args = SimpleNamespace(shared_weights=False, enable_sleep_mode=True)
+    server: Any = SimpleNamespace(fence=fence, args=args, engine=SimpleNamespace(sleep=nothing, wake_up=nothing))
+    await fence.pause("keep")
+    await routes.sleep(server)
+    with refusing(ServeError, "sleep", 409):
+        await fence.begin(begin())
+    assert not fence.updating and engine.events == ["pause, keep"]
+    await routes.wake_up(server)  # vLLM goes on then, although it was paused
+    token = (await fence.begin(begin())).token
+    for step in (routes.sleep, routes.wake_up):
+        with refusing(ServeError, "update", 409):
+            await step(server)
+    await fence.end(end(token))
+    assert engine.events[-1] == "release"
+
+
 HEADER = b64encode(encode_header(lay_out([("w", (2, 2))], "F32"), {})).decode()
 OPEN = ChannelRequest(boot_id=BOOT, spec=FolderSpec(folder="/x"), buckets=[HEADER])
 
@@ -332,9 +415,9 @@ class Workers:
 class Made:
     """A channel on two workers and a fence, as a server has them."""
 
-    def __init__(self, workers: Workers | None = None, *, accepts: bool = True) -> None:
+    def __init__(self, workers: Workers | None = None) -> None:
         self.workers, self.fence = workers or Workers(), fence_on(Engine())
-        self.channels = Channels(self.call, self.fence, accepts, max_rank=None)
+        self.channels = Channels(self.call, self.fence, accepts=True, max_rank=None)
 
     async def call(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         return await self.workers.collective_rpc(method, args=args)
@@ -347,29 +430,12 @@ class Made:
         return token, WeightsApplyRequest(channel=channel, version=1, token=token)
 
 
-@pytest.mark.parametrize(
-    ("change", "accepts", "status", "field"),
-    [
-        ({}, False, 409, "weights"),
-        ({"boot_id": "another"}, True, 409, "boot_id"),
-        ({"buckets": ["AAAA"]}, True, 422, "buckets"),
-        ({"buckets": ["?"]}, True, 422, "buckets"),
-    ],
-)
-def test_channel_that_cannot_be_opened_reaches_no_worker(
-    change: dict[str, Any], accepts: bool, status: int, field: str
-) -> None:
-    made = Made(accepts=accepts)
-    with refusing(ServeError, field, status):
-        asyncio.run(made.channels.open(msgspec.structs.replace(OPEN, **change)))
-    assert made.workers.calls == []
-
-
-@pytest.mark.parametrize("workers", [Workers(staging_bytes=(16, 0)), Workers(open="no partner")])
-def test_channel_that_not_all_workers_have_is_closed_in_all(workers: Workers) -> None:
-    with pytest.raises(ServeError) as refused:
-        asyncio.run(Made(workers).channels.open(OPEN))
-    assert refused.value.status == 422 and workers.calls == ["open", "close"]
+@story
+async def test_channel_that_one_worker_alone_can_stage_is_closed_in_all() -> None:
+    workers = Workers(staging_bytes=(16, 0))
+    with refusing(ServeError, "staging", 422):
+        await Made(workers).channels.open(OPEN)
+    assert workers.calls == ["open", "close"]
 
 
 @story
@@ -421,23 +487,10 @@ async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_w
     await writing.wait()
     await made.fence.end(UpdateEndRequest(token=token, version=3, torn=True))
     answered.set()
-    with pytest.raises(ServeError):
+    with refusing(ServeError, "weights", 422) as refused:
         await applying
+    assert "gone" in refused.value.got, "the first error"
     assert made.fence.fault is not None
-
-
-@story
-async def test_channel_is_replaced_by_a_newer_one() -> None:
-    made = Made()
-    calls = made.workers.calls
-    first, second = [(await made.channels.open(OPEN)).channel for _ in range(2)]
-    assert calls == ["open", "close", "open"]
-    with refusing(ServeError, "channel", 404):
-        await made.channels.stage(WeightsStageRequest(channel=first, version=1, timeout_s=1.0))
-    await made.channels.close(ChannelCloseRequest(channel=first))
-    assert calls[-1] == "open", "that one is closed already"
-    await made.channels.close(ChannelCloseRequest(channel=second))
-    assert calls[-1] == "close"
 
 
 @pytest.mark.parametrize("workers", [Workers(arrived=False), Workers(staged="connection lost")])
@@ -450,3 +503,12 @@ def test_channel_refuses_a_version_that_does_not_arrive_in_time(workers: Workers
     with pytest.raises(ServeError) as refused:
         asyncio.run(life())
     assert refused.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("limit", "field", "status"),
+    [(1.0, "channel", 404), *((limit, "timeout_s", 422) for limit in (0.0, float("inf"), float("nan")))],
+)
+def test_channel_that_is_not_open_or_waits_for_ever_receives_nothing(limit: float, field: str, status: int) -> None:
+    with refusing(ServeError, field, status):
+        asyncio.run(Made().channels.stage(WeightsStageRequest(channel="x", version=1, timeout_s=limit)))

@@ -45,10 +45,14 @@ def test_registry_counts_from_the_version_of_the_base_model(number: int) -> None
 
 def test_registry_base_model_that_is_written() -> None:
     held = registry()
-    lease = Lease(held.resolve(), held.base.version)
+    lease = Lease(held.resolve())
     assert (lease.began_with, lease.ended_with) == (0, None)
     held.rebase(3)
     assert (lease.began_with, lease.ended_with) == (0, 3)
+    for number in (-1, 0):  # a proof writes other weights, then those of the beginning
+        held.rebase(number)
+        assert (lease.began_with, lease.ended_with) == (0, number)
+    held.rebase(3)
     assert held.resolve(policy_version=3) is held.base and held.name_for(None, None) == ("policy-v4", 4)
     with refusing(ServeError, "policy_version"):
         held.resolve(policy_version=0)

@@ -58,7 +58,7 @@ class StandInEngine:
 def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: float = 5.0) -> Publisher:
     held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
     nothing: Any = None
-    channels = Channels(nothing, nothing, accepts=False, max_rank=8)
+    channels = Channels(nothing, Fence("boot", nothing, on_version=lambda _: None), accepts=False, max_rank=8)
     return Publisher(held, StandInEngine(), channels, (root.resolve(),), room_timeout_s=timeout)
 
 
@@ -319,6 +319,7 @@ def test_publish_under_a_name_that_is_none_is_refused(publisher: Publisher, root
 
 def test_fence_has_the_same_bound_of_versions() -> None:
     class Engine:
+        async def pause(self, mode: str) -> None: ...
         async def hold(self, *, abort: bool) -> None: ...
         async def release(self) -> None: ...
         async def renew(self, *, recompute: bool) -> None: ...

@@ -26,7 +26,7 @@ from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.rollouts.filter import misfit
 from grpo_trainer.rollouts.groups import to_group
-from vllm_server import generate, routed_experts
+from vllm_server import generate, output_blocks
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, joined, pack
@@ -107,7 +107,7 @@ def step(runner: Any, record: Record, slots: list[int], first: list[int], finish
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs)
-    routed_experts.collect()
+    output_blocks.collect_experts()
     return LogprobsProcessor
 
 
@@ -144,8 +144,8 @@ def test_prompts_in_parts_and_cached_ones(processor: Any) -> None:
     runner.optimistic_seq_lens_cpu += 1
     step(runner, record, [3, 13], [4, 5])
     steps.append(_attach(runner, record, logprobs(2)))
-    assert routed_experts.experts_of(received(steps, 0, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 2, 4))
-    assert routed_experts.experts_of(received(steps, 1, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 3, 5))
+    assert output_blocks.experts_of(received(steps, 0, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 2, 4))
+    assert output_blocks.experts_of(received(steps, 1, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 3, 5))
     step(runner, record, [], [], finished=("a",))
     assert record.sent == {"b": 4}
 
@@ -153,7 +153,7 @@ def test_prompts_in_parts_and_cached_ones(processor: Any) -> None:
 def test_a_lost_row_is_noticed(processor: Any) -> None:
     got = received([logprobs(1)], 0, processor)
     with pytest.raises(ServeError) as caught:
-        routed_experts.experts_of(got, SHAPE, 1)
+        output_blocks.experts_of(got, SHAPE, 1)
     assert caught.value.field == "routed_experts"
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_records_none_does_not_start(change: dict[str, Any], got: 
     )
     worker = WorkerInfo(rank=0, gpu_uuid="", visible_gpus=[], routed_experts=change.get("routed_experts", SHAPE))
     with pytest.raises(FatalError) as caught:
-        routed_experts.check(config, [worker])
+        output_blocks.check_experts(config, [worker])
     assert got in caught.value.problems[0].got
 
 

@@ -1,4 +1,4 @@
-"""What is around vLLM's application, how the server ends, and how many connections it takes, with stand-ins."""
+"""What is around vLLM's application, what is replaced in vLLM, what is probed, and how the server ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from uvicorn.logging import DefaultFormatter
 
 from grpo_common.text import PrintableRecords
 from tests.processes import ROOT
-from vllm_server import generate, protocol, routes
-from vllm_server.errors import EngineEndedError
+from vllm_server import generate, patches, protocol, routes, seams
+from vllm_server.errors import EngineEndedError, IncompatibleError
 from vllm_server.http import ADAPTERS, CHANGING, GENERATING, ROUTES, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.server import PolicyServer
@@ -84,7 +84,7 @@ def a_server(*, trainer: bool) -> Any:
 
     @asynccontextmanager
     async def serving(model: str | None) -> AsyncIterator[Lease]:
-        yield Lease(registry.resolve(model), 1)
+        yield Lease(registry.resolve(model))
 
     return SimpleNamespace(registry=registry, serving=serving, has_trainer=trainer)
 
@@ -173,13 +173,41 @@ HARMLESS = frozenset(
 """They generate nothing and change no weights, versions, caches or schedule."""
 
 REAL = """
-import json, logging
+import importlib, json, logging, pkgutil, vllm_server
+from vllm_server import patches
+
+def place(name):
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(name)
+
+def same(others):
+    return [name for name in places if place(name) is others[name]]
+
+places = {name: place(name) for each in patches.PATCHES if each.device != "cuda" for name in each.replaces.split()}
+for module in pkgutil.walk_packages(vllm_server.__path__, "vllm_server."):
+    if "preload" not in module.name and "__main__" not in module.name and "lora_kernels" not in module.name:
+        importlib.import_module(module.name)
+patched = {"imported": len(places) - len(same(places))}
+for process in ("server", "engine", "worker"):
+    patches.patch_vllm(process)
+patched["unwritable"] = same(places)
+patches.SharingWorker
+once = {name: place(name) for name in places}
+patches.patch_vllm("worker", writable=True)
+patched |= {"untouched": same(places), "again": len(places) - len(same(once))}
+
 from vllm.entrypoints.launchers.app import build_app
 from vllm_server import flags, routes, serve
-from vllm_server.patches import patch_vllm
 
 args = flags.parse(["--model", "none", "--disable-access-log-for-endpoints", ""])
-patch_vllm("server")
 app = build_app(args, ("generate",), None)
 serve._HttpServer(app, args)
 hostile = "\\x1b[31m \\u202e \\n forged"
@@ -190,18 +218,19 @@ for name in ("vllm.grpo.server", "vllm.entrypoints.api", "uvicorn.error", "async
         logging.getLogger(name).exception("of %s", hostile)
 parts = "127.0.0.1:1", "GET", f"/{hostile}", "1.1", 200
 logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *parts)
-print("\\n" + json.dumps(list(routes.endpoints(app.routes))))
+print("\\n" + json.dumps([patched, list(routes.endpoints(app.routes))]))
 """
 
 
 @pytest.fixture(scope="module")
 def real() -> str:
-    """What a process prints that has built vLLM's own application: hostile log records, and at last its routes.
+    """What a process prints that has patched vLLM and built its application: hostile log records, places, and routes.
 
-    vLLM adds the routes of its development mode.
+    It does in one process what three kinds of processes do. vLLM adds the routes of its development mode.
     """
     pytest.importorskip("vllm")
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    modes = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "GRPO_ROUTED_EXPERTS": "1"}
+    environment = {**os.environ, **modes}
     command = [sys.executable, "-c", REAL]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -210,7 +239,7 @@ def real() -> str:
 
 def test_vllm_has_no_writing_route_that_nobody_has_looked_at(real: str) -> None:
     """A new one is entered in one of the lists."""
-    lines = [line.split(" ") for line in json.loads(real.splitlines()[-1])]
+    lines = [line.split(" ") for line in json.loads(real.splitlines()[-1])[1]]
     paths = {path for method, path in lines if method not in ("GET", "HEAD", "OPTIONS", "WEBSOCKET")}
     assert "/v1/completions" in paths and "/collective_rpc" in paths
     assert paths - GENERATING - CHANGING - HARMLESS == {SCALING, WITHOUT_VERSIONS}
@@ -243,3 +272,52 @@ def test_every_route_of_the_protocol_has_one_handler() -> None:
     assert {generate.generate, routes.health} <= {getattr(route.endpoint, "__wrapped__", None) for route in ROUTES}
     wanted = {value for name, value in vars(protocol).items() if name.endswith("_ROUTE")}
     assert sorted(route.path for route in ROUTES) == sorted(wanted)
+
+
+# patches and seams ------------------------------------------------------------------------------------------------
+
+
+def test_patches_come_with_no_import_and_each_once(real: str) -> None:
+    plain = [name for each in patches.PATCHES if each.writable for name in each.replaces.split()]
+    wanted = {"imported": 0, "unwritable": plain, "untouched": [], "again": 0}
+    assert json.loads(real.splitlines()[-1])[0] == wanted
+
+
+def test_patches_are_in_the_docs_and_have_tests() -> None:
+    rows = [
+        line.split("|") for line in (ROOT / "docs/server.md").read_text().splitlines() if line.startswith("| `vllm.")
+    ]
+    names = [row[1].split("`")[1] for row in rows]
+    assert names == [patch.replaces.split()[0] for patch in patches.PATCHES]
+    for patch in patches.PATCHES:
+        assert (ROOT / "tests" / patch.test).exists() and patch.why and patch.until
+
+
+def test_probe_names_all_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    seams.probe(writable=True)
+    monkeypatch.setitem(seams.SEAMS, "vllm.sampling_params", {"SamplingParams.gone": (), "Gone": ("x",)})
+    monkeypatch.setitem(seams.SEAMS, "vllm.gone", {"anything": ()})
+    monkeypatch.setitem(seams.SEAMS, "vllm.v1.engine.async_llm", {"AsyncLLM.sleep": ("level", "depth")})
+    with pytest.raises(IncompatibleError) as error:
+        seams.probe()
+    for symbol in (
+        "sampling_params.SamplingParams.gone",
+        "sampling_params.Gone",
+        "vllm.gone.anything",
+        "AsyncLLM.sleep(depth)",
+    ):
+        assert symbol in str(error.value)
+
+
+@pytest.mark.parametrize("change", ["no salt", "frozen", "nothing"])
+def test_probe_sees_whether_salts_are_part_of_cache_keys(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    def keys(*_: object) -> tuple[Any, int]:
+        return (None if change == "no salt" else ("salt",)), 0
+
+    request = SimpleNamespace(
+        __struct_fields__=("cache_salt",), __struct_config__=SimpleNamespace(frozen=change == "frozen")
+    )
+    found = {"EngineCoreRequest": request, "generate_block_hash_extra_keys": keys}
+    monkeypatch.setattr(seams, "require", lambda module, name: found[name])
+    assert seams._salts_cache_keys() is (change == "nothing")

@@ -6,8 +6,6 @@ import ctypes
 import json
 import re
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +19,9 @@ from safetensors.torch import load, save
 
 from tests.unit.factories import refusing
 from vllm_server import protocol
-from vllm_server.__main__ import main
-from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, nccl
+from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, group
 from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, lay_out
-from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
+from vllm_server.protocol.group import Communicator, NcclError, unique_id
 from vllm_server.worker.channels import AdapterFiles
 from vllm_server.worker.packed import DTYPES, layout_of
 
@@ -94,38 +91,6 @@ def test_logprobs_on_the_wire_are_keyed_by_text_and_keep_their_order() -> None:
 def test_a_load_request_with_a_typo_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="`adapter_nmae`"):
         msgspec.json.decode(b'{"adapter_path": "/a", "adapter_nmae": "x"}', type=LoraLoadRequest)
-
-
-def test_protocol_is_a_light_edge() -> None:
-    heavy = "{'torch', 'vllm', 'transformers', 'pydantic'}"
-    code = f"import sys, vllm_server.protocol; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_without_vllm_the_command_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("vllm_server.checks.find_spec", lambda name: None)
-    assert main(["--port", "0"]) == 1
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("vllm_server: ") and "'grpo-trainer[gpu]'" in said
-
-
-@pytest.mark.parametrize(
-    ("installed", "refused", "warned"),
-    [("0.31.9", True, False), ("0.32.0", False, False), ("0.32.4+cu130", False, False), ("0.33.0", False, True)],
-)
-def test_older_versions_of_vllm_are_refused_and_newer_ones_warned_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str, refused: bool, warned: bool
-) -> None:
-    monkeypatch.setattr("vllm_server.checks.metadata.version", lambda name: installed)
-    monkeypatch.setattr("vllm_server.flags.set_environment", lambda: None)
-    monkeypatch.setattr("vllm_server.forking.start", lambda: None)
-    monkeypatch.setattr("vllm_server.__main__._serve", lambda argv: 0)
-    assert main(["--port", "0"]) == refused
-    said = capsys.readouterr().err
-    assert (installed in said) is (refused or warned)
 
 
 names = st.text(min_size=1, max_size=30).filter(lambda name: name != "__metadata__" and name.isprintable())
@@ -301,7 +266,7 @@ class StandInLibrary:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInLibrary]:
     made = StandInLibrary()
-    monkeypatch.setattr(nccl, "library", lambda: made)
+    monkeypatch.setattr(group, "library", lambda: made)
     yield made
 
 
@@ -310,7 +275,7 @@ def test_without_the_library_the_error_says_what_was_wanted(monkeypatch: pytest.
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    nccl.library.cache_clear()
+    group.library.cache_clear()
     for use in (unique_id, lambda: Communicator(bytes(128), 0, 2)):
         with refusing(NcclError, "NCCL") as error:
             use()
@@ -321,10 +286,10 @@ def test_without_the_library_the_error_says_what_was_wanted(monkeypatch: pytest.
 def test_a_partner_who_never_comes_is_an_error_and_ends_the_communicator(
     library: StandInLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "INIT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(group, "INIT_TIMEOUT_S", 0.01)
     with refusing(NcclError, "NCCL rank 1 of 2") as error:
         Communicator(bytes(128), 1, 2)
-    assert error.value.wanted.endswith(f" {nccl.INIT_TIMEOUT_S:.0f} s")
+    assert error.value.wanted.endswith(f" {group.INIT_TIMEOUT_S:.0f} s")
     assert library.aborted == [17]
 
 
@@ -338,7 +303,7 @@ def test_whoever_knows_that_nobody_comes_ends_the_wait(library: StandInLibrary) 
     started = time.monotonic()
     with pytest.raises(Refused):
         Communicator(bytes(128), 0, 2, refused)
-    assert time.monotonic() - started < nccl.INIT_TIMEOUT_S
+    assert time.monotonic() - started < group.INIT_TIMEOUT_S
     assert library.aborted == [17]
 
 

@@ -5,7 +5,7 @@ of `layers * top_k` expert ids follows for each token from the first one on, lay
 model has 256 experts at most, else two. Later tokens have no row: the server has not computed the last sampled token.
 
 A token of Mixtral 8x7B (32 layers, 2 experts) takes 64 bytes, one of Qwen3-30B-A3B (48 layers, 8 experts) 384; in JSON
-a third more. `vllm_server.routed_experts` encodes, `grpo_trainer.rollouts.groups` decodes.
+a third more. `vllm_server.output_blocks` encodes, `grpo_trainer.rollouts.groups` decodes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from vllm_server.forking import GUARDED_VARIABLE
 from vllm_server.protocol.bridge_config import Handle
 from vllm_server.protocol.channels import ChannelRequest
-from vllm_server.protocol.nccl import GroupError
+from vllm_server.protocol.group import GroupError
 from vllm_server.worker import routed_experts
 from vllm_server.worker.channels import AdapterChannel, AdapterFiles, gpu_uuid, settings_of
 from vllm_server.worker.packed import NotFiniteError

@@ -9,7 +9,7 @@ which needs Triton. So the older one, which a CPU has as well, gets this:
     _sample           reads the places of a request's tokens that were not sent yet, beside its new token's logprobs
     LogprobsTensors   `RoutedTensors` are those and these rows: one asynchronous copy
     LogprobsLists     `RoutedLists`; a request's slice has its rows as further columns of `logprob_token_ids`
-    LogprobsProcessor in the server's process, takes them off again (`vllm_server.routed_experts`)
+    LogprobsProcessor in the server's process, takes them off again (`vllm_server.output_blocks`)
 
 Without `--return-routed-experts` nothing of this is installed.
 """

@@ -129,6 +129,8 @@ class AdapterSlots:
         helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": None})
         helper.validate_legal(manager.lora_config)
         buffer_E = adapter.buffer_E.clone()  # vLLM scales B in place
+        # vLLM's renaming of checkpoint names, without its merging of q, k, v and of gate, up.
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         lora = SlotResident.from_lora_tensors(
             adapter_id,
             adapter.tensors(buffer_E),
@@ -136,7 +138,7 @@ class AdapterSlots:
             device=str(buffer_E.device),
             dtype=self.dtype,
             model_vocab_size=manager.vocab_size,
-            weights_mapper=_renames(manager.model),
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
             skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
         )
         assert isinstance(lora, SlotResident)
@@ -179,12 +181,6 @@ class AdapterSlots:
         """Drop a slot's recorded copies; a slot has the copies of one layout, its current one."""
         for key in [key for key in self._plans if key[0] == slot]:
             del self._plans[key]
-
-
-def _renames(model: Any) -> Any:
-    """Return vLLM's renaming of checkpoint names, without its merging of q, k, v and of gate, up."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return None if mapper is None else mapper.get_rename_mapper()
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:
