@@ -134,6 +134,22 @@ class Serving:
         return adapter, msgspec.json.decode(response.content, type=LoraLoadResponse)
 
 
+def sampled(answer: GenerateResponse, out: int = 0) -> torch.Tensor:
+    """Logprobs of a completion's tokens, as a client reads them: the first entry of a position is the sampled token."""
+    assert answer.logprobs is not None
+    first = [next(iter(position[0].items())) for position in answer.logprobs[out]]
+    assert [token for token, _ in first] == answer.token_ids[out]
+    return torch.tensor([logprob for _, logprob in first])
+
+
+def forward(model: torch.nn.Module, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs of the same tokens after a prompt, by a model's own forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]  # row i predicts token i + 1
+    return rows[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
 def assert_ends_at_one_of_many_stop_ids(server: Serving) -> None:
     """More ids than vLLM searches quickly, of which one is sampled."""
     sampling = {"max_tokens": 8, "temperature": 1.0, "seed": 1, "ignore_eos": True}

@@ -1,8 +1,6 @@
 """The demo model: what it writes, how well it adds, and what it does to folders."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from environments.demo_model.model import (
     encode,
     warm_up,
 )
-from tests.processes import ROOT
 
 PROBLEMS = ProblemSet.of(10, 49)
 
@@ -28,11 +25,6 @@ PROBLEMS = ProblemSet.of(10, 49)
 def one_thread() -> None:
     """Threads that spin while they wait slow each other down where other processes use the cores."""
     torch.set_num_threads(1)
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "environments.demo_model", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=280)
 
 
 def test_the_model_is_what_it_says(demo_model: Path) -> None:
@@ -62,21 +54,21 @@ def test_its_answers_sampled_by_transformers_are_as_often_right_as_it_says(demo_
     assert accuracy == pytest.approx(said, abs=0.07)
 
 
-def test_a_second_run_reuses_what_is_there(demo_model: Path) -> None:
+def test_a_second_run_reuses_what_is_there(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (demo_model / "model.safetensors").stat()
-    done = run(str(demo_model))
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    assert main([str(demo_model)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
     assert line == f"{demo_model}: {json.loads((demo_model / MARKER).read_text())['summary']}"
     assert (demo_model / "model.safetensors").stat() == before
 
 
-def test_a_strangers_folder_is_left_alone(tmp_path: Path) -> None:
+def test_a_strangers_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    done = run(str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("grpo demo-model: OUT: ") and str(tmp_path) in line and MARKER in line and "--force" in line
+    assert main([str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and line.startswith("grpo demo-model: OUT: ")
+    assert all(part in line for part in (str(tmp_path), MARKER, "--force"))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

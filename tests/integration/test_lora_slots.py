@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.bridge_contract import PROMPT
-from tests.integration.serving import KEEP_VERSIONS, Serving, serving, shared_server
+from tests.integration.serving import KEEP_VERSIONS, Serving, forward, sampled, serving, shared_server
 from vllm_server.protocol import GenerateResponse, LoraLoadResponse
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -70,24 +70,11 @@ def ask(server: Serving, model: str | None = None) -> GenerateResponse:
     return server.generate(PROMPT, model=model, max_tokens=6, temperature=1.0, logprobs=0, seed=5, ignore_eos=True)
 
 
-def sampled(answer: GenerateResponse) -> list[float]:
-    assert answer.logprobs is not None
-    return [next(iter(entry[0].values())) for entry in answer.logprobs[0]]
-
-
-def forward(model: torch.nn.Module, answer: GenerateResponse) -> torch.Tensor:
-    tokens = answer.token_ids[0]
-    with torch.no_grad():
-        logits = model(torch.tensor([[*answer.prompt_token_ids, *tokens]])).logits[0].float()
-    rows = logits.log_softmax(-1)[len(answer.prompt_token_ids) - 1 : -1]
-    return rows[torch.arange(len(tokens)), torch.tensor(tokens)]
-
-
 def assert_serves(server: Serving, model: PeftModel, atol: float = 1e-3) -> None:
     answer = ask(server)
-    torch.testing.assert_close(torch.tensor(sampled(answer)), forward(model, answer), atol=atol, rtol=0)
+    torch.testing.assert_close(sampled(answer), forward(model, PROMPT, answer.token_ids[0]), atol=atol, rtol=0)
     with model.disable_adapter():
-        moved = (torch.tensor(sampled(answer)) - forward(model, answer)).abs().max()
+        moved = (sampled(answer) - forward(model, PROMPT, answer.token_ids[0])).abs().max()
     assert moved > 20 * atol, "the adapter makes no difference: nothing is shown"
 
 
@@ -132,7 +119,7 @@ def test_copies_that_are_repeated_are_vllms_own_loading_bit_for_bit(server: Serv
         answers: dict[bool, list[list[float]]] = {}
         for _ in range(4):
             answer = publish(server, model)
-            answers.setdefault(answer.replayed, []).append(sampled(ask(server)))
+            answers.setdefault(answer.replayed, []).append(sampled(ask(server)).tolist())
         assert len(answers[False]) == len(answers[True]) == 2  # each of two slots: first by vLLM, then repeated
         assert all(got == answers[False][0] for got in answers[False] + answers[True])
         assert_serves(server, model)
@@ -148,11 +135,7 @@ def test_vllms_own_route_gives_the_same_and_leaves_nothing_behind(server: Servin
     assert server.post("/v1/load_lora_adapter", theirs).status_code == 200
     body = {"model": "theirs", "prompt": PROMPT, "max_tokens": 6, "temperature": 1.0, "logprobs": 0, "seed": 5}
     answer = server.post("/v1/completions", body | {"return_token_ids": True, "ignore_eos": True}).json()["choices"][0]
-    got = GenerateResponse(
-        text=[], prompt=None, finish_reasons=[], policy_version=0, model="", prompt_token_ids=PROMPT,
-        token_ids=[answer["token_ids"]],
-    )  # fmt: skip
-    wanted = forward(large, got)
+    wanted = forward(large, PROMPT, answer["token_ids"])
     torch.testing.assert_close(torch.tensor(answer["logprobs"]["token_logprobs"]), wanted, atol=1e-3, rtol=0)
 
     full = server.post("/lora/load", {"adapter_path": str(save(server, small))})  # their slot and the newest version's
@@ -200,20 +183,20 @@ def test_adapters_of_another_dtype_are_served_in_the_servers(tmp_path: Path, dty
         wide, narrow = [], []
         for _ in range(4):
             answer = publish(server, model)
-            wide.append((answer.replayed, sampled(ask(server))))
+            wide.append((answer.replayed, sampled(ask(server)).tolist()))
         for _ in range(4):
             folder = save(server, model)
             weights = folder / "adapter_model.safetensors"
             save_file({k: v.to(getattr(torch, dtype)) for k, v in load_file(weights).items()}, weights)
             answer = server.post("/lora/load", {"adapter_path": str(folder)})
             assert answer.status_code == 200, answer.text
-            narrow.append((answer.json()["replayed"], sampled(ask(server))))
+            narrow.append((answer.json()["replayed"], sampled(ask(server)).tolist()))
         assert [replayed for replayed, _ in wide] == [replayed for replayed, _ in narrow] == [False, False, True, True]
         assert all(got == wide[0][1] for _, got in wide + narrow)
         answer = ask(server)
-        gap = (torch.tensor(sampled(answer)) - forward(rounded, answer)).abs().mean()
+        gap = (sampled(answer) - forward(rounded, PROMPT, answer.token_ids[0])).abs().mean()
         with rounded.disable_adapter():
-            moved = (torch.tensor(sampled(answer)) - forward(rounded, answer)).abs().mean()
+            moved = (sampled(answer) - forward(rounded, PROMPT, answer.token_ids[0])).abs().mean()
         assert gap < 0.1 < moved / 3
         mixed = save(server, model)
         tensors = load_file(mixed / "adapter_model.safetensors")

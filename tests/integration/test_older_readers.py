@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from filelock import FileLock
@@ -41,8 +40,7 @@ from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from grpo_trainer.weights.checkpoint_restart import MergedModels
 from tests.golden.models import CONFIGS, random_model
-from tests.integration.serving import Serving
-from tests.processes import answers, free_port, running, tail, wait_for
+from tests.integration.serving import serve
 from tests.unit.tiny_lora import fill_b
 
 pytestmark = pytest.mark.timeout(900)
@@ -232,20 +230,14 @@ def test_older_readers_answer_as_the_server(older: Path, written: Callable[[str]
     made = written("llama3")
     merged = export_checkpoint(ExportOptions(made.adapter, tmp_path / "merged", merge=True))
     adapter = export_checkpoint(ExportOptions(made.adapter, tmp_path / "adapter"))
-    port, log = free_port(), tmp_path / "log"
-    command = ["-m", "vllm_server", "--model", str(made.base), "--port", str(port), "--max-model-len", "256"]
-    command += ["--max-lora-rank", "8", "--lora-root", str(tmp_path), "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--dtype", "float32"]
-    with running(*command, log=log) as process:
-        server = Serving(f"http://127.0.0.1:{port}", made.base, tmp_path, log, process)
-        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{server.url}/health"), log, 240)
-        assert process.poll() is None, tail(log)
+    flags = ("--max-model-len", "256", "--max-lora-rank", "8", "--lora-root", str(tmp_path), "--dtype", "float32")
+    with serve(made.base, tmp_path, *flags) as server:
 
         def greedy() -> list[int]:
             return server.generate(PROMPT, max_tokens=24, temperature=0, ignore_eos=True).token_ids[0]
 
         before = greedy()
-        loaded = httpx.post(f"{server.url}/lora/load", json={"adapter_path": str(adapter)}, timeout=120)
+        loaded = server.post("/lora/load", {"adapter_path": str(adapter)})
         assert loaded.status_code == 200, loaded.text
         after = greedy()
     base, with_adapter, whole = read_by(older, (made.all_weights, None), (made.all_weights, adapter), (merged, None))

@@ -28,6 +28,8 @@ from tests.integration.serving import (
     RANK,
     Serving,
     assert_ends_at_one_of_many_stop_ids,
+    forward,
+    sampled,
     serving,
     shared_server,
 )
@@ -52,28 +54,10 @@ def base() -> torch.nn.Module:
     return Qwen2ForCausalLM.from_pretrained(shared_server().model_folder, dtype=torch.float32).eval()
 
 
-def forward_logprobs(
-    model: torch.nn.Module, prompt: list[int], answer: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """Logprob of each token of `answer` after `prompt`, by the model's own forward pass."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0].float() / temperature
-    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]  # row i predicts token i + 1
-    return rows[torch.arange(len(answer)), torch.tensor(answer)]
-
-
-def sampled_logprobs(answer: GenerateResponse, out: int = 0) -> torch.Tensor:
-    """As a client reads them: the first entry of each position is the sampled token."""
-    assert answer.logprobs is not None
-    first = [next(iter(position[0].items())) for position in answer.logprobs[out]]
-    assert [token for token, _ in first] == answer.token_ids[out]
-    return torch.tensor([logprob for _, logprob in first])
-
-
 def assert_made_by(model: torch.nn.Module, answer: GenerateResponse, temperature: float = 1.0) -> None:
     for out, tokens in enumerate(answer.token_ids):
-        wanted = forward_logprobs(model, answer.prompt_token_ids, tokens, temperature)
-        torch.testing.assert_close(sampled_logprobs(answer, out), wanted, atol=TOLERANCE, rtol=0)
+        wanted = forward(model, answer.prompt_token_ids, tokens, temperature)
+        torch.testing.assert_close(sampled(answer, out), wanted, atol=TOLERANCE, rtol=0)
 
 
 def test_a_seed_gives_the_same_tokens_whatever_the_chunks_of_the_prompt(server: Serving, tmp_path: Path) -> None:
@@ -149,7 +133,7 @@ def test_a_teacher_is_asked_for_prompt_logprobs(server: Serving, base: torch.nn.
     assert answer.prompt_logprobs is not None
     assert answer.prompt_logprobs[0] is None
     got = [position[token] for token, position in zip(LONG, answer.prompt_logprobs, strict=True) if position]
-    wanted = forward_logprobs(base, LONG[:1], LONG[1:])
+    wanted = forward(base, LONG[:1], LONG[1:])
     torch.testing.assert_close(torch.tensor(got), wanted, atol=TOLERANCE, rtol=0)
     assert all(3 <= len(position) <= 4 for position in answer.prompt_logprobs if position)
 

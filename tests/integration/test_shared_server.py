@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from tests.integration.serving import Serving, save_tiny_model, serving
+from tests.integration.serving import Serving, forward, sampled, save_tiny_model, serving
 from tests.integration.streaming import MANY, TWO_BLOCKS, Stream, paused
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from vllm_server.bridge_file import FOLDER
@@ -161,21 +161,8 @@ def trainer(server: Serving) -> Iterator[Trainer]:
     assert server.get("/health").status_code == 200
 
 
-def expected(model: Qwen2ForCausalLM, prompt: list[int], completion: list[int]) -> list[float]:
-    """The logprobs of a completion by transformers."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()
-
-
-def sampled(response: GenerateResponse) -> list[float]:
-    """The logprobs of the first completion's tokens."""
-    assert response.logprobs is not None
-    return [next(iter(position[0].values())) for position in response.logprobs[0]]
-
-
-def close(ours: list[float], theirs: list[float]) -> bool:
-    return len(ours) == len(theirs) and all(abs(a - b) < TOLERANCE for a, b in zip(ours, theirs, strict=True))
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and bool(((ours - theirs).abs() < TOLERANCE).all())
 
 
 def ask(server: Serving) -> GenerateResponse:
@@ -190,7 +177,7 @@ def test_what_another_process_writes_is_served_at_once_and_old_bits_bring_the_ol
     server = trainer.server
     first = ask(server)
     again = ask(server)  # out of the prefix cache
-    assert close(sampled(first), expected(trainer.reference(), TWO_BLOCKS, first.token_ids[0]))
+    assert close(sampled(first), forward(trainer.reference(), TWO_BLOCKS, first.token_ids[0]))
     assert close(sampled(again), sampled(first))
 
     before = trainer.info
@@ -198,8 +185,8 @@ def test_what_another_process_writes_is_served_at_once_and_old_bits_bring_the_ol
         trainer.change()
     changed = ask(server)
     assert (changed.policy_version, changed.policy_version_end) == (trainer.version, None)
-    assert close(sampled(changed), expected(trainer.reference(), TWO_BLOCKS, changed.token_ids[0]))
-    same_tokens = expected(trainer.reference(), TWO_BLOCKS, first.token_ids[0])
+    assert close(sampled(changed), forward(trainer.reference(), TWO_BLOCKS, changed.token_ids[0]))
+    same_tokens = forward(trainer.reference(), TWO_BLOCKS, first.token_ids[0])
     assert not close(sampled(first), same_tokens), "the change is large enough to be seen"
     after = trainer.info
     assert (after.policy_version, after.update_count) == (trainer.version, before.update_count + 1)
@@ -264,7 +251,7 @@ def test_new_requests_wait_while_the_weights_are_written(trainer: Trainer) -> No
             assert not asking.done() and not completing.done()
         answer = asking.result()
     assert (answer.policy_version, answer.policy_version_end) == (trainer.version, None)
-    assert close(sampled(answer), expected(trainer.reference(), TWO_BLOCKS, answer.token_ids[0]))
+    assert close(sampled(answer), forward(trainer.reference(), TWO_BLOCKS, answer.token_ids[0]))
     assert completing.result().headers["x-policy-version"] == str(trainer.version)
 
 
@@ -322,7 +309,7 @@ def test_fifty_requests_over_thirty_updates_are_each_answered_by_a_version_that_
     for answer in given:
         last = answer.policy_version if answer.policy_version_end is None else answer.policy_version_end
         assert first <= answer.policy_version <= last <= trainer.version
-    by_transformers = cache(lambda parity, tokens: expected(references[parity], prompt, list(tokens)))
+    by_transformers = cache(lambda parity, tokens: forward(references[parity], prompt, list(tokens)))
     for answer in pure:
         theirs = by_transformers(answer.policy_version % 2, tuple(answer.token_ids[0]))
         assert close(sampled(answer), theirs), answer.policy_version
@@ -431,7 +418,7 @@ def test_adapters_are_served_over_weights_that_are_shared(trainer: Trainer) -> N
     assert answer.policy_version == published.policy_version
     model = adapter.get_base_model()
     assert isinstance(model, Qwen2ForCausalLM)
-    assert close(sampled(answer), expected(model, TWO_BLOCKS, answer.token_ids[0]))
+    assert close(sampled(answer), forward(model, TWO_BLOCKS, answer.token_ids[0]))
     assert server.post("/lora/unload", {}).status_code == 200
     assert ask(server).logprobs == base.logprobs
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,11 +47,6 @@ def tell(answers, reader):
         "workers": worker_methods(),
     })
 """
-THREAD = """
-import threading
-threading.Thread(target=threading.Event().wait, name="left behind", daemon=True).start()
-unfit = forking.spoiled()
-"""
 SCRIPT = """
 import os, sys
 from vllm_server import forking
@@ -86,14 +83,13 @@ def script(folder: Path, then: str, module: str = MODULE) -> list[str]:
     return [sys.executable, str(folder / "script.py")]
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != forking.METHOD_VARIABLE}
-    return {**kept, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_WAIT_POLICY": "passive", **more}
+    return {**kept, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_WAIT_POLICY": "passive"}
 
 
-def run(folder: Path, then: str, module: str = MODULE, **more: str) -> subprocess.CompletedProcess[str]:
-    command = script(folder, then, module)
-    env = environment(folder, **more)
+def run(folder: Path, then: str, module: str = MODULE) -> subprocess.CompletedProcess[str]:
+    command, env = script(folder, then, module), environment(folder)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
 
 
@@ -114,35 +110,59 @@ def test_an_engine_that_was_not_forked_leaves_its_workers_to_vllm(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("module", "then", "reason"),
+    ("unfit", "change", "reason"),
     [
-        (MODULE.replace('unfit = ""', 'unfit = "CUDA"'), "", ": CUDA"),
-        (MODULE + THREAD, "", "left behind"),
-        (MODULE, 'os.environ["OMP_PROC_BIND"] = "true"', ": OMP_PROC_BIND "),
-        (MODULE, 'os.environ.pop("OMP_WAIT_POLICY")', ": OMP_WAIT_POLICY "),
-        (MODULE, 'os.environ["LD_PRELOAD"] = "/nowhere/lib.so"', "/nowhere/lib.so"),
-        ("import nothing_of_that_name", "", ": standing_in "),
-        ("import os; os._exit(3)", "", "Error("),
+        ("", {"OMP_NUM_THREADS": "7", "KMP_INIT_AT_FORK": "FALSE", "LATER": "1"}, ""),
+        ("CUDA", {}, "CUDA"),
+        (None, {}, "standing_in "),  # it could not be imported
+        ("", {"OMP_PROC_BIND": "true"}, "OMP_PROC_BIND "),
+        ("", {"OMP_WAIT_POLICY": None}, "OMP_WAIT_POLICY "),
+        ("", {"LD_PRELOAD": "/nowhere/lib.so"}, "/nowhere/lib.so"),
     ],
 )
-def test_nothing_is_forked_from_a_process_that_is_not_fit(tmp_path: Path, module: str, then: str, reason: str) -> None:
+def test_a_process_with_the_imports_says_why_it_is_not_fit(
+    monkeypatch: pytest.MonkeyPatch, unfit: str | None, change: dict[str, str | None], reason: str
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    module = SimpleNamespace(started_with=dict(os.environ), unfit=unfit)
+    monkeypatch.setitem(sys.modules, "standing_in", None if unfit is None else module)  # type: ignore[arg-type]
+    for name, value in change.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    said: list[str] = []
+    forking._answer(SimpleNamespace(send=said.append), "standing_in")  # pyright: ignore
+    assert reason in said[0] and bool(said[0]) == bool(reason)
+
+
+def test_a_process_whose_imports_left_a_thread_is_not_fit() -> None:
+    end = threading.Event()
+    left = threading.Thread(target=end.wait, name="left behind")
+    left.start()
+    try:
+        assert "left behind" in forking.spoiled()
+    finally:
+        end.set()
+        left.join()
+
+
+def test_nothing_is_forked_from_a_process_that_has_ended(tmp_path: Path) -> None:
     log = "import logging; logging.basicConfig(format='%(name)s %(levelname)s %(message)s')"
-    done = run(tmp_path, f"{log}\n{then}\nprint(forking.context())", module)
+    done = run(tmp_path, f"{log}\nprint(forking.context())", "import os; os._exit(3)")
     assert done.stdout.strip() == "None"
-    assert f"{forking.logger.name} WARNING " in done.stderr and reason in done.stderr
+    assert f"{forking.logger.name} WARNING " in done.stderr and "Error(" in done.stderr
 
 
 @pytest.mark.parametrize("variable", [forking.METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY"])
-def test_whoever_wants_the_engine_started_otherwise_gets_it(tmp_path: Path, variable: str) -> None:
-    pid = "from multiprocessing import forkserver\nprint(forkserver._forkserver._forkserver_pid)"
-    done = run(tmp_path, f"print(forking.context())\n{pid}", **{variable: "1"})
-    assert done.stdout.split() == ["None", "None"] and done.stderr == ""
+def test_an_engine_that_must_be_started_otherwise_is(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setattr(forking.forkserver, "ensure_running", lambda: pytest.fail("a process was started"))
+    monkeypatch.setenv(variable, "1")
+    forking.start("standing_in")
+    assert forking.context() is None
 
 
-@pytest.mark.parametrize("moment", ["importing", "waiting"])
-def test_it_ends_with_the_server_even_in_the_midst_of_its_imports(tmp_path: Path, moment: str) -> None:
-    wait = "\ntime.sleep(600)" if moment == "importing" else ""
-    module = f"{MODULE}\nprint('imported', flush=True){wait}"
+def test_it_ends_with_the_server_even_in_the_midst_of_its_imports(tmp_path: Path) -> None:
+    module = f"{MODULE}\nprint('imported', flush=True)\ntime.sleep(600)"
     command, log = script(tmp_path, "import time; time.sleep(600)", module), tmp_path / "log"
     with log.open("w") as output, subprocess.Popen(command, env=environment(tmp_path), stdout=output) as server:
         wait_for("the imports", lambda: "imported" in log.read_text(), log, 30)

@@ -198,9 +198,8 @@ def test_no_test_depends_on_a_short_time() -> None:
     [
         "import sys; sys.argv = ['grpo', '--help']; from grpo_trainer.cli import main; main()",
         "import sys; sys.argv = ['grpo', 'run', '--help']; from grpo_trainer.cli import main; main()",
+        "import vllm_server.protocol, environments.api.wire; assert 'pydantic' not in sys.modules; "
         "import grpo_trainer.config.train, grpo_trainer.config.run",
-        "import environments.api.wire",
-        "import vllm_server.protocol",
         "from grpo_trainer.doctor.checks import examine; from grpo_trainer.machine import look; examine(look(), None)",
     ],
 )

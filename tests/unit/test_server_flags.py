@@ -1,4 +1,4 @@
-"""What the server decides from its flags: graphs, the worker's process, folders of sockets, the logits' dtype."""
+"""What the server refuses, and what it decides from its flags: graphs, the worker's process, sockets, dtypes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,147 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.integration.serving import save_tiny_model
 from tests.processes import ROOT
-from vllm_server import flags, seams
+from vllm_server import __main__, flags, seams
+from vllm_server.checks import check_key, keys_of
+from vllm_server.errors import FatalError
+
+# what the command refuses, called in this process --------------------------------------------------------------
+
+Command = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Runs the command up to the start of the engine; returns its exit status and the lines of stderr."""
+    monkeypatch.setattr("vllm_server.forking.start", lambda: None)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    before = dict(os.environ)
+
+    def run(*argv: object) -> tuple[int, list[str]]:
+        capfd.readouterr()
+        try:
+            status = __main__.main([*map(str, argv)])
+        except SystemExit as ended:  # argparse
+            status = int(ended.code or 0)
+        return status, capfd.readouterr().err.splitlines()
+
+    yield run
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("served") / "model")
+
+
+def test_command_without_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr("vllm_server.checks.find_spec", lambda name: None)
+    status, (said,) = command("--port", 0)
+    assert status == 1 and said.startswith("vllm_server: ") and "'grpo-trainer[gpu]'" in said
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused", "warned"),
+    [("0.31.9", True, False), ("0.32.0", False, False), ("0.32.4+cu130", False, False), ("0.33.0", False, True)],
+)
+def test_command_refuses_older_versions_of_vllm_and_warns_of_newer_ones(
+    monkeypatch: pytest.MonkeyPatch, command: Command, installed: str, refused: bool, warned: bool
+) -> None:
+    monkeypatch.setattr("vllm_server.checks.metadata.version", lambda name: installed)
+    monkeypatch.setattr(__main__, "_serve", lambda argv: 0)
+    status, said = command("--port", 0)
+    assert status == refused and (installed in " ".join(said)) is (refused or warned)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max-lora-rank", "24"], "choose from 1, 8, 16, 32"),
+        (["--lora-keep-versions", "0"], "--lora-keep-versions: got 0, "),
+        (["--enable-lora", "--max-cpu-loras", "4"], "vllm_server: --max-cpu-loras: got 4, "),
+    ],
+)
+def test_command_with_a_wrong_flag_ends_with_a_line_that_says_why(
+    command: Command, model: Path, given: list[str], message: str
+) -> None:
+    pytest.importorskip("vllm")
+    status, said = command("--model", model, "--port", 0, *given)
+    assert status == 2 and message in said[-1]
+    assert len(said) < 10, "the message is not below vLLM's hundreds of flags"
+
+
+def test_command_names_the_holder_of_a_busy_port_before_anything_is_loaded(
+    command: Command, model: Path, busy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(__main__, "_serve", lambda argv: pytest.fail("it goes on"))
+    status, (said,) = command("--model", model, "--port", busy_port)
+    assert status == 2 and said.startswith(f"vllm_server: --port {busy_port}: ") and f" {os.getpid()} (" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--model", "/nowhere/at/all"], "--model /nowhere/at/all: "),
+        (["--model", "tests"], "--model tests: "),  # a folder without a model
+        (["--model", "/nowhere/at/all", "--host=0.0.0.0"], "--host 0.0.0.0: "),
+        (["--model", "/nowhere/at/all", "--host", "::", "--api_key", "k"], "--model /nowhere/at/all: "),
+    ],
+)
+def test_command_with_a_wrong_path_or_no_key_is_one_line(
+    command: Command, given: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status, (said,) = command("--port", 0, *given)
+    assert status == 2 and said.startswith(f"vllm_server: {named}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 4}, "got attention heads of size 16, wanted one that the CPU kernels have"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "which vLLM serves for pooling only"),
+        ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "got NobodyForCausalLM, which vLLM"),
+        ({"architectures": []}, "got a config.json without `architectures`"),
+        ({"quantization_config": {"quant_method": "awq"}}, "got weights quantised by awq with --dtype float32"),
+    ],
+    ids=["head size", "encoder", "unknown", "no architecture", "quantised in float32"],
+)
+def test_command_names_a_model_that_vllm_does_not_serve_in_the_last_line(
+    command: Command, model: Path, tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    pytest.importorskip("vllm")
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
+    status, said = command("--model", tmp_path / "model", "--port", 0)
+    assert status == 2 and said[-1].startswith(f"vllm_server: --model {tmp_path / 'model'}: ") and reason in said[-1]
+
+
+def test_keys_come_from_the_flag_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert keys_of(None) == keys_of([""]) == ()
+    monkeypatch.setenv("VLLM_API_KEY", "variable")
+    assert keys_of(None) == ("variable",)
+    assert keys_of(["a", "b"]) == ("a", "b")
+
+
+def test_key_is_needed_beyond_loopback() -> None:
+    with pytest.raises(FatalError) as refused:
+        check_key("0.0.0.0", ())
+    assert (refused.value.field, refused.value.got) == ("--host 0.0.0.0", "no key")
+    check_key("0.0.0.0", ("k",))
+    check_key("127.0.0.1", ())
+
 
 # batch sizes that get a CUDA graph -----------------------------------------------------------------------------
 
