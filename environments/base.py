@@ -39,8 +39,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.data_config import DataConfig, RewardConfig
 from environments.items import Shuffled, Stream
-from environments.peers.inference import Completion, Inference, Sampling
-from environments.peers.teacher import Teacher
+from environments.peers.inference import Completion, Inference, Sampling, Teacher
 from environments.running.groups import Failures
 from environments.running.state import DataSet
 from environments.scoring import Scoring, Threads

@@ -19,9 +19,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from environments.agent.calls import episode
 from environments.agent.episode import EpisodeFailed, load_command, load_function, played
-from environments.agent.front import Front, Session
+from environments.agent.front import Front, Session, episode
 from environments.api import wire
 from environments.config import ConfigError
 from environments.dataset.data import Data

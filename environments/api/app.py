@@ -41,13 +41,13 @@ log = logging.getLogger("rollout-api")
 
 T = TypeVar("T")
 _EXAMPLE = "tokens masks scores advantages ref_logprobs generation_params inference_logprobs messages images"
-_STATIC = Path(__file__).parent / "static"
+_HERE = Path(__file__).parent
 _STYLE, _SCRIPTS = plotting()
 STATUS_HTML = document(
     "Rollout API",
-    (_STATIC / "status.html").read_text(),
+    (_HERE / "status.html").read_text(),
     style=_STYLE,
-    scripts=[*_SCRIPTS, (_STATIC / "status.js").read_text()],
+    scripts=[*_SCRIPTS, (_HERE / "status.js").read_text()],
     asks="'self'",
 )
 _FREQUENT = ("/scored_data", "/status-env", "/batch")

@@ -172,7 +172,7 @@ class Service:
         if lease is None:
             self.payloads.drop(self.queue.acknowledge(granted.batch_id))
         else:
-            self.payloads.leave(granted.groups)
+            await self.payloads.leave(granted.groups)
         await self.written()
         return Served(payloads, None if lease is None else granted, self.step)
 
@@ -384,6 +384,7 @@ class Service:
 
     def close(self) -> None:
         """Write what is left and let the store go."""
+        self.payloads.close()
         if self.store is not None:
             self.store.close()
 

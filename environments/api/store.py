@@ -6,10 +6,12 @@ transaction: the more clients wait, the more a commit carries. Answers are sent 
 
 import asyncio
 import contextlib
+import logging
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +23,14 @@ from environments.api.queue import Run
 from grpo_common.formats import check_sqlite
 from grpo_common.locks import HeldError, hold
 
+log = logging.getLogger("rollout-api")
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (kind TEXT NOT NULL, id NOT NULL, body BLOB NOT NULL, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 """
 MEMORY_BYTES = 1 << 30
-"""Bytes of groups in memory, if a store has them as well."""
+"""Bytes of groups in memory, if the disk may have the others."""
 _encode = msgspec.msgpack.encode
 R = TypeVar("R")
 Change = tuple[str, Sequence[object]]
@@ -259,19 +263,47 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("COMMIT")
 
 
-class Payloads:
-    """The groups' bytes by id: in memory, and beyond a limit in the store alone.
+class Overflow:
+    """Groups' bytes in a file without a name, which is gone when the process ends, however it ends.
 
-    The oldest groups are trained first, so it is the newest that are left on disk when memory is full.
+    One thread works on it, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "overflow")
+        self._file: sqlite3.Connection | None = None
+
+    def submit(self, sql: str, *values: object) -> Future[list[Any]]:
+        """Run a statement; return its rows, later."""
+        return self._thread.submit(self._run, sql, values)
+
+    def _run(self, sql: str, values: Sequence[object]) -> list[Any]:
+        if self._file is None:
+            self._file = sqlite3.connect("", isolation_level=None)  # SQLite's name for a file without one
+            self._file.execute("CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+        return self._file.execute(sql, values).fetchall()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+class Payloads:
+    """The groups' bytes by id: in memory, and beyond a limit on disk alone.
+
+    The oldest groups are trained first, so it is the newest that are left in the store alone when memory is full.
+    Without a store, those that wait are all in memory (`--max-queued-mb` limits them), and those that a trainer holds
+    move to a file without a name when memory is full.
 
     Args:
-        store: None: all bytes are in memory.
         known: ids of groups that are in the store already, from an earlier process.
     """
 
     def __init__(self, store: Store | None, known: Iterable[int] = ()) -> None:
         self.store = store
         self.in_memory = 0
+        self._overflow = Overflow()
+        self._is_full = False
         self._bodies: dict[int, bytes | None] = dict.fromkeys(known)  # None: on disk alone
 
     def put(self, group_id: int, body: bytes) -> None:
@@ -283,27 +315,63 @@ class Payloads:
             self.store.put_payload(group_id, body)
 
     async def get(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of these groups, in this order."""
+        """Return the bytes of these groups, in this order.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
         found = {each: self._bodies[each] for each in ids}
         from_disk = [each for each, body in found.items() if body is None]
         if from_disk and self.store is not None:
             await self.store.commit()
             found |= await asyncio.to_thread(self.store.read_payloads, from_disk)
+        elif from_disk:
+            query = "SELECT body FROM payloads WHERE id = ?"
+            try:
+                rows = [await asyncio.wrap_future(self._overflow.submit(query, each)) for each in from_disk]
+            except sqlite3.Error as error:
+                raise StoreError("groups that a trainer held cannot be read", got=error, fix="use --store") from error
+            found |= {each: body for each, ((body,),) in zip(from_disk, rows, strict=True)}
         return [body for body in found.values() if body is not None]
 
-    def leave(self, ids: Iterable[int]) -> None:
-        """Keep these groups in the store alone: a trainer has them, and they come again only if it is killed."""
-        for each in self._bodies.keys() & set(ids) if self.store is not None else ():
-            self.in_memory -= len(self._bodies[each] or b"")
-            self._bodies[each] = None
+    async def leave(self, ids: Iterable[int]) -> None:
+        """Keep these groups on disk alone: a trainer has them, and they come again only if it is killed.
+
+        Without a store, what fits into memory stays there, and so does what the disk does not take.
+        """
+        for each in ids:
+            body = self._bodies.get(each)
+            if body is None or (self.store is None and self.in_memory <= MEMORY_BYTES):
+                continue
+            if self.store is None:
+                statement = "REPLACE INTO payloads VALUES (?, ?)"
+                try:
+                    await asyncio.wrap_future(self._overflow.submit(statement, each, body))
+                except sqlite3.Error as error:
+                    if not self._is_full:
+                        log.warning("groups that the trainer holds stay in memory (%s); --store names a place", error)
+                    self._is_full = True
+                    return
+                if each not in self._bodies:  # trained, or forgotten by a reset, while it was written
+                    self._overflow.submit("DELETE FROM payloads WHERE id = ?", each)
+            if self._bodies.get(each) is not None:
+                self._bodies[each] = None
+                self.in_memory -= len(body)
 
     def drop(self, ids: Iterable[int]) -> None:
         """Forget these groups."""
         for each in list(ids):
-            self.in_memory -= len(self._bodies.pop(each, None) or b"")
+            body = self._bodies.pop(each, b"")
+            self.in_memory -= len(body or b"")
             if self.store is not None:
                 self.store.drop_payload(each)
+            elif body is None:
+                self._overflow.submit("DELETE FROM payloads WHERE id = ?", each)
 
     def clear(self) -> None:
         """Forget everything."""
         self.drop(self._bodies)
+
+    def close(self) -> None:
+        """Let the file without a name go."""
+        self._overflow.close()

@@ -20,8 +20,7 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow, require_data
-from environments.dataset.columns import Columns, Prompt
-from environments.dataset.data import Data, Row, read_data
+from environments.dataset.data import Columns, Data, Prompt, Row, read_data
 from environments.dataset.rewards import Asked, Score, TrainerState, load_reward, weighted_sum
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge

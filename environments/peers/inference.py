@@ -1,4 +1,4 @@
-"""Request completions from an inference server: token ids, logprobs and policy version.
+"""Request completions from an inference server: token ids, logprobs and policy version; and a teacher's logprobs.
 
 | server | route | ids and logprobs from |
 |---|---|---|
@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from environments.config import ConfigError, ServerConfig
+from environments.api import wire
+from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.peers.http import Answer, Peer, PeerError, PeerRefused
 from grpo_common.formats import check_format
 from grpo_common.sampling import cuts
@@ -301,7 +302,7 @@ class InferenceClient:
                     fix="name a model, or use --openai.server_type auto",
                 )
             self._kind = CompletionsServer(config.model_name)
-        self._detecting = asyncio.Lock()
+        self._detecting: asyncio.Task[Kind] | None = None
         self._slots = asyncio.Semaphore(config.num_max_requests_at_once)
         self._peer = Peer(
             name,
@@ -362,19 +363,107 @@ class InferenceClient:
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._detecting is not None:
+            self._detecting.cancel()
         await self._peer.close()
+
+    async def detected(self) -> Kind:
+        """Return the kind of the server. Requests that wait for it share one detection, and its error.
+
+        Raises:
+            PeerError: As `detect`.
+        """
+        if self._kind is None:
+            if self._detecting is None:
+                self._detecting = asyncio.create_task(detect(self._peer, self._model))
+                self._detecting.add_done_callback(self._note_kind)
+            await asyncio.shield(self._detecting)  # a request that is given up leaves it to the others
+            assert self._kind is not None, "noted before this task continues"
+        return self._kind
+
+    def _note_kind(self, detecting: asyncio.Task[Kind]) -> None:
+        self._detecting = None
+        if not detecting.cancelled() and detecting.exception() is None:
+            self._kind = detecting.result()
 
     async def _known_kind(self, temperature: float = 1.0) -> Kind:
         """Return the kind; warn once if its logprobs are not those of this temperature."""
-        async with self._detecting:
-            if self._kind is None:
-                self._kind = await detect(self._peer, self._model)
-        kind = self._kind
+        kind = await self.detected()
         if isinstance(kind, CompletionsServer) and kind.raw_logprobs and temperature not in (0.0, 1.0):
-            self._kind = replace(kind, raw_logprobs=False)
+            kind = self._kind = replace(kind, raw_logprobs=False)
             log.warning(
                 "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
                 "processed_logprobs; the trainer would compare them with its own at %g",
                 *(temperature, temperature),
             )
         return kind
+
+
+TopK = dict[int, float]
+"""Maps token id to logprob, natural log, at temperature 1; the likeliest first."""
+
+
+class Teacher:
+    """Client of a teacher's server, for distillation: its likeliest tokens at the position of each trained token.
+
+    The trainer learns from them with `--distill-coef`. The teacher is another model on another server, with the same
+    vocabulary. It generates no text: it only computes logprobs of the policy's sequences.
+    """
+
+    def __init__(self, server: InferenceClient, top_k: int) -> None:
+        self._server = server
+        self._top_k = top_k
+
+    @classmethod
+    def of(cls, config: BaseEnvConfig) -> Teacher | None:
+        """Return the teacher in the settings; None if there is none."""
+        if config.teacher_url is None:
+            return None
+        server = ServerConfig(
+            base_url=config.teacher_url, model_name=config.teacher_model_name, api_key=config.teacher_api_key
+        )
+        client = InferenceClient(server, patience=config.retry_timeout, name="the teacher's server")
+        return cls(client, config.teacher_top_k)
+
+    async def annotate(self, group: wire.ScoredData) -> wire.ScoredData:
+        """Return the group with the teacher's likeliest tokens at each trained position.
+
+        The group's `group_overrides` may change this, as in Atropos: `teacher_top_k`, `skip_teacher_top_k`.
+
+        Raises:
+            ConfigError: The teacher's server returns no logprobs of a prompt.
+            PeerError: The server is gone, or refuses; its limit must be one token longer than the policy's sequences.
+        """
+        overrides: dict[str, Any] = group.group_overrides or {}
+        top_k = int(overrides.get("teacher_top_k", self._top_k))
+        if overrides.get("skip_teacher_top_k") or top_k < 1 or group.distill_token_ids:
+            return group
+        pairs = zip(group.tokens, group.masks, strict=True)
+        rows = await asyncio.gather(*(self._likeliest(tokens, mask, top_k) for tokens, mask in pairs))
+        return msgspec.structs.replace(
+            group,
+            distill_token_ids=[[[*likeliest] for likeliest in row] for row in rows],
+            distill_logprobs=[[[*likeliest.values()] for likeliest in row] for row in rows],
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._server.close()
+
+    async def _likeliest(self, tokens: list[int], mask: list[int], top_k: int) -> list[TopK]:
+        """Return the likeliest tokens by position; none where the policy did not sample."""
+        positions = await self._server.prompt_logprobs(tokens, top_k)
+        if len(positions) != len(tokens):
+            raise ConfigError(
+                field="--env.teacher_url",
+                got=f"logprobs of {len(positions)} tokens",
+                wanted=f"logprobs of {len(tokens)} tokens",
+                fix="use grpo serve or vLLM",
+            )
+        return [
+            # vLLM also returns the actual token, likely or not
+            dict(sorted(position.items(), key=lambda pair: -pair[1])[:top_k])
+            if entry != wire.IGNORED and position is not None
+            else {}
+            for entry, position in zip(mask, positions, strict=True)
+        ]

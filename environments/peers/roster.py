@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from environments.config import ServerConfig
 from environments.peers.http import Answer, PeerGone
-from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
+from environments.peers.inference import Completion, Inference, InferenceClient, Kind, Sampling
 from grpo_common.roster import in_use
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,13 @@ def servers(config: ServerConfig, *, patience: float) -> Inference:
 class _Server:
     """A server of the list; `requests` are the time limits of its requests, to end them, and their completions.
 
-    `ask_at` is when one that did not answer is asked again; 0: it answers.
+    `detecting` finds out its kind; requests go to servers whose kind is known. `ask_at` is when one that did not answer
+    is asked again; 0: it answers.
     """
 
     boot: int
-    client: Inference
+    client: InferenceClient
+    detecting: asyncio.Task[Kind] = field(init=False)
     ask_at: float = 0.0
     requests: dict[asyncio.Timeout, int] = field(default_factory=dict)
 
@@ -82,8 +84,9 @@ class ListedServers:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, *(server.detecting for server in self._servers.values())):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*self._closing, *(server.client.close() for server in self._servers.values()))
 
     async def _ask(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
@@ -105,9 +108,7 @@ class ListedServers:
                 if now - since >= self._patience:
                     summary = f"not done within {self._patience:.0f} s"
                     raise PeerGone(summary, field=gone.field, got=gone.got) from None
-                if not server.ask_at:
-                    log.warning("%s does not answer: its requests go to other servers (%s)", gone.field, gone.got)
-                server.ask_at = now + AWAY_S
+                _leave_out(server, gone)
             finally:
                 del server.requests[limit]
             if all(each.ask_at for each in self._servers.values()):
@@ -123,17 +124,22 @@ class ListedServers:
             self._read_list()
             self._watching = asyncio.create_task(self._watch())
         since, is_reported = time.monotonic(), False
-        while not self._servers:
-            waited = time.monotonic() - since
-            if waited > self._patience:
+        while True:
+            now, every = time.monotonic(), self._servers.values()
+            if every:
+                server = min(every, key=lambda each: (each.ask_at > now, not each.detecting.done(), each.in_flight))
+                if server.detecting.done():
+                    break
+                asked = [each.detecting for each in every if not each.detecting.done()]
+                await asyncio.wait(asked, timeout=AWAY_S, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            if now - since > self._patience:
                 subject = f"inference servers in {self._config.roster}"
                 raise PeerGone(f"none within {self._patience:.0f} s", field=subject, got="no server")
-            if waited > SAY_AFTER_S and not is_reported:
+            if now - since > SAY_AFTER_S and not is_reported:
                 is_reported = True
-                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
+                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, now - since)
             await asyncio.sleep(POLL_S)
-        now = time.monotonic()
-        server = min(self._servers.values(), key=lambda server: (server.ask_at > now, server.in_flight))
         if server.ask_at:
             server.ask_at = now + AWAY_S
         return server
@@ -153,6 +159,7 @@ class ListedServers:
                 log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.in_flight)
                 for limit in server.requests:
                     limit.reschedule(asyncio.get_running_loop().time())
+                server.detecting.cancel()
                 closing = asyncio.create_task(server.client.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -160,4 +167,31 @@ class ListedServers:
             if url not in self._servers:
                 log.info("inference server %s serves", url)
                 client = InferenceClient(config.model_copy(update={"base_url": url}), patience=0.0)
-                self._servers[url] = _Server(boot, client)
+                self._servers[url] = server = _Server(boot, client)
+                _detect(server)
+        for server in self._servers.values():
+            if server.ask_at <= time.monotonic() and _is_gone(server.detecting):
+                _detect(server)
+
+
+def _detect(server: _Server) -> None:
+    """Find out a server's kind while requests go to others: one that does not answer takes its whole time limit."""
+
+    def note(detecting: asyncio.Task[Kind]) -> None:
+        if _is_gone(detecting):
+            _leave_out(server, detecting.exception())
+
+    server.detecting = asyncio.create_task(server.client.detected())
+    server.detecting.add_done_callback(note)
+
+
+def _is_gone(detecting: asyncio.Task[Kind]) -> bool:
+    """Return whether the server did not answer."""
+    return detecting.done() and not detecting.cancelled() and isinstance(detecting.exception(), PeerGone)
+
+
+def _leave_out(server: _Server, gone: BaseException | None) -> None:
+    """Send a server no requests for a while."""
+    if not server.ask_at and isinstance(gone, PeerGone):
+        log.warning("%s does not answer: its requests go to other servers (%s)", gone.field, gone.got)
+    server.ask_at = time.monotonic() + AWAY_S

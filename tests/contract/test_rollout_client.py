@@ -50,12 +50,20 @@ class Api(ServerProcess):
             httpx.post(self.url + "/scored_data", json=group, trust_env=False).raise_for_status()
 
 
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    made = Api(("--store", str(tmp_path / "queue.sqlite")), log=tmp_path / "api.log")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    folder = tmp_path_factory.mktemp("api")
+    made = Api(("--store", str(folder / "queue.sqlite")), log=folder / "api.log")
     made.start()
     yield made
     made.stop()
+
+
+@pytest.fixture
+def api(server: Api) -> Api:
+    """The API without a run; a test that stops it starts it again."""
+    httpx.post(server.url + "/reset_data", trust_env=False).raise_for_status()
+    return server
 
 
 def do_nothing() -> None: ...
@@ -301,14 +309,10 @@ def test_feed_fetches_one_batch_ahead_and_gives_it_back_in_the_end(api: Api) -> 
         wait_for("and the next", lambda: len(status(api)["leases"]) == 3, api.log, 20)
     assert len(status(api)["leases"]) == 2  # those that were taken
     assert first_tokens(feed(api).next(0)) == [10, 12]
-
-
-@pytest.mark.parametrize(("options", "last"), [({}, True), ({"max_staleness": 0}, False)], ids=["last", "on policy"])
-def test_feed_fetches_nothing_ahead(api: Api, options: dict[str, Any], last: bool) -> None:
-    api.post(10, 12, 14, 16, 18, 20)
-    with feed(api, prefetch=True, **options) as rollouts:
-        rollouts.next(0, last=last)
-        assert len(status(api)["leases"]) == 1
+    for staleness, last in ((None, True), (0, False)):  # nothing ahead: its last batch; on policy
+        with feed(api, prefetch=True, max_staleness=staleness) as rollouts:
+            rollouts.next(0, last=last)
+            assert len(status(api)["leases"]) == 1
 
 
 def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> None:

@@ -19,8 +19,7 @@ from environments.api import wire
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
-from environments.peers.inference import Completion, InferenceClient, Sampling
-from environments.peers.teacher import Teacher
+from environments.peers.inference import Completion, InferenceClient, Sampling, Teacher
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import scored_group
 from tests.integration.serving import (

@@ -25,12 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from environments.agent.calls import Call, branches, episode
 from environments.agent.env import AgentConfig, AgentEnv
 from environments.agent.episode import Agent, EpisodeFailed, load_command, load_function
 from environments.agent.episode import _end_all as end_all
 from environments.agent.episode import played as play
-from environments.agent.front import CHAT, TEXT, Front, Session
+from environments.agent.front import CHAT, TEXT, Call, Front, Session, branches, episode
 from environments.api import groups, wire
 from environments.config import ConfigError
 from environments.data_config import DataConfig, RewardConfig
@@ -50,22 +49,13 @@ def call(prompt: list[int], answer: list[int], **fields: Any) -> Call:
     return Call("c", prompt, answer, [-float(token) for token in answer], fields.pop("version", 3), **fields)
 
 
-def test_a_call_that_continues_another_is_one_sequence_with_it() -> None:
-    (only,) = branches([call([1, 2], [3]), call([1, 2, 3, 4, 5], [6, 7])])
-    assert only.tokens == [1, 2, 3, 4, 5, 6, 7]
-    assert only.trained == [False, False, True, False, False, True, True]
-    assert only.logprobs == [1.0, 1.0, -3.0, 1.0, 1.0, -6.0, -7.0]
-
-
-def test_a_call_from_an_edited_or_an_older_history_is_a_branch() -> None:
-    first, second = call([1], [2]), call([1, 2, 3], [4])
-    edited, again = call([9, 2, 3], [5]), call([1, 2, 6], [7])
-    found = branches([first, second, edited, again])
-    assert [each.tokens for each in found] == [[1, 2, 3, 4], [9, 2, 3, 5], [1, 2, 6, 7]]
-    assert [each.trained for each in found] == [
-        *([False, True, False, True], [False, False, False, True]),
-        [False, False, False, True],  # token 2 is trained in the first sequence
-    ]
+def test_a_call_that_continues_another_is_one_sequence_with_it_and_any_other_a_branch() -> None:
+    calls = [call([1, 2], [3]), call([1, 2, 3, 4, 5], [6, 7]), call([9, 2, 3], [5]), call([1, 2, 8], [7])]
+    first, edited, again = branches(calls)
+    assert first.tokens == [1, 2, 3, 4, 5, 6, 7]
+    assert first.trained == [False, False, True, False, False, True, True]
+    assert first.logprobs == [1.0, 1.0, -3.0, 1.0, 1.0, -6.0, -7.0]
+    assert [edited.tokens, again.tokens] == [[9, 2, 3, 5], [1, 2, 8, 7]]
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)

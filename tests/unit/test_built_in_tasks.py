@@ -380,16 +380,24 @@ def test_wilsons_interval(share: float, trials: int, low: float, high: float) ->
         assert wilson(0.0, each)[0] == 0.0 and wilson(1.0, each)[1] == 1.0
 
 
-@pytest.mark.parametrize(("file", "wandb"), [("gsm8k.py", True), ("gsm8k_server.py", False)])
-def test_gsm8k_runs_by_its_path_as_the_original_does(file: str, wandb: bool, tmp_path: Path) -> None:
-    command = f"environments/{file} serve --env.tokenizer_name no/model --env.use_wandb {wandb} "
-    command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
-    command += "--openai.api_key x --slurm False --env.batch_size 12"
-    offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = program(*command.split(), env=offline)
-    # Everything was understood: it got as far as the model that there is not.
-    assert done.returncode == 2 and "--env.tokenizer_name: got no/model " in done.stderr, done.stderr
-    assert ("--env.use_wandb" in done.stderr) == wandb
+COMMAND = (
+    "serve --env.tokenizer_name no/model --env.use_wandb True --openai.model_name no/model --openai.api_key x "
+    "--openai.base_url http://localhost:9001/v1 --openai.server_type vllm --slurm False --env.batch_size 12"
+)
+"""Options of Atropos' own file."""
+
+
+@pytest.mark.parametrize("file", ["gsm8k.py", "gsm8k_server.py"])
+def test_gsm8k_runs_by_its_path_as_the_original_does(file: str) -> None:
+    done = program(f"environments/{file}", *COMMAND.split(), "--env.none_such", "1")
+    assert done.returncode == 2 and "--env.none_such" in done.stderr, done.stderr
+    assert not [each for each in COMMAND.split()[1::2] if f"{each}: " in done.stderr], "all others were understood"
+
+
+def test_gsm8k_says_which_option_of_the_original_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):  # there is no such model
+        Gsm8kEnv.cli(COMMAND.split())
+    assert "--env.use_wandb" in caplog.text
 
 
 # ---------------------------------------------------------------- synthetic

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from environments.base import Measures
 from environments.config import ConfigError, UnusableRow
 from environments.data_config import DataConfig, RewardConfig
 from environments.dataset import data as reading
-from environments.dataset.columns import Columns
-from environments.dataset.data import Data, read_data
+from environments.dataset.data import Columns, Data, read_data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.demo_model.model import build_tokenizer
 from environments.running.cli import process
@@ -653,71 +652,70 @@ def test_columns_prompt_of_another_kind(tmp_path: Path, first: Any, second: Any,
 
 # ---------------------------------------------------------------- the hub
 
-DATA_CODE = """
+READING = """
+import sys
 from environments.config import ConfigError
 from environments.data_config import DataConfig
 from environments.dataset.data import read_data
 
-try:
-    data, _ = read_data(DataConfig(path="someone/rows"))
-    print("rows", len(data.rows), data.rows[0], data.fingerprint)
-except ConfigError as error:
-    print("refused", error)
+for name in sys.argv[1:]:
+    try:
+        data, _ = read_data(DataConfig(path=name))
+        print("rows", len(data.rows), data.rows[0], data.fingerprint)
+    except ConfigError as error:
+        print("refused", error)
 """
 COMMIT = "a" * 40
 TREE = [{"type": "file", "oid": "b" * 40, "size": len(LINES), "path": "train.jsonl"}]
 
 
-def hub(asked: Asked) -> Reply:
-    """What the hub answers of a data set with one file."""
+def hub(asked: Asked) -> Reply | None:
+    """A hub that has one data set of one file, refuses two others, and does not answer for a fourth."""
     path, commit = asked.path.partition("?")[0], {"X-Repo-Commit": COMMIT}
+    for name, reply in REFUSED.items():
+        if name in path:
+            return reply
     if path.endswith("/train.jsonl"):
         return Reply(content=LINES.encode(), headers={**commit, "ETag": '"1"'})
     if "/resolve/" in path:
         return Reply(404, headers={**commit, "X-Error-Code": "EntryNotFound"})
     if path.startswith("/api/datasets/someone/rows/tree/"):
         return Reply(json=TREE)
-    if path.startswith("/api/datasets/someone/rows"):
-        return Reply(json={"id": "someone/rows", "sha": COMMIT, "siblings": [{"rfilename": "train.jsonl"}], "tags": []})
-    return Reply(404)
+    return Reply(json={"id": "someone/rows", "sha": COMMIT, "siblings": [{"rfilename": "train.jsonl"}], "tags": []})
 
 
-def from_hub(tmp_path: Path, handle: Callable[[Asked], Reply | None], **environment: str) -> str:
-    """What a process says that reads `someone/rows` from a hub; its libraries read their settings when imported."""
-    with answering(handle) as url:
+REFUSED = {
+    "someone/none": Reply(404, headers={"X-Error-Code": "RepoNotFound"}),
+    "someone/closed": Reply(403, headers={"X-Error-Code": "GatedRepo"}),
+    "someone/silent": None,
+}
+
+
+def from_hub(tmp_path: Path, *names: str, **environment: str) -> tuple[list[str], list[Asked]]:
+    """The lines of a process that reads these data sets from a hub, and what the hub was asked.
+
+    The libraries read their settings when they are imported.
+    """
+    asked: list[Asked] = []
+    with answering(lambda each: asked.append(each) or hub(each)) as url:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         env |= {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT), **environment}
-        command = [sys.executable, "-c", DATA_CODE]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-c", READING, *names]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines(), asked
 
 
 @pytest.mark.complete
-def test_data_of_the_hub_is_read_and_then_cached(tmp_path: Path) -> None:
-    first = from_hub(tmp_path, hub)
+def test_data_of_the_hub_is_read_and_then_cached_and_refusals_are_one_line_with_its_fix(tmp_path: Path) -> None:
+    (first, none, closed, silent), _ = from_hub(tmp_path, "someone/rows", *REFUSED)
     assert first.startswith(f"rows 2 {DATA_ROWS[0]}")
-    assert from_hub(tmp_path, lambda asked: None, HF_HUB_OFFLINE="1") == first  # the fingerprint, too
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize(
-    ("reply", "part"),
-    [
-        (Reply(404, headers={"X-Error-Code": "RepoNotFound"}), "doesn't exist on the Hub"),
-        (Reply(403, headers={"X-Error-Code": "GatedRepo"}), "gated"),
-        (None, "without a network"),
-    ],
-    ids=["404", "gated", "no answer"],
-)
-def test_data_that_the_hub_refuses_is_one_line_with_its_fix(tmp_path: Path, reply: Reply | None, part: str) -> None:
-    said = from_hub(tmp_path, lambda asked: reply)
-    assert said.startswith("refused --data someone/rows: ") and said.count("\n") == 1
-    assert part in said and "set HF_TOKEN" in said
-
-
-@pytest.mark.complete
-def test_data_without_a_network_only_the_cache_is_asked(tmp_path: Path) -> None:
-    asked: list[Asked] = []
-    said = from_hub(tmp_path, lambda each: asked.append(each), HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE" in said and not asked
+    parts = {
+        "someone/none": "doesn't exist on the Hub",
+        "someone/closed": "gated",
+        "someone/silent": "without a network",
+    }
+    for said, (name, part) in zip((none, closed, silent), parts.items(), strict=True):
+        assert said.startswith(f"refused --data {name}: ") and part in said and "set HF_TOKEN" in said
+    (again, missing), asked = from_hub(tmp_path, "someone/rows", "someone/none", HF_HUB_OFFLINE="1")
+    assert again == first and "HF_HUB_OFFLINE" in missing and not asked  # the fingerprint, too

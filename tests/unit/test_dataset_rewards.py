@@ -198,20 +198,33 @@ def test_rewards_files_of_one_name_are_two_modules_that_import_their_neighbours_
     assert [scores(each, ["a"]) for each in rewards] == [[11.0], [21.0], [12.0]]
 
 
+POOLED = """
+import asyncio
+import multiprocessing
+import sys
+
+def size(text):
+    return len(text)
+
+def f(completions):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map_async(size, completions).get(60)
+
+if __name__ == "__main__":
+    from environments.data_config import RewardConfig
+    from environments.dataset.rewards import Asked, load_reward
+    from environments.scoring import Threads
+    reward = load_reward(RewardConfig(function=f"{sys.argv[0]}:f"), (), None, Threads(1), None)
+    print(asyncio.run(reward.scores(Asked({"completions": ["a", "bcd"]}, ["a", "bcd"], [], None))))
+"""
+
+
 def test_rewards_a_function_may_use_a_pool_of_new_processes(tmp_path: Path) -> None:
-    """In a process of its own, since the pool's processes import the main module, too."""
-    (tmp_path / "pooled.py").write_text(
-        "import multiprocessing as mp\ndef size(text):\n    return len(text)\n"
-        "def f(completions):\n    with mp.get_context('spawn').Pool(1) as pool:\n"
-        "        return pool.map_async(size, completions).get(60)\n"
-    )
-    (tmp_path / "main.py").write_text(
-        "from tests.unit.test_dataset_rewards import named, scores\n"
-        f"if __name__ == '__main__':\n    print(scores(named('{tmp_path}/pooled.py:f'), ['a', 'bcd']))\n"
-    )
-    command, root = [sys.executable, str(tmp_path / "main.py")], str(Path(__file__).parents[2])
-    env = os.environ | {"PYTHONPATH": root}
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=90, check=False)
+    """In a separate process, since the pool's processes import the main module, too."""
+    (tmp_path / "pooled.py").write_text(POOLED)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "pooled.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout == "[1.0, 3.0]\n", done.stderr
 
 

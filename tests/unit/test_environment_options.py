@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -54,20 +54,16 @@ def parse(*arguments: str) -> Settings[Any]:
 def test_options_of_the_predecessor() -> None:
     settings = parse(
         *TOKENIZER,
-        *("--env.group_size", "16", "--env.rollout_server_url", "http://127.0.0.1:8123/"),
+        *("--env.group_size", "16", "--env.rollout_server_url", "http://127.0.0.1:8123/", "--env.operation", "-"),
         *("--env.use_wandb", "False", "--openai.base_url", "http://127.0.0.1:9123/v1", "--openai.model_name", "X"),
-        *("--openai.server_type", "vllm", "--openai.api_key", "x", "--slurm", "False"),
+        *("--openai.server_type", "vllm", "--openai.api_key", "x", "--slurm", "False", "--env.max_num_workers", "3"),
     )
-    assert (settings.env.group_size, settings.env.rollout_server_url) == (16, "http://127.0.0.1:8123")
-    assert (settings.openai.base_url, settings.openai.model_name) == ("http://127.0.0.1:9123/v1", "X")
-    assert (settings.openai.api_key, settings.env.use_wandb, settings.slurm) == ("x", False, False)
-
-    settings = parse(*TOKENIZER, "--env.operation", "-", "--env.max_num_workers", "3")
-    assert isinstance(settings.env, ArithmeticConfig)
-    assert (settings.env.operation, settings.env.max_concurrent_groups) == ("-", 3)
+    env, server = settings.env, settings.openai
+    assert isinstance(env, ArithmeticConfig) and (env.operation, env.max_concurrent_groups) == ("-", 3)
+    assert (env.group_size, env.rollout_server_url, env.use_wandb) == (16, "http://127.0.0.1:8123", False)
+    assert (server.base_url, server.model_name, server.api_key) == ("http://127.0.0.1:9123/v1", "X", "x")
+    assert not settings.slurm
     assert parse(*TOKENIZER, "--env.max_num_workers", "-1").env.max_concurrent_groups is None  # as in Atropos
-    with pytest.raises(ConfigError):
-        parse(*TOKENIZER, "--env.max_num_workers", "0")
 
 
 def test_options_precedence(tmp_path: Path) -> None:
@@ -77,34 +73,37 @@ def test_options_precedence(tmp_path: Path) -> None:
     assert isinstance(settings.env, ArithmeticConfig)
     assert (settings.env.tokenizer_name, settings.env.group_size, settings.env.high) == ("from-file", 32, 19)
     assert (settings.env.low, settings.openai.model_name, settings.openai.timeout) == (10, "M", 1200.0)
-
-    file = tmp_path / "env.toml"
     file.write_text("[env]\nmax_num_workers = 3\n")
     assert own("--config", str(file), "--env.max_concurrent_groups", "5").max_concurrent_groups == 5
     assert own("--config", str(file), "--env.max_num_workers", "6").max_concurrent_groups == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field", "parts"),
-    [
-        ([], "--env.tokenizer_name", {}),
-        ([*TOKENIZER, "--env.group_siz", "4"], "--env.group_siz", {"fix": "--env.group_size"}),
-        ([*TOKENIZER, "--group_size=4"], "--group_size", {"fix": "--env.group_size"}),
-        ([*TOKENIZER, "--env.group_size", "0"], "--env.group_size", {"got": "'0'", "wanted": "1"}),
-        ([*TOKENIZER, "--openai.server_type", "tgi"], "--openai.server_type", {"got": "'tgi'", "wanted": "'vllm'"}),
-        (
-            [*TOKENIZER, "--openai.base_url", "localhost:1"],
-            "--openai.base_url",
-            {"got": "'localhost:1'", "wanted": "http://"},
-        ),
-        ([*TOKENIZER, "--slurm", "True"], "--slurm", {"got": "'True'", "wanted": "False"}),
-        (["--config", "/no/such.toml"], "--config /no/such.toml", {"got": os.strerror(errno.ENOENT)}),
-    ],
-)
-def test_settings_mistake_is_named(arguments: list[str], field: str, parts: dict[str, str]) -> None:
+MISTAKES: list[tuple[list[str], str, str, dict[str, str]]] = [
+    (["--env.group_siz", "4"], "", "--env.group_siz", {"fix": "--env.group_size"}),
+    (["--group_size=4"], "", "--group_size", {"fix": "--env.group_size"}),
+    (["--env.group_size", "0"], "", "--env.group_size", {"got": "'0'", "wanted": "1"}),
+    (["--env.max_num_workers", "0"], "", "--env.max_concurrent_groups", {"got": "'0'"}),
+    (["--openai.server_type", "tgi"], "", "--openai.server_type", {"got": "'tgi'", "wanted": "'vllm'"}),
+    (["--openai.base_url", "localhost:1"], "", "--openai.base_url", {"got": "'localhost:1'", "wanted": "http://"}),
+    (["--slurm", "True"], "", "--slurm", {"got": "'True'", "wanted": "False"}),
+    (["--config", "/no/such.toml"], "", "--config /no/such.toml", {"got": os.strerror(errno.ENOENT)}),
+    ([], "[env]\ngroup_siz = 4\n", "env.group_siz", {"fix": "env.group_size"}),
+    ([], "[enf]\ngroup_size = 4\n", "enf", {"fix": "env"}),
+    ([], '[env]\ngroup_size = "many"\n', "--env.group_size", {"got": "'many'", "wanted": "integer"}),
+    ([], "[env\n", "--config FILE", {"summary": "line 1, column 5"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "field", "parts"), MISTAKES)
+def test_settings_mistake_is_named(
+    tmp_path: Path, arguments: list[str], text: str, field: str, parts: dict[str, str]
+) -> None:
+    if text:
+        (file := tmp_path / "env.toml").write_text(text)
+        arguments = ["--config", str(file)]
     with pytest.raises(ConfigError) as caught:
-        parse(*arguments)
-    assert caught.value.field == field
+        parse(*TOKENIZER, *arguments)
+    assert caught.value.field == field.replace("FILE", str(tmp_path / "env.toml"))
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 
@@ -113,24 +112,6 @@ def test_all_mistakes_are_named_at_once() -> None:
         parse("--env.group_size", "0", "--openai.timeout", "-1")
     fields = {problem.field for problem in caught.value.problems}
     assert fields == {"--env.tokenizer_name", "--env.group_size", "--openai.timeout"}
-
-
-@pytest.mark.parametrize(
-    ("text", "field", "parts"),
-    [
-        ("[env]\ngroup_siz = 4\n", "env.group_siz", {"fix": "env.group_size"}),
-        ("[enf]\ngroup_size = 4\n", "enf", {"fix": "env"}),
-        ('[env]\ngroup_size = "many"\n', "--env.group_size", {"got": "'many'", "wanted": "integer"}),
-        ("[env\n", "--config FILE", {"summary": "line 1, column 5"}),
-    ],
-)
-def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, field: str, parts: dict[str, str]) -> None:
-    file = tmp_path / "env.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        parse(*TOKENIZER, "--config", str(file))
-    assert caught.value.field == field.replace("FILE", str(file))
-    assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 
 SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
@@ -255,36 +236,38 @@ def own(*arguments: str) -> Any:
     return parse_settings(Settings[OwnConfig], "prog", [*TOKENIZER, *arguments]).env
 
 
+VALUES: list[tuple[str, Sequence[str], Any]] = [
+    ("places", ["1,2"], (1, 2)),
+    ("places", ["[1, 2]"], (1, 2)),
+    ("places", ["5"], (5,)),
+    ("places", ["1", "--env.places", "[2,3]"], (1, 2, 3)),
+    ("places", ["[]"], ()),
+    ("places", ["-1,-2"], (-1, -2)),
+    ("limit", ["None"], None),
+    ("names", ["a,b"], ["a", "b"]),
+    ("kinds", ["true"], {"true"}),
+    ("either", ["1,2"], [1, 2]),
+    ("either", ["word"], "word"),
+    ("weights", ['{"a": 1}'], {"a": 1.0}),
+    ("tables", ['[{"name": "here"}]'], [Place(name="here")]),
+    *(("text", [text], text) for text in ("-5", "-x", "-1e-3", "- a list", "--- a heading", "a=b", "")),
+]
+
+
+@pytest.mark.parametrize(("name", "typed", "value"), VALUES)
+def test_values_on_the_command_line(name: str, typed: Sequence[str], value: Any) -> None:
+    """Lists, tables, None, and texts that begin with a dash."""
+    env = own(f"--env.{name}", *typed, "--env.seed", "3")
+    assert (getattr(env, name), env.seed) == (value, 3)
+    assert getattr(own(f"--env.{name}={typed[0]}", *typed[1:]), name) == value
+
+
 @pytest.mark.parametrize(
-    ("arguments", "places"),
-    [
-        (["1,2"], (1, 2)),
-        (["[1, 2]"], (1, 2)),
-        (["5"], (5,)),
-        (["1", "--env.places", "[2,3]"], (1, 2, 3)),
-        (["[]"], ()),
-        (["-1,-2"], (-1, -2)),
-    ],
+    ("name", "text"), [("weights", "[1]"), ("weights", "[" * 100_000), ("places", "[" * 100_000), ("places", "null")]
 )
-def test_lists_and_none_on_the_command_line(arguments: list[str], places: tuple[int, ...]) -> None:
-    env = own("--env.places", *arguments, "--env.limit", "None")
-    assert (env.places, env.limit) == (places, None)
-
-
-def test_other_collections_on_the_command_line() -> None:
-    env = own("--env.names", "a,b", "--env.kinds", "true", "--env.either", "1,2", "--env.weights", '{"a": 1}')
-    assert (env.names, env.kinds, env.either, env.weights) == (["a", "b"], {"true"}, [1, 2], {"a": 1.0})
-    assert own("--env.either", "word").either == "word"
-    assert own("--env.tables", '[{"name": "here"}]').tables == [Place(name="here")]
-    for name, text in (("weights", "[1]"), ("weights", "[" * 100_000), ("places", "[" * 100_000), ("places", "null")):
-        with pytest.raises(ConfigError, match=rf"--env\.{name}"):
-            own(f"--env.{name}", text)
-
-
-@pytest.mark.parametrize("text", ["-5", "-x", "-1e-3", "- a list", "--- a heading", "a=b", ""])
-def test_a_value_may_begin_with_a_dash(text: str) -> None:
-    assert own("--env.text", text, "--env.seed", "3").text == text
-    assert own(f"--env.text={text}").text == text
+def test_values_of_another_kind_are_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--env\.{name}"):
+        own(f"--env.{name}", text)
 
 
 def test_a_flag_without_its_value_does_not_take_the_next_flag() -> None:
@@ -292,10 +275,10 @@ def test_a_flag_without_its_value_does_not_take_the_next_flag() -> None:
         own("--env.text", "--env.seed", "3")
 
 
-@pytest.mark.parametrize("setting", [{"system_prompt": "Be brief."}, {"chat_template_kwargs": {"a": 1}}])
-def test_verifiers_refuses_what_its_library_would_ignore(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="unset"):
-        VerifiersConfig(tokenizer_name="m", env_id="x", **setting)
+def test_verifiers_refuses_what_its_library_would_ignore() -> None:
+    for setting in ({"system_prompt": "Be brief."}, {"chat_template_kwargs": {"a": 1}}):
+        with pytest.raises(ValueError, match="unset"):
+            VerifiersConfig(tokenizer_name="m", env_id="x", **setting)  # type: ignore[arg-type]
 
 
 class Cut(Echo):
@@ -376,30 +359,24 @@ def test_a_conversation_without_room_for_the_answer_is_truncated() -> None:
         assert talk.trajectory(1.0).truncated is truncated
 
 
-def temperatures_at_the_trainer(*temperatures: float) -> list[float]:
+@pytest.mark.parametrize("temperatures", [(0.7, 0.7), (0.7, 1.2), (1.0,)])
+def test_the_temperature_reaches_the_trainer(temperatures: tuple[float, ...]) -> None:
     made = [Completion([1], [2], [-0.5], "", "stop", 3, temperature) for temperature in temperatures]
     group = scored_group([Trajectory.of(completion, 1.0) for completion in made])
-    return [sample.temperature for sample in to_group(wire.pack(group)).samples]
+    assert [sample.temperature for sample in to_group(wire.pack(group)).samples] == [*temperatures]
 
 
-def test_the_temperature_reaches_the_trainer() -> None:
-    assert temperatures_at_the_trainer(0.7, 0.7) == [0.7, 0.7]
-    assert temperatures_at_the_trainer(0.7, 1.2) == [0.7, 1.2]
-    assert temperatures_at_the_trainer(1.0) == [1.0]
-
-
-@pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
-@pytest.mark.parametrize("score", [True, 1, np.float32(1.0), np.float64(1.0), np.int64(1), np.bool_(True)])
-def test_a_score_is_any_kind_of_number(score: Any, content_type: str) -> None:
-    made = scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), score)])
-    assert read(wire.encode_group(made, content_type), content_type).group.scores == [1.0]
-
-
-def test_what_is_no_number_is_no_score() -> None:
-    """It raises where the environment's group is made, so that it costs this group and no other."""
-    no_score: Any = "x"
-    with pytest.raises(ValueError, match="float"):
-        scored_group([Trajectory.of(Completion([1], [2], [-0.5], "", "stop", 3), no_score)])
+@pytest.mark.parametrize("score", [True, 1, np.float32(1.0), np.float64(1.0), np.int64(1), np.bool_(True), "x"])
+def test_a_score_is_any_kind_of_number(score: Any) -> None:
+    """What is none raises where the environment's group is made, so that it costs this group and no other."""
+    completion = Completion([1], [2], [-0.5], "", "stop", 3)
+    if isinstance(score, str):
+        with pytest.raises(ValueError, match="float"):
+            scored_group([Trajectory.of(completion, cast("Any", score))])
+        return
+    made = scored_group([Trajectory.of(completion, score)])
+    for content_type in (wire.MSGPACK, wire.JSON):
+        assert read(wire.encode_group(made, content_type), content_type).group.scores == [1.0]
 
 
 # checked before anything is started ----------------------------------------------------------------------------------

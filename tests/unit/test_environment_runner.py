@@ -60,27 +60,31 @@ TOKENIZER = build_tokenizer()
 
 
 class Sums(BaseEnv[int]):
-    """Delivers groups without a server; what an item turns into is for each test to say."""
+    """Delivers groups without a server; what an item turns into, and what an evaluation finds, is for each test to say.
+
+    Attributes:
+        asked: the trainer's step at each evaluation.
+    """
 
     name = "sums"
 
-    def __init__(self, settings: BaseEnvConfig, collect: Callable[[int], Awaitable[wire.ScoredData | None]]) -> None:
+    def __init__(
+        self,
+        settings: BaseEnvConfig,
+        collect: Callable[[int], Awaitable[wire.ScoredData | None]],
+        found: Callable[["Sums"], Awaitable[dict[str, Any]]] | None = None,
+    ) -> None:
         super().__init__(settings, None, TOKENIZER)  # type: ignore[arg-type]
-        self.collect = collect
-        self.taken = 0
-        self.limit: int | None = None
-
-    async def get_next_item(self) -> int | None:
-        if self.taken == self.limit:
-            return None
-        self.taken += 1
-        return self.taken
+        self.collect, self.found = collect, found
+        self.items = iter(range(1, 10_000))
+        self.asked: list[int] = []
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
         return await self.collect(item)
 
-    async def evaluate(self) -> dict[str, float]:
-        return {"accuracy": 0.5}
+    async def evaluate(self) -> dict[str, Any]:
+        self.asked.append(self.curr_step)
+        return {"accuracy": 0.5} if self.found is None else await self.found(self)
 
 
 async def plain(item: int) -> wire.ScoredData:
@@ -154,16 +158,16 @@ async def test_runner_says_what_is_missing(
 
 async def test_runner_slow_group_keeps_no_others_from_starting() -> None:
     """A place comes free with each group that is posted, and not only when the trainer takes the batch."""
-    stop, goes_on = asyncio.Event(), asyncio.Event()
+    stop, goes_on, begun = asyncio.Event(), asyncio.Event(), list[int]()
 
     async def slow(item: int) -> wire.ScoredData:
+        begun.append(item)
         if item == 4:
             await goes_on.wait()
         return group(version=item)
 
-    env = Sums(config(max_batches_offpolicy=None), slow)
-    async with running(env, await started(), stop):
-        await until(lambda: env.taken >= 5)
+    async with running(Sums(config(max_batches_offpolicy=None), slow), await started(), stop):
+        await until(lambda: 5 in begun)
         goes_on.set()
         stop.set()
 
@@ -223,26 +227,23 @@ async def test_runner_stops_when_asked(away: bool, caplog: pytest.LogCaptureFixt
 
 async def test_runner_ends_with_its_items() -> None:
     service, env = await started(), Sums(config(), plain)
-    env.limit = 3
+    env.items = iter(range(3))
     async with running(env, service):
         pass
     assert service.status().queue_size == 3
 
 
 async def test_runner_goes_on_after_an_evaluation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    service, asked = await started(), list[int]()
+    async def fails_once(env: Sums) -> dict[str, float]:
+        if len(env.asked) == 1:
+            raise ValueError("a bug of the environment")
+        return {"accuracy": 0.5}
 
-    class Failing(Sums):
-        async def evaluate(self) -> dict[str, float]:
-            asked.append(self.curr_step)
-            if len(asked) == 1:
-                raise ValueError("a bug of the environment")
-            return {"accuracy": 0.5}
-
-    async with running(Failing(config(steps_per_eval=1), plain), service):
+    service, env = await started(), Sums(config(steps_per_eval=1), plain, fails_once)
+    async with running(env, service):
         for count in range(1, 3):
             await train(service, steps=1)
-            await until(lambda count=count: len(asked) == count)
+            await until(lambda count=count: len(env.asked) == count)
         await train(service, steps=1)
     assert [each.step for each in service.evaluations] == [2, 3]
     (failed,) = [record for record in caplog.records if record.exc_info]
@@ -264,30 +265,26 @@ class Loss:
     got: str | None
 
 
-async def too_long(env: Sums) -> wire.ScoredData:
+async def too_long(env: Sums) -> wire.ScoredData | None:
     env.check_room([1] * 999)
-    raise AssertionError
 
 
-async def no_reward(env: Sums) -> wire.ScoredData:
+async def no_reward(env: Sums) -> wire.ScoredData | None:
     raise ZeroDivisionError("no reward")
 
 
-async def cancels(env: Sums) -> wire.ScoredData:
+async def cancels(env: Sums) -> wire.ScoredData | None:
     task = asyncio.create_task(asyncio.Event().wait())
     task.cancel()
     await task
-    raise AssertionError
 
 
-async def hangs(env: Sums) -> wire.ScoredData:
+async def hangs(env: Sums) -> wire.ScoredData | None:
     await Scoring(0.05).within("item", asyncio.Event().wait())
-    raise AssertionError
 
 
-async def never_ends(env: Sums) -> wire.ScoredData:
+async def never_ends(env: Sums) -> wire.ScoredData | None:
     await asyncio.Event().wait()
-    raise AssertionError
 
 
 def made(one: wire.ScoredData | None) -> Callable[[Sums], Awaitable[wire.ScoredData | None]]:
@@ -399,17 +396,16 @@ async def test_groups_sampled_from_a_part_of_the_vocabulary_end_it(fields: dict[
 async def test_runner_evaluates_the_last_step_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the evaluation before still runs; meanwhile the API hears of it."""
     monkeypatch.setattr(runner, "HEARD_EVERY_S", 0.05)
-    service, asked, may_end = await started(), list[int](), asyncio.Event()
+    service, may_end = await started(), asyncio.Event()
 
-    class Slow(Sums):
-        async def evaluate(self) -> dict[str, float]:
-            asked.append(self.curr_step)
-            await may_end.wait()
-            return {"accuracy": 0.5}
+    async def slow(env: Sums) -> dict[str, float]:
+        await may_end.wait()
+        return {"accuracy": 0.5}
 
-    async with running(Slow(config(steps_per_eval=1), plain), service):
+    env = Sums(config(steps_per_eval=1), plain, slow)
+    async with running(env, service):
         await train(service, steps=1)
-        await until(lambda: asked == [1])
+        await until(lambda: env.asked == [1])
         await train(service, steps=2)
         heard = service.queue.environments[0].heard
         await until(lambda: service.queue.environments[0].heard > heard)
@@ -419,38 +415,26 @@ async def test_runner_evaluates_the_last_step_before_it_leaves(monkeypatch: pyte
     assert [each.step for each in service.evaluations] == [1, 3]
 
 
-@pytest.mark.parametrize("by_trainer", [False, True])
-async def test_runner_evaluates_by_steps(by_trainer: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    class Single(Sums):
-        """Its figures are of numpy's single precision, which JSON does not know."""
+@pytest.mark.parametrize(("by_trainer", "is_empty"), [(False, False), (True, False), (True, True)])
+async def test_runner_evaluates_by_steps_and_warns_once_that_there_is_nothing_to_evaluate(
+    by_trainer: bool, is_empty: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async def found(env: Sums) -> dict[str, Any]:
+        return {} if is_empty else {"accuracy": np.float32(0.5)}  # which JSON does not know
 
-        async def evaluate(self) -> dict[str, Any]:
-            return {"accuracy": np.float32(0.5)}
-
-    service = await started(msgspec.structs.replace(TRAINER, eval_every=2) if by_trainer else TRAINER)
-    settings = config(steps_per_eval=0 if by_trainer else 2, metrics_path=tmp_path / "metrics.jsonl")
+    every, said = (1, "evaluation at step") if is_empty else (2, "step")
+    service = await started(msgspec.structs.replace(TRAINER, eval_every=every) if by_trainer else TRAINER)
+    settings = config(steps_per_eval=0 if by_trainer else every, metrics_path=tmp_path / "metrics.jsonl")
     with caplog.at_level(logging.INFO):
-        async with running(Single(settings, plain), service):
+        async with running(Sums(settings, plain, found), service):
             for step in range(3):
                 await train(service, steps=1)
-                await until(lambda step=step: f"step {step + 1}:" in caplog.text)
-    (evaluation,) = service.evaluations_after(0).evaluations
-    assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
-    assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
-
-
-async def test_runner_warns_once_that_there_is_nothing_to_evaluate(caplog: pytest.LogCaptureFixture) -> None:
-    class Empty(Sums):
-        async def evaluate(self) -> dict[str, float]:
-            return {}
-
-    service = await started(msgspec.structs.replace(TRAINER, eval_every=1))
-    with caplog.at_level(logging.INFO):
-        async with running(Empty(config(), plain), service):
-            for step in range(3):
-                await train(service, steps=1)
-                await until(lambda step=step: f"evaluation at step {step + 1}:" in caplog.text)
-    assert [Sums.no_evaluation in (record.args or ()) for record in caplog.records].count(True) == 1
+                await until(lambda step=step: f"{said} {step + 1}:" in caplog.text)
+    assert [Sums.no_evaluation in (record.args or ()) for record in caplog.records].count(True) == is_empty
+    if not is_empty:
+        (evaluation,) = service.evaluations_after(0).evaluations
+        assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
+        assert b'"sums_0/eval/accuracy": 0.5}' in (tmp_path / "metrics.jsonl").read_bytes()
 
 
 async def test_runner_drops_groups_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,6 @@ def tried(name: str, model: Path, **env: object) -> Trial:
     return outcome
 
 
-def grpo_env(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "grpo_trainer", "env", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-
-
 def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Path) -> None:
     outcome = tried(write(CAPITALS), model)
     assert outcome.problems == ()
@@ -104,6 +99,25 @@ def test_the_smallest_environment_makes_a_group() -> None:
 
 
 SECOND = f"{CAPITALS}\n\nclass Second(Capitals):\n    pass\n\n\nclass Third(Capitals):\n    pass\n"
+CUT = (
+    "from environments.peers.inference import Sampling\n"
+    f"{CAPITALS}\n    def sampling(self, room):\n        return Sampling(room, top_p=0.9)\n"
+)
+EVALUATES = (
+    CAPITALS
+    + """
+
+    async def evaluate(self):
+        from statistics import fmean
+        from environments.running.evaluation import examine_each
+        found, failed = await examine_each(self, [1], self._examine)
+        return {"accuracy": fmean(found), **failed}
+
+    async def _examine(self, row):
+        await self.complete("x", 1)
+        return (await self.score_group(("France", "Paris"), await self.complete("x", 1)))[0]
+"""
+)
 
 
 def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
@@ -120,33 +134,6 @@ def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options
         report.cache_clear()
         sys.modules.pop("mine", None)
     return json.loads(Path("report.json").read_text())
-
-
-CUT = (
-    "from environments.peers.inference import Sampling\n"
-    + CAPITALS
-    + """
-    def sampling(self, room):
-        return Sampling(room, top_p=0.9)
-"""
-)
-
-
-EVALUATES = (
-    CAPITALS
-    + """
-
-    async def evaluate(self):
-        from statistics import fmean
-        from environments.running.evaluation import examine_each
-        found, failed = await examine_each(self, [1], self._examine)
-        return {"accuracy": fmean(found), **failed}
-
-    async def _examine(self, row):
-        await self.complete("x", 1)
-        return (await self.score_group(("France", "Paris"), await self.complete("x", 1)))[0]
-"""
-)
 
 
 @pytest.mark.parametrize(
@@ -331,14 +318,23 @@ def test_cli_ends_only_a_process_that_is_its_own(is_own: bool, model: Path, monk
     assert ended.value.code == 0 and hard == ([1, cli.CLOSE_S] if is_own else [])
 
 
-def test_no_command_ends_in_silence(model: Path) -> None:
+def test_no_command_ends_in_silence(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """FAULTS of a module that only defined a class: `serve` printed nothing and exited with 0."""
-    nothing = grpo_env(write("x = 1\n"), "serve")
+    command = [sys.executable, "-m", "grpo_trainer", "env", write("x = 1\n"), "serve"]
+    nothing = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert nothing.returncode == 2 and "no class" in nothing.stderr
-    done = grpo_env(write(CAPITALS), "try", "--env.tokenizer_name", str(model))
-    assert done.returncode == 0 and done.stdout.startswith("capitals: "), done.stderr
-    unknown = grpo_env("mine.py", "server")
-    assert unknown.returncode == 2 and "COMMAND" in unknown.stderr
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write(CAPITALS)
+    for words, status, said in (
+        (["try", "--env.tokenizer_name", str(model)], 0, "capitals: "),
+        (["server"], 2, "COMMAND"),
+    ):
+        with pytest.raises(SystemExit, match=str(status)):
+            main(["mine.py", *words])
+        sys.modules.pop("mine", None)
+        assert said in "".join(capsys.readouterr())
 
 
 def test_a_run_refuses_a_wrong_environment_before_it_starts_anything(model: Path) -> None:

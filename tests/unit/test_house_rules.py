@@ -157,6 +157,8 @@ SHORT = {
         "test_rollout_client.py test_client_tells_a_server_that_is_no_rollout_api",
         "test_rollout_client.py test_the_wait_for_a_batch_ends_with_the_apis_own_explanation",
         "test_environment_peers.py test_peer_is_gone_after_the_patience",
+        "test_inference.py test_requests_share_the_detection_of_a_server_and_its_error",
+        "test_inference.py test_servers_that_stay_silent_are_asked_again_until_the_patience_ends",
         "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",
         "test_scoring.py test_threads_a_hung_function_is_named_and_gives_its_place_to_others",
         "test_server_client.py test_wait_for_servers_ends_in_time_and_is_a_phase",

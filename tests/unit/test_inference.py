@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from environments.from_verifiers.__main__ import main
 from environments.from_verifiers.engine import Engine
 from environments.peers import roster
 from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
-from environments.peers.inference import Completion, InferenceClient, Sampling
+from environments.peers.inference import Completion, GrpoServer, InferenceClient, Kind, Sampling, Teacher
 from environments.peers.roster import ListedServers, servers
-from environments.peers.teacher import Teacher
 from environments.trajectory import Trajectory
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served
 from tests.stand_ins import Asked, Handle, Reply, answering
@@ -134,24 +134,21 @@ def test_client_asks_again_for_completions_that_a_stopping_server_cut_short(monk
 
 
 def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of requests that agents send."""
     ask(SERVERS["vllm"], times=2)
     assert not caplog.text
     ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
     assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
 
-
-def test_client_warns_of_raw_logprobs_of_agents(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(url: str) -> None:
         client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
-        try:
-            await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
-        finally:
-            await client.close()
+        await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
+        await client.close()
 
     routes = SERVERS["vllm"]
     with answering(lambda request: Reply(json=routes[request.path]) if request.path in routes else Reply(404)) as url:
         asyncio.run(scene(url))
-    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 2
 
 
 def test_client_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
@@ -207,6 +204,9 @@ class Server:
         self.given_up = 0
         self.let = asyncio.Event()
         self.closed = False
+
+    async def detected(self) -> Kind:
+        return GrpoServer("m")
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         self.asked.append(n)
@@ -360,6 +360,56 @@ def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch:
         await alone.close()
 
     asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that takes connections and never answers: its URL, and the first lines that it got."""
+    asked: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    server.close()
+
+
+async def test_servers_of_unknown_kinds_are_asked_at_once() -> None:
+    """A request waits for none of those that are silent, each for its whole time limit."""
+    routes = SERVERS["grpo"]
+    with answering(lambda request: Reply(json=routes[request.path])) as good:
+        async with silent() as one, silent() as two, asyncio.timeout(60):
+            several = ListedServers(ServerConfig(base_url=f"{one[0]},{two[0]},{good}", timeout=600.0), patience=600.0)
+            for _ in range(3):
+                assert (await several.generate([3, 4], 2, FIVE))[0].policy_version == 7
+            await several.close()
+    assert [each[1] for each in (one, two)] == [[b"GET /bridge/info HTTP/1.1\r\n"]] * 2
+
+
+async def test_servers_that_stay_silent_are_asked_again_until_the_patience_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roster, "AWAY_S", 0.05)
+    async with silent() as one, silent() as two:
+        several = ListedServers(ServerConfig(base_url=f"{one[0]},{two[0]}", timeout=0.05), patience=600.0)
+        request = asyncio.create_task(several.generate([3], 1, ONE))
+        await until(lambda: min(len(one[1]), len(two[1])) > 2)
+        monkeypatch.setattr(several, "_patience", 0.0)
+        with pytest.raises(PeerGone, match="within 0 s"):
+            await request
+        await several.close()
+
+
+async def test_requests_share_the_detection_of_a_server_and_its_error() -> None:
+    async with silent() as (url, asked):
+        client = InferenceClient(ServerConfig(base_url=url, timeout=0.2), patience=0.0)
+        requests = [asyncio.create_task(client.generate([3], 1, ONE)) for _ in range(9)]
+        await until(lambda: bool(asked))
+        requests[0].cancel()
+        _, *found = await asyncio.gather(*requests, return_exceptions=True)
+        await client.close()
+    assert {type(each) for each in found} == {PeerGone} and len(asked) == 1
 
 
 def test_several_servers_are_named_with_commas() -> None:

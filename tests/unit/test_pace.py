@@ -29,8 +29,8 @@ from environments.config import BaseEnvConfig
 from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running import cli, state
+from environments.running.cli import groups_page
 from environments.running.groups import EnvironmentFailed
-from environments.running.groups_page import groups_page
 from environments.running.pace import (
     OVERTAKEN,
     RECENT_GROUPS,
@@ -69,68 +69,57 @@ def status(
 
 
 ONE = {"max_batches_offpolicy": 1}
+THREE = {"max_batches_offpolicy": 3}
+PACE: list[tuple[dict[str, Any], Limits, wire.StatusEnv, InFlight, int]] = [
+    # By batches: one of 8 sequences is 4 groups of 2.
+    (ONE, limits(), status(), InFlight(), 4),
+    ({}, limits(), status(leased=0, weight=0.5), InFlight(), 2),  # another environment is there: half of a batch
+    ({}, limits(), status(queue=2, own=2, weight=0.5), InFlight(), 0),
+    (ONE, limits(), status(queue=3), InFlight(1, 0), 0),  # 4 - 3 queued - 1 in flight
+    (ONE, limits(), status(queue=9), InFlight(), 0),
+    (ONE, limits(), status(queue=2, own=0), InFlight(1, 0), 1),  # 4 - 2 queued by others - 1 in flight
+    (THREE, limits(), status(queue=3), InFlight(1, 0), 8),  # 3 * 4 - 3 - 1
+    (THREE, limits(last_step=10), status(step=9, queue=1), InFlight(), 3),  # one step is left: 1 * 4 - 1
+    (THREE, limits(last_step=10), status(step=10), InFlight(), 0),
+    ({"max_concurrent_groups": 3}, limits(), status(), InFlight(1, 0), 2),
+    (ONE | {"min_batch_allocation": 0.5}, limits(), status(queue=9, own=0), InFlight(1, 0), 1),  # 4 / 2 is ours: 2 - 1
+    ({"group_size": 3}, limits(), status(), InFlight(), 3),  # 8 / 3 groups, rounded up
+    # One batch of completions is kept running.
+    ({}, limits(last_step=10), status(leased=0), InFlight(), 4),
+    ({}, limits(last_step=10), status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
+    ({}, limits(last_step=10), status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4
+    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0), 0),  # it is complete
+    ({}, limits(last_step=10), status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
+    ({}, limits(last_step=10), status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are none
+    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.8), 4),  # 5 groups, so that 4 groups' completions run
+    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.1), 11),  # never more than three batches
+    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0, None, 0.5), 0),  # the next batch is complete
+    (
+        {},
+        limits(last_step=10),
+        status(5, 3, leased=4),
+        InFlight(1, 1),
+        0,
+    ),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
+    ({}, limits(last_step=10), status(6, leased=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
+    ({}, limits(last_step=10), status(7, leased=0), InFlight(1, 1), 0),  # it goes first
+    ({}, limits(last_step=10), status(8, 2, leased=4), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
+    # None is started that will be too old.
+    ({}, limits(max_staleness=0), status(leased=0), InFlight(), 4),
+    ({}, limits(max_staleness=0), status(leased=0, queue=1), InFlight(2, 0), 1),  # 1 * 4 - 1 - 2
+    ({}, limits(max_staleness=0), status(leased=4), InFlight(), 0),  # what is sampled now would be a version old
+    ({}, limits(max_staleness=1), status(leased=4), InFlight(), 4),  # 2 * 4 - 4
+    ({}, limits(max_staleness=1), status(leased=4, queue=2), InFlight(1, 0), 1),  # 2 * 4 - 4 - 2 - 1
+    ({}, limits(max_staleness=1), status(1, leased=0), InFlight(2, 0), 2),  # a version has passed: (2 - 1) * 4 - 2
+    ({}, limits(max_staleness=1), status(2, leased=0), InFlight(1, 0), 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "seen", "last_step", "in_flight", "wanted"),
-    [
-        (ONE, status(), -1, 0, 4),  # one batch of 8 sequences is 4 groups of 2
-        ({}, status(leased=0, weight=0.5), -1, 0, 2),  # another environment is there: half of a batch
-        ({}, status(queue=2, own=2, weight=0.5), -1, 0, 0),
-        (ONE, status(queue=3), -1, 1, 0),  # 4 - 3 queued - 1 in flight
-        (ONE, status(queue=9), -1, 0, 0),
-        (ONE, status(queue=2, own=0), -1, 1, 1),  # 4 - 2 queued by others - 1 in flight
-        ({"max_batches_offpolicy": 3}, status(queue=3), -1, 1, 8),  # 3 * 4 - 3 - 1
-        ({"max_batches_offpolicy": 3}, status(step=9, queue=1), 10, 0, 3),  # one step is left: 1 * 4 - 1
-        ({"max_batches_offpolicy": 3}, status(step=10), 10, 0, 0),
-        ({"max_concurrent_groups": 3}, status(), -1, 1, 2),
-        (ONE | {"min_batch_allocation": 0.5}, status(queue=9, own=0), -1, 1, 1),  # half of 4 is ours: 2 - 0 - 1
-        ({"group_size": 3}, status(), -1, 0, 3),  # 8 / 3 groups, rounded up
-    ],
-)
-def test_pace_batches(
-    changes: dict[str, Any], seen: wire.StatusEnv, last_step: int, in_flight: int, wanted: int
+@pytest.mark.parametrize(("changes", "limit", "seen", "in_flight", "wanted"), PACE)
+def test_pace_by_hand(
+    changes: dict[str, Any], limit: Limits, seen: wire.StatusEnv, in_flight: InFlight, wanted: int
 ) -> None:
-    groups = InFlight(in_flight, seen.current_step if in_flight else None)
-    assert groups_to_start(seen, limits(last_step=last_step), config(**changes), groups) == wanted
-
-
-@pytest.mark.parametrize(
-    ("seen", "in_flight", "wanted"),
-    [
-        (status(leased=0), InFlight(), 4),  # a batch of 8 sequences is 4 groups of 2
-        (status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
-        (status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4 there
-        (status(leased=4, queue=4), InFlight(0), 0),  # it is complete
-        (status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
-        (status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are no batch
-        (status(leased=4), InFlight(1, 0, running_share=0.8), 4),  # 5 groups, so that 4 groups' completions run
-        (status(leased=4), InFlight(1, 0, running_share=0.1), 11),  # never more than three batches
-        (status(leased=4, queue=4), InFlight(0, running_share=0.5), 0),  # the next batch is complete
-        (status(step=5, leased=4, queue=3), InFlight(1, 1), 0),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
-        (status(step=6, leased=0, queue=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
-        (status(step=7, leased=0, queue=0), InFlight(1, 1), 0),  # it goes first
-        (status(step=8, leased=4, queue=2), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
-    ],
-)
-def test_one_batch_of_completions_is_kept_running(seen: wire.StatusEnv, in_flight: InFlight, wanted: int) -> None:
-    assert groups_to_start(seen, limits(last_step=10), config(), in_flight) == wanted
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "seen", "in_flight", "wanted"),
-    [
-        (0, status(leased=0), InFlight(), 4),
-        (0, status(leased=0, queue=1), InFlight(2, 0), 1),  # 1 * 4 - 1 - 2
-        (0, status(leased=4), InFlight(), 0),  # what is sampled now would be a version old
-        (1, status(leased=4), InFlight(), 4),  # 2 * 4 - 4
-        (1, status(leased=4, queue=2), InFlight(1, 0), 1),  # 2 * 4 - 4 - 2 - 1
-        (1, status(step=1, leased=0, queue=0), InFlight(2, 0), 2),  # a version has passed: (2 - 1) * 4 - 2
-        (1, status(step=2, leased=0, queue=0), InFlight(1, 0), 0),
-    ],
-)
-def test_pace_starts_none_too_old(max_staleness: int, seen: wire.StatusEnv, in_flight: InFlight, wanted: int) -> None:
-    assert groups_to_start(seen, limits(max_staleness=max_staleness), config(), in_flight) == wanted
+    assert groups_to_start(seen, limit, config(**changes), in_flight) == wanted
 
 
 @dataclass

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,19 +233,18 @@ def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bo
     assert bool(re.search(r"\bin evaluate$", done.stderr, re.MULTILINE)) == bool(status)
 
 
-BLOCKED = """
-import asyncio, time
+SIGNALLED = """
+import asyncio
 from environments.running import cli
-
-async def score(stop):
-    {block}
 
 async def main():
     stop = asyncio.Event()
     cli._stop_on_signals(stop, status=7)
     try:
-        print("blocks", flush=True)
-        await score(stop)
+        print("works", flush=True)
+        {works}
+        print("stops", flush=True)
+        {stops}
     finally:
         await asyncio.sleep(0.01)
         print("left", flush=True)
@@ -254,42 +253,25 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("block", "status"), [("while True: pass", 7), ("await stop.wait()", 0)])
-def test_cli_a_signal_ends_a_process_whose_event_loop_is_blocked(block: str, status: int) -> None:
-    command = [sys.executable, "-c", BLOCKED.format(block=block)]
+@pytest.mark.parametrize(
+    ("works", "stops", "lines", "last", "status"),
+    [
+        ("while True: pass", "pass", ["works"], "", 7),  # its event loop is blocked
+        ("await stop.wait()", "pass", ["works"], "stops\nleft\n", 0),
+        ("await stop.wait()", "await asyncio.sleep(3600)", ["works", "stops"], "", 130),  # a second signal
+    ],
+)
+def test_cli_a_signal_ends_a_process(works: str, stops: str, lines: list[str], last: str, status: int) -> None:
+    command = [sys.executable, "-c", SIGNALLED.format(works=works, stops=stops)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "blocks\n"
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
-        assert output == ("" if status else "left\n")
-        assert process.returncode == status
-
-
-STUBBORN = """
-import asyncio
-from environments.running import cli
-
-async def main():
-    stop = asyncio.Event()
-    cli._stop_on_signals(stop, status=7)
-    print("works", flush=True)
-    await stop.wait()
-    print("stops", flush=True)
-    await asyncio.sleep(3600)
-
-asyncio.run(main())
-"""
-
-
-def test_cli_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
-    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in ("works\n", "stops\n"):
-            assert process.stdout.readline() == line
+        for line in lines:
+            assert process.stdout.readline() == f"{line}\n"
             process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        if status == 130:
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    assert (output, process.returncode) == (last, status)
 
 
 CLINGING = """
@@ -316,8 +298,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("left", ["clings()", "asyncio.to_thread(time.sleep, 3600)"])
-@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise ValueError('mine')", 1)])
+@pytest.mark.parametrize(
+    ("left", "end", "status"),
+    [("clings()", "raise ValueError('mine')", 1), ("asyncio.to_thread(time.sleep, 3600)", "pass", 0)],
+)
 def test_cli_a_process_ends_although_code_stays_behind(left: str, end: str, status: int) -> None:
     command = [sys.executable, "-c", CLINGING.format(left=left, end=end)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
@@ -518,45 +502,61 @@ CASES: list[tuple[str, str, AnswerForm, Verdict]] = [
 ]
 
 
-def test_strict_is_right_in_the_form_and_lenient_is_right_anywhere() -> None:
-    async def scene() -> list[Verdict]:
-        judge = MathJudge(workers=1)
-        try:
-            return [await judge.judge(gold, answer, form) for gold, answer, form, _ in CASES]
-        finally:
-            await judge.close()
-
-    assert [*zip(CASES, asyncio.run(scene()), strict=True)] == [(case, case[3]) for case in CASES]
-
-
-async def test_judge_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = MathJudge(workers=1, limit_s=30.0)
+@asynccontextmanager
+async def judging(**settings: Any) -> AsyncIterator[MathJudge]:
+    judge = MathJudge(**settings)
     try:
-        first = await judge.judge("18", "\\boxed{18}", "boxed")
-        (worker,) = judge.running
-        worker.send_signal(19)  # SIGSTOP: as deaf as one in the midst of long arithmetic in C
-        judge.limit_s = 0.2
-        stuck = await judge.judge("17", "\\boxed{18}", "boxed")
-        judge.limit_s = 30.0
-        after = await judge.judge("18", "\\boxed{18}", "boxed")
-        pids = [worker.pid, *(other.pid for other in judge.running)]
+        yield judge
     finally:
         await judge.close()
-    verdicts, pids, left = [first, stuck, after], pids, judge.running
-    assert verdicts == [BOTH, UNJUDGED, BOTH]
-    assert len(pids) == 2 and len(set(pids)) == 2 and not left
 
 
-def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
-    async def scene() -> list[Verdict]:
-        judge = MathJudge(workers=2)
-        try:
-            towers = [judge.judge("18", "\\boxed{9^{9^{9^{9}}}}", "boxed")]
-            return await asyncio.gather(*towers, *(judge.judge("18", "\\boxed{18}", "boxed") for _ in range(3)))
-        finally:
-            await judge.close()
+async def test_strict_is_right_in_the_form_and_lenient_is_right_anywhere() -> None:
+    async with judging(workers=1) as judge:
+        verdicts = [await judge.judge(gold, answer, form) for gold, answer, form, _ in CASES]
+    assert [*zip(CASES, verdicts, strict=True)] == [(case, case[3]) for case in CASES]
 
-    tower, *others = asyncio.run(scene())
+
+async def test_judge_that_hangs_is_ended() -> None:
+    async with judging(workers=1, limit_s=30.0) as judge:
+        assert await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
+        (worker,) = judge.running
+        worker.send_signal(signal.SIGSTOP)  # as deaf as one in the midst of long arithmetic in C
+        judge.limit_s = 0.2
+        assert await judge.judge("17", "\\boxed{18}", "boxed") == UNJUDGED
+        judge.limit_s = 30.0
+        assert await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
+        assert [other.pid == worker.pid for other in judge.running] == [False]
+    assert not judge.running
+
+
+NOISY = """
+from environments.maths import judge_worker
+
+def noisy(judge):
+    def judged(*given, **named):
+        print("a library's remark")
+        return judge(*given, **named)
+    return judged
+
+judge_worker.judge = noisy(judge_worker.judge)
+judge_worker.main()
+"""
+
+
+async def test_what_a_library_prints_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy_worker.py").write_text(NOISY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("environments.maths.judge.WORKER", "noisy_worker")
+    async with judging(workers=1, limit_s=60.0) as judge:
+        verdicts = [await judge.judge("18", answer, "boxed") for answer in ("\\boxed{18}", "\\boxed{17}", "18")]
+    assert verdicts == [BOTH, NEITHER, LENIENT]
+
+
+async def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
+    async with judging(workers=2) as judge:
+        answers = ["\\boxed{9^{9^{9^{9}}}}", *["\\boxed{18}"] * 3]
+        tower, *others = await asyncio.gather(*(judge.judge("18", answer, "boxed") for answer in answers))
     assert not tower.strict and others == [BOTH] * 3
 
 

@@ -280,12 +280,52 @@ async def test_beyond_the_memory_limit_groups_lie_on_disk(path: Path, monkeypatc
         payloads.put(each, bytes([each]) * 100)
     assert payloads.in_memory == 200
     assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
-    payloads.leave([0])  # a trainer has it: it need not be in memory
+    await payloads.leave([0])  # a trainer has it: it need not be in memory
     assert payloads.in_memory == 100 and await payloads.get([0]) == [bytes(100)]
     payloads.drop([0, 1, 4])
     payloads.put(5, b"x" * 100)
     assert payloads.in_memory == 100
     store.close()
+
+
+async def test_without_a_store_groups_of_a_trainer_lie_on_disk_beyond_the_memory_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("environments.api.store.MEMORY_BYTES", 1000)
+    service = Service(Settings())
+    await service.register(trainer(4))
+    batches = []
+    for each in range(40):  # none is acknowledged: there is no checkpoint yet
+        service.take(posted(each))
+        batches.append(await leased(service))
+        assert service.payloads.in_memory <= 1000
+    assert [groups for _, groups in batches] == [[each] for each in range(40)]
+    for batch_id, _ in batches[::2]:
+        await service.acknowledge(batch_id)
+    await service.register(trainer(4))  # another trainer: what was not acknowledged comes again
+    again = [await leased(service) for _ in range(20)]
+    assert [groups for _, groups in again] == [[each] for each in range(1, 40, 2)]
+    await asyncio.gather(*(service.payloads.leave([each]) for each in (1, 1, 39)))  # a repeated request
+    await service.release(again[0][0])
+    assert (await leased(service))[1] == [1]
+    await service.reset()
+    (left,) = service.payloads._overflow.submit("SELECT count(*) FROM payloads").result(30)
+    assert service.payloads.in_memory == 0 and left == (0,)
+    service.close()
+
+
+async def test_without_a_store_groups_that_the_disk_does_not_take_stay_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("environments.api.store.MEMORY_BYTES", 0)
+    payloads = Payloads(None)
+    payloads._overflow.submit("PRAGMA max_page_count = 3").result(30)
+    for each in range(9):
+        payloads.put(each, bytes([each]) * 4000)
+        await payloads.leave([each])
+    assert 0 < payloads.in_memory < 9 * 4000 and caplog.text.count("--store") == 1
+    assert await payloads.get(range(9)) == [bytes([each]) * 4000 for each in range(9)]
+    payloads.close()
 
 
 @pytest.mark.parametrize("table", ["users", "groups", "items"])

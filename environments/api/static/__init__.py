@@ -1,1 +1,0 @@
-"""Scripts and bodies of the rollout API's pages."""
