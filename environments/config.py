@@ -431,7 +431,7 @@ def _explain(wrong: Any, names: Sequence[str]) -> Problem:
         return Problem(path, summary="no such setting", fix=_nearest(path, names, ""))
     if wrong["type"] == "missing":
         return Problem(f"--{path}", summary="required, but not given")
-    got, message = repr(wrong["input"]), wrong["msg"].removeprefix("Value error, ")
+    got, message = f"{wrong['input']!r:.200}", wrong["msg"].removeprefix("Value error, ")
     for begin in ("Input should be ", "wanted "):
         if message.startswith(begin):
             wanted, _, fix = wanted_by_pydantic(message.removeprefix(begin)).partition("; ")

@@ -149,24 +149,19 @@ class Server:
         number, count = len(self.asked), 2 if body.get("n") == 2 else 1
         tokens = [10 * number, 10 * number + 1]
         common = {"id": f"call-{number}", "created": 1, "model": "served", "usage": {"total_tokens": 4}}
+        choice: dict[str, Any] = {"token_ids": tokens}
         if path == CHAT:
-            logprobs = {"content": [{"token": "x", "logprob": -0.5, "top_logprobs": []}] * 2}
-            message = {"role": "assistant", "content": f"answer {number}"}
+            answer = {**common, "object": "chat.completion", "prompt_token_ids": [1, 2]}
+            message: dict[str, Any] = {"role": "assistant", "content": f"answer {number}"}
             if body.get("tools"):
                 function = {"name": "add", "arguments": '{"a": 1}'}
-                message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in "pq"]  # type: ignore[assignment]
-            choice = {"message": message, "token_ids": tokens, "logprobs": logprobs, "finish_reason": "stop"}
-            answer = {**common, "object": "chat.completion", "prompt_token_ids": [1, 2]}
+                message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in "pq"]
+            choice |= {"message": message, "finish_reason": "stop"}
+            choice["logprobs"] = {"content": [{"token": "x", "logprob": -0.5, "top_logprobs": []}] * 2}
         else:
-            logprobs = {
-                "token_logprobs": [-0.5, -0.5],
-                "tokens": ["x", "y"],
-                "text_offset": [0, 1],
-                "top_logprobs": None,
-            }
-            choice = {"text": "xy", "token_ids": tokens, "prompt_token_ids": [3], "logprobs": logprobs}
-            choice |= {"finish_reason": "length"}
             answer = {**common, "object": "text_completion"}
+            choice |= {"text": "xy", "prompt_token_ids": [3], "finish_reason": "length"}
+            choice["logprobs"] = {"token_logprobs": [-0.5, -0.5], "tokens": ["x", "y"], "text_offset": [0, 1]}
         answer["choices"] = [{"index": place, **choice} for place in range(count)]
         return Answer(200, {"x-policy-version": "7"}, msgspec.json.encode(answer))
 
@@ -232,25 +227,23 @@ async def test_front_streams_with_tools() -> None:
         assert pieces == ["xy"]
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"n": 2}, {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
-     {"response_format": {"type": "json_object"}}],
+    ("options", "longest", "not_trained"),
+    [({"n": 2}, 99, 2), ({"tool_choice": "required", "tools": TOOLS}, 99, 1),
+     ({"response_format": {"type": "json_object"}}, 99, 1), ({}, 3, 1)],
 )  # fmt: skip
-async def test_front_serves_what_is_not_the_policys_own_choice_and_does_not_train_it(options: dict[str, Any]) -> None:
-    async with fronted() as (_, front, url):
+async def test_front_serves_what_is_not_the_policys_own_choice_or_too_long_and_does_not_train_it(
+    options: dict[str, Any], longest: int, not_trained: int
+) -> None:
+    async with fronted(longest=longest) as (_, front, url):
         own = front.open()
         await client(url, own).chat.completions.create(**SAY, **options)
-        assert not own.calls and own.not_trained == options.get("n", 1)
+        assert (own.calls, own.not_trained) == ([], not_trained)
         with pytest.raises(ValueError):
             own.reward(1.0)
-
-
-async def test_front_does_not_train_a_sequence_that_is_too_long() -> None:
-    async with fronted(longest=3) as (_, front, url):
-        own = front.open()
-        await client(url, own).chat.completions.create(**SAY)
-        assert (len(own.calls), own.not_trained) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +400,8 @@ async def test_functions_that_fail_lose_their_episode_alone(
 def test_functions_that_are_none_are_named_before_the_run(agents: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--agent"):
         load_function(f"{agents}:{name}" if name else "solve", "http://x/v1")
+    with pytest.raises(ConfigError, match=r"--env\.command"):
+        load_command("'", "http://x/v1")  # a quote that is open
 
 
 CURL = """
@@ -486,11 +481,6 @@ def test_a_process_that_the_first_look_misses_is_ended(fault: str, monkeypatch: 
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_command_with_an_open_quote_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        load_command("'", "http://x/v1")
 
 
 # the environment ---------------------------------------------------------------------------------------------------

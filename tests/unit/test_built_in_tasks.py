@@ -501,19 +501,20 @@ def test_program_servers_that_never_come_are_named(model: str, name: str, peer: 
     assert f"{peer} at {nobody}: " in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.usefixtures("warm_trainers")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("serv",), ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
-        (("serve", "--env.grup_size", "4"), ["--env.grup_size: ", "--env.group_size"]),
-        (("serve", "--openai.model_name", "/no/such"), ["--env.tokenizer_name: ", "/no/such"]),
+        (["serv"], ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
+        (["serve", "--env.grup_size", "4"], ["--env.grup_size: ", "--env.group_size"]),
+        (["serve", "--openai.model_name", "/no/such"], ["--env.tokenizer_name: ", "/no/such"]),
     ],
 )
-def test_program_mistakes_end_with_status_2_and_one_line(arguments: tuple[str, ...], says: list[str]) -> None:
-    done = program("-m", "environments.arithmetic", *arguments)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_program_mistakes_end_with_status_2_and_one_line(
+    arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        ArithmeticEnv.cli(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
     assert all(part in line for part in says)
 
 

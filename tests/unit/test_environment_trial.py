@@ -39,6 +39,8 @@ from grpo_trainer.launch import trial
 from grpo_trainer.launch.trial import Trial, trying
 from tests.stand_ins import Scripted
 
+pytestmark = pytest.mark.usefixtures("warm_trainers")
+
 ROOT = Path(__file__).parents[2]
 SMALLEST = re.search(r"\n    from environments.*?\n(?=\nAn environment)", str(base.__doc__), re.DOTALL)
 assert SMALLEST is not None

@@ -252,7 +252,6 @@ async def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_
         tasks = [asyncio.create_task(serving(env, api)) for env in (slow, fast)]
         mixtures = await train(service, MIXED_STEPS)
         await asyncio.wait_for(asyncio.gather(*tasks), 20)
-    mixtures = mixtures
     assert all(mixture.total() == 8 for mixture in mixtures)
     # A weight of 3 to 1: six groups of eight. The first batch may have been begun before both were there.
     later = sum(mixtures[2:], Counter[int]())
