@@ -63,7 +63,7 @@ class Sums(BaseEnv[int]):
     """Delivers groups without a server; what an item turns into, and what an evaluation finds, is for each test to say.
 
     Attributes:
-        asked: the trainer's step at each evaluation.
+        evaluated_at: the trainer's step at each evaluation.
     """
 
     name = "sums"
@@ -77,13 +77,13 @@ class Sums(BaseEnv[int]):
         super().__init__(settings, None, TOKENIZER)  # type: ignore[arg-type]
         self.collect, self.found = collect, found
         self.items = iter(range(1, 10_000))
-        self.asked: list[int] = []
+        self.evaluated_at: list[int] = []
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
         return await self.collect(item)
 
     async def evaluate(self) -> dict[str, Any]:
-        self.asked.append(self.curr_step)
+        self.evaluated_at.append(self.curr_step)
         return {"accuracy": 0.5} if self.found is None else await self.found(self)
 
 
@@ -235,7 +235,7 @@ async def test_runner_ends_with_its_items() -> None:
 
 async def test_runner_goes_on_after_an_evaluation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     async def fails_once(env: Sums) -> dict[str, float]:
-        if len(env.asked) == 1:
+        if len(env.evaluated_at) == 1:
             raise ValueError("a bug of the environment")
         return {"accuracy": 0.5}
 
@@ -243,7 +243,7 @@ async def test_runner_goes_on_after_an_evaluation_that_fails(caplog: pytest.LogC
     async with running(env, service):
         for count in range(1, 3):
             await train(service, steps=1)
-            await until(lambda count=count: len(env.asked) == count)
+            await until(lambda count=count: len(env.evaluated_at) == count)
         await train(service, steps=1)
     assert [each.step for each in service.evaluations] == [2, 3]
     (failed,) = [record for record in caplog.records if record.exc_info]
@@ -405,7 +405,7 @@ async def test_runner_evaluates_the_last_step_before_it_leaves(monkeypatch: pyte
     env = Sums(config(steps_per_eval=1), plain, slow)
     async with running(env, service):
         await train(service, steps=1)
-        await until(lambda: env.asked == [1])
+        await until(lambda: env.evaluated_at == [1])
         await train(service, steps=2)
         heard = service.queue.environments[0].heard
         await until(lambda: service.queue.environments[0].heard > heard)
