@@ -223,10 +223,11 @@ def fenced(row: Row) -> float:
     return row["train/sync_time"] if is_shared else 0.0
 
 
-def start_figures(began: float, first: Row) -> dict[str, float]:
+def start_figures(began: float, first: Row) -> dict[str, float | None]:
     """Return when each phase of the start was reached, in seconds since the command.
 
-    `server_ready` is when the trainer, which has imports of its own to do first, had found the server.
+    `server_ready` is when the trainer, which has imports of its own to do first, had found the server; None: it waited
+    for none.
 
     Args:
         first: the first step. It was over when its row was written; before that it published, trained and waited.
@@ -234,12 +235,12 @@ def start_figures(began: float, first: Row) -> dict[str, float]:
     first_step = first["time"] - began
     first_batch = first_step - first["train/step_time"] - first["train/sync_time"] + fenced(first)
     reached = {
-        "server_ready": first["start/server_time"],
+        "server_ready": first.get("start/server_time"),
         "trainer_ready": first_batch - first["train/data_fetch_time"],
         "first_batch": first_batch,
         "first_step": first_step,
     }
-    return {phase: round(seconds, 2) for phase, seconds in reached.items()}
+    return {phase: None if seconds is None else round(seconds, 2) for phase, seconds in reached.items()}
 
 
 def _short(value: float) -> float:

@@ -381,7 +381,6 @@ class Group(Channel):
         self._ranks: Ranks | None = None
         self._buffer_E: Tensor | None = None
         self._sending: Future[None] | None = None
-        self._is_received: Callable[[], bool] = lambda: True
 
     def join(self, refused: Callable[[], None]) -> None:
         """Make the group, and connect the ranks by a first broadcast, while another channel can be tried."""
@@ -406,11 +405,9 @@ class Group(Channel):
             if isinstance(layout, AdapterLayout) and self.name == "nccl":
                 with torch.cuda.stream(self._stream):
                     ranks.broadcast(layout.pack())  # it ends when the workers have received
-                self._is_received = self._stream.query
             elif isinstance(layout, AdapterLayout):
                 bytes_B = layout.pack_file()[len(layout.headers[0]) :]
                 self._sending = background.begin(lambda: ranks.broadcast(bytes_B))
-                self._is_received = self._sending.done
             elif self.name == "nccl":
                 self._send_between_gpus(ranks, layout, stored)
             else:
@@ -452,7 +449,8 @@ class Group(Channel):
         try:
             if self._sending is not None:
                 self._sending.result()
-            self._ranks.wait(self._is_received)
+            else:
+                self._ranks.wait(self._stream.query)
         except GroupError as error:
             raise lost(self._way, self.name, error) from error
 

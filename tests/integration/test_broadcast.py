@@ -349,17 +349,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_each_worker_of_a_sharded_server_takes_its_part(sharded: Serving, tmp_path: Path, transport: str) -> None:
-    made = Sending(sharded, tmp_path, broadcast_transport=transport)
-    version = made.bridge.connect(0)
-    assert made.bridge.prove() is not None
-    for number in (version + 1, version + 2):
-        made.step()
-        made.bridge.publish(number)
-        made.assert_serves(number)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
 def test_one_trainer_sends_to_two_servers(server: Serving, sharded: Serving, tmp_path: Path, transport: str) -> None:
     """One of them has two workers."""
     made = Sending(server, tmp_path, broadcast_transport=transport)

@@ -90,13 +90,9 @@ def test_attach_computes_the_same(tmp_path: Path, architecture: str, caplog: pyt
     counted, described = (record.args for record in caplog.records if record.name == attach.__name__)
     assert counted == (count,)
     assert described == (str(server.folder), "float32", CPU)
-
-
-def test_attach_gives_no_parameter_memory_of_its_own(server: StandIn) -> None:
-    model = attached(server)
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert len(storages) == 1  # the one file
-    assert all(not parameter.requires_grad for parameter in model.parameters())
+    # no parameter has memory of its own: all are in the one file
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     if server.model.config.tie_word_embeddings:
         assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")

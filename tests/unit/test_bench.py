@@ -122,18 +122,17 @@ def test_loop_options_after_two_dashes_are_the_runs_and_win(monkeypatch: pytest.
     assert json.loads(done.stdout) == {"shape": "tiny", "more": ["--checkpoint-interval", "0", "--no-proof"]}
 
 
-def test_command_lists_its_benchmarks_and_its_help_needs_no_torch() -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
-
-    usage = run("-m", "grpo_trainer", "bench")
-    kinds = re.findall(r"^│ (\w+) ", usage.stdout, re.MULTILINE)
-    assert usage.returncode == 2 and kinds == ["loop", "step", "sync", "api"]
-    wrong = run("-m", "grpo_trainer", "bench", "sync", "--shape", "huge")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("grpo: --shape: ") and "huge" in wrong.stderr
+def test_command_lists_its_benchmarks_and_its_options_need_no_torch() -> None:
+    usage = CliRunner().invoke(command.app, [])
+    kinds = re.findall(r"^│ (\w+) ", usage.output, re.MULTILINE)
+    assert usage.exit_code == 2 and kinds == ["loop", "step", "sync", "api"]
     code = "import sys, grpo_trainer.bench.__main__; print([m for m in ('torch', 'peft') if m in sys.modules])"
-    assert run("-c", code).stdout.strip() == "[]"
-    gone = CliRunner().invoke(command.app, ["fence", "--shape", "tiny"]).exception
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+    wrong, gone = (
+        CliRunner().invoke(command.app, words).exception for words in (["sync", "--shape", "huge"], ["fence"])
+    )
+    assert isinstance(wrong, ConfigError) and (wrong.field, wrong.exit_code) == ("--shape", 2) and "huge" in wrong.got
     assert isinstance(gone, ConfigError) and (ROOT / gone.fix.split()[2].rstrip(",")).is_file()
 
 
@@ -172,13 +171,10 @@ def test_rollouts_of_a_seed() -> None:
         assert all(sample.positions.tolist() == [*range(4, len(sample.tokens_T))] for sample in group.samples)
 
 
-@pytest.mark.usefixtures("warm_trainers")
 def test_step_of_an_adapter() -> None:
     sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal", "--json"]
     compute = ["--packing", "on", "--max-tokens-per-microbatch", "64", "--warmup", "1", "--steps", "2"]
-    words = [sys.executable, "-m", "grpo_trainer", "bench", "step", "--shape", "tiny", "--lora-r", "8"]
-    done = subprocess.run([*words, *sizes, *compute], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(command.app, ["step", "--shape", "tiny", "--lora-r", "8", *sizes, *compute])
     row = json.loads(done.stdout)
     assert (row["shape"], row["lora_r"], row["packed"], row["whole_logits"]) == ("tiny", 8, True, False)
     assert len(row["step_s"]) == 2 and row["microbatches"] > 1

@@ -68,32 +68,22 @@ def test_reader_takes_a_named_file_or_its_folder(tmp_path: Path, config: BridgeC
 # refusing --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o622])
-def test_reader_refuses_a_file_that_others_may_read_or_write(
-    tmp_path: Path, config: BridgeConfigFile, mode: int
-) -> None:
-    path = write_config(tmp_path, config)
-    path.chmod(mode)
-    refused(path, "mode", f"{mode:04o}", wanted="0600", fix="chmod")
-
-
-def test_reader_refuses_a_file_of_another_user(
+def test_reader_refuses_a_file_of_others_and_of_a_server_that_is_gone(
     tmp_path: Path, config: BridgeConfigFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_config(tmp_path, config)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    refused(path, "owner", f"uid {os.getuid()}", wanted=str(os.getuid() + 1))
-
-
-def test_reader_refuses_a_dead_server_and_a_process_that_has_its_number(
-    tmp_path: Path, config: BridgeConfigFile
-) -> None:
+    for mode in (0o640, 0o604, 0o660, 0o622):
+        path.chmod(mode)
+        refused(path, "mode", f"{mode:04o}", wanted="0600", fix="chmod")
+    path.chmod(0o600)
+    with monkeypatch.context() as of_another:
+        of_another.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        refused(path, "owner", f"uid {os.getuid()}", wanted=str(os.getuid() + 1))
+    os.utime(path, (1e9, 1e9))  # written in 2001, before the process with the server's number was
+    refused(path, "server_pid", str(os.getpid()))
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     refused(write_config(tmp_path, changed(config, server_pid=done.pid)), "server_pid", str(done.pid))
-    path = write_config(tmp_path, config)
-    os.utime(path, (1e9, 1e9))  # written in 2001, before this process was
-    refused(path, "server_pid", str(os.getpid()))
 
 
 def quantised(config: BridgeConfigFile) -> dict[str, Any]:

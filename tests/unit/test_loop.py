@@ -16,7 +16,6 @@ import pytest
 
 from grpo_trainer import loop
 from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import (
@@ -42,9 +41,7 @@ from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import VersionOffset, VersionOffsets
 from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.lora_swap import LoraSwap
 from tests.unit.factories import TinyModel
-from tests.unit.tiny_lora import tiny_lora
 
 
 class Fakes:
@@ -363,21 +360,6 @@ def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
     run(fakes, 4, start=Progress(3, 90, ("a",)))
     assert begun == [Progress(3, 101, ("a",), VersionOffsets((VersionOffset(101, 11),)))]
     assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
-
-
-def test_lora_swap_sends_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    def send(self: LoraSwap, name: str, version: int, *, activate: bool) -> Any:
-        sent.append(version)
-        return SimpleNamespace(pack_seconds=0.1, answer=SimpleNamespace(load_seconds=0.1, stall_seconds=0.1))
-
-    monkeypatch.setattr(LoraSwap, "send", send)
-    server: Any = None
-    swap = LoraSwap(BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), tiny_lora(), server, Path(), 64)
-    names = [swap.publish(version).name for version in (0, 0, 1, 1, 1, 2)]
-    assert names == [f"policy-v{version}" for version in (0, 0, 1, 1, 1, 2)]
-    assert sent == [0, 1, 2]
 
 
 def test_train_refuses_a_folder_that_holds_a_run_before_the_others_are_met(tmp_path: Path) -> None:

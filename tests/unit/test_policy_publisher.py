@@ -295,26 +295,26 @@ def publisher(root: Path) -> Publisher:
     return make_publisher(root)
 
 
-@pytest.mark.parametrize("version", [-1, HIGHEST_VERSION + 1, 2**63, 10**30])
-def test_publish_of_a_version_out_of_bounds_is_refused(publisher: Publisher, root: Path, version: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        *(("version", {"version": version}) for version in (-1, HIGHEST_VERSION + 1, 2**63, 10**30)),
+        *(("version", {"version": version, "adapter_name": f"policy-v{version}"}) for version in (-1, 2**53 + 1)),
+        ("version", {"adapter_name": f"policy-v{HIGHEST_VERSION + 1}"}),
+        *(
+            ("adapter_name", {"adapter_name": name})
+            for name in ("a\r\nb", "\0", "a\x7f", "\u2028", "\x1b[31m", "x" * 257)
+        ),
+    ],
+)
+def test_publish_of_a_version_or_name_that_is_none_is_refused(
+    publisher: Publisher, root: Path, field: str, asked: dict[str, Any]
+) -> None:
     folder = save_adapter(root / "a")
-    assert refusal(publisher, folder, version=version).field == "version"
-    if len(str(version)) <= 18:
-        assert refusal(publisher, folder, adapter_name=f"policy-v{version}", version=version).field == "version"
-
-
-def test_publish_of_a_number_in_the_name_has_the_same_bound(publisher: Publisher, root: Path) -> None:
-    folder = save_adapter(root / "a")
-    assert refusal(publisher, folder, adapter_name=f"policy-v{HIGHEST_VERSION + 1}").field == "version"
+    error = refusal(publisher, folder, **asked)
+    assert error.field == field and error.got.isprintable() and len(error.got) < 300
     answer = asyncio.run(load(publisher, folder, adapter_name=f"policy-v{HIGHEST_VERSION}"))
     assert answer.policy_version == 2**53
-
-
-@pytest.mark.parametrize("name", ["a\r\nb", "\0", "a\x7f", "\u2028", "\x1b[31m", "x" * 257])
-def test_publish_under_a_name_that_is_none_is_refused(publisher: Publisher, root: Path, name: str) -> None:
-    error = refusal(publisher, save_adapter(root / "a"), adapter_name=name)
-    assert error.field == "adapter_name"
-    assert error.got.isprintable() and len(error.got) < 300
 
 
 def test_fence_has_the_same_bound_of_versions() -> None:
@@ -343,10 +343,7 @@ def test_publish_of_a_path_that_is_none_is_refused(publisher: Publisher, root: P
     error = refusal(publisher, str(root / path) if path == "circle" else path)
     assert error.field == "adapter_path"
     assert len(error.got) < 5000 or error.status == 403
-
-
-def test_publish_of_a_folder_whose_name_is_no_text_is_refused_in_text(publisher: Publisher, root: Path) -> None:
-    (root / "link").symlink_to(os.fsdecode(b"\xff"))
+    (root / "link").symlink_to(os.fsdecode(b"\xff"))  # the refusal is text, the folder's name is none
     assert json_response(refusal(publisher, str(root / "link")).response()).body
 
 
@@ -358,21 +355,12 @@ def test_publish_from_outside_the_root_is_refused(publisher: Publisher, root: Pa
         error = refusal(publisher, str(path))
         assert error.status == 403 and "--lora-root" in error.fix
     for name in (CONFIG, WEIGHTS):
-        (folder / name).rename(folder / "aside")
+        (folder / name).rename(root / name)
         (folder / name).symlink_to(outside / name)
         assert refusal(publisher, str(folder)).status == 403
         (folder / name).unlink()
-        (folder / "aside").rename(folder / name)
-    assert asyncio.run(load(publisher, str(folder))).load_count == 1
-
-
-def test_publish_follows_links_within_the_root(publisher: Publisher, root: Path) -> None:
-    blobs, folder = Path(save_adapter(root / "blobs")), root / "snapshot"
-    folder.mkdir()
-    for name in (CONFIG, WEIGHTS):
-        (folder / name).symlink_to(Path("../blobs") / name)
+        (folder / name).symlink_to(Path("..") / name)  # within the root
     assert asyncio.run(load(publisher, str(folder))).adapter_path == str(folder)
-    assert blobs.is_dir()
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])

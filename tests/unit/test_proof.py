@@ -28,8 +28,25 @@ from grpo_trainer.alignment.adapter import (
     look_for_each_module,
     multiplied,
 )
-from grpo_trainer.alignment.proof import BASE_MODEL, OTHER_WEIGHTS, STALE, UNSEEN, Proof, Proved, WeightChange
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
+from grpo_trainer.alignment.probes import COMPLETION_TOKENS_COARSE, FAILED, computed_in_fp8, rounded_to_fp8
+from grpo_trainer.alignment.proof import (
+    BASE_MODEL,
+    NOISE_LIMIT_QUANTISED,
+    NOISE_MARGIN,
+    OTHER_WEIGHTS,
+    STALE,
+    UNSEEN,
+    Change,
+    Proof,
+    Proved,
+    WeightChange,
+)
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import BridgeError, ConfigError, ServerError
+from grpo_trainer.launch.plan import server_process
 from grpo_trainer.model.lora import use_few_kernels
 from tests.golden.models import random_model
 from tests.unit.tiny_lora import fill_b, tiny_lora
@@ -47,16 +64,30 @@ SCALING = 32 / 8
 """lora_alpha / r of the trainer."""
 
 
+DRAFTS = 2
+"""Forward passes that stand for one a token, which `EXACT` is."""
+EXACT = COMPLETION_TOKENS_COARSE
+
+
 def sampled(
-    row_of: Callable[[list[int]], Tensor], prompt: list[int], count: int, draw: torch.Generator | None = None
+    logprobs_of: Callable[[list[int]], Tensor],
+    prompt: list[int],
+    count: int,
+    draw: torch.Generator | None = None,
+    drafts: int = DRAFTS,
 ) -> tuple[list[int], Any]:
-    """Tokens drawn one after the other from logprobs of the next one, and the logprob of each."""
-    tokens, logprobs = list(prompt), []
-    for _ in range(count):
-        row_V = row_of(tokens)
-        tokens.append(int(torch.multinomial(row_V.exp(), 1, generator=draw)))
-        logprobs.append([{tokens[-1]: float(row_V[tokens[-1]])}])
-    return tokens[len(prompt) :], logprobs
+    """Return tokens after a prompt, and the logprob of each.
+
+    Each token is drawn from the logprobs `[token, V]` that it has after the draft before, at first the prompt's
+    beginning. Each pass makes one more token a sample of the model; the first passes make the others nearly one.
+    """
+    tokens = [prompt[place % len(prompt)] for place in range(count)]
+    for done in range(min(drafts, count)):
+        rows_NV = logprobs_of([*prompt, *tokens])[-count - 1 : -1]
+        again = torch.multinomial(rows_NV[done:].exp(), 1, generator=draw)[:, 0].tolist()
+        tokens = [*tokens[:done], *again]
+    rows_NV = logprobs_of([*prompt, *tokens])[-count - 1 : -1]
+    return tokens, [[{token: float(row_V[token])}] for token, row_V in zip(tokens, rows_NV, strict=True)]
 
 
 def answer(prompt: list[int], tokens: list[int], logprobs: Any, version: int = 0, **fields: Any) -> GenerateResponse:
@@ -68,7 +99,8 @@ def answer(prompt: list[int], tokens: list[int], logprobs: Any, version: int = 0
 
 @torch.no_grad()
 def next_logprobs(model: Any, tokens: list[int]) -> Tensor:
-    return torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
+    """Return the logprobs of what follows each token, `[token, V]`."""
+    return torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], -1)
 
 
 SLOTS = 3
@@ -79,17 +111,30 @@ BLOCK = 16
 
 
 class FakeServer:
-    """Serves adapters by name from a separate model; `fault` says what it does wrong.
+    """Serves adapters by name from a separate model, and as version 1 an adapter of the name "whole".
 
     Args:
+        fault: what it does wrong.
         noise: standard deviation of what it adds to each logprob: a server that rounds differently.
+        scale: by which it multiplies adapters.
+        drafts: see `sampled`.
     """
 
-    def __init__(self, trainer: PeftModel, fault: str = "", model: PeftModel | None = None, noise: float = 0.0) -> None:
+    def __init__(
+        self,
+        trainer: PeftModel,
+        fault: str = "",
+        model: Any = None,
+        noise: float = 0.0,
+        scale: float = 1.0,
+        drafts: int = DRAFTS,
+    ) -> None:
         self.trainer = trainer
         self.model = (tiny_lora() if model is None else model).eval()
         self.fault = fault
         self.noise = noise
+        self.drafts = drafts
+        self.scale = SCALING if fault == "scaled twice" else scale
         self.random = torch.Generator().manual_seed(0)
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.unloaded: list[str] = []
@@ -98,8 +143,7 @@ class FakeServer:
     def load(self, name: str) -> None:
         assert len(self.adapters) - len(self.unloaded) < SLOTS
         state = {key: value.clone() for key, value in get_peft_model_state_dict(self.trainer).items()}
-        if self.fault == "scaled twice":
-            state = {key: value * SCALING if "lora_B" in key else value for key, value in state.items()}
+        state = {key: value * self.scale if "lora_B" in key else value for key, value in state.items()}
         if self.fault.startswith("without "):
             part = self.fault.removeprefix("without ")
             assert any(part in key for key in state)
@@ -107,8 +151,9 @@ class FakeServer:
         self.adapters[name] = state
 
     def generate(
-        self, prompt: list[int], *, model: str, max_tokens: int, prompt_logprobs: int | None = None, **_: Any
+        self, prompt: list[int], *, model: str | None, max_tokens: int, prompt_logprobs: int | None = None, **_: Any
     ) -> GenerateResponse:
+        version, model = int(model is None), model or "whole"
         served = {
             "base served": None,
             "first adapter kept": next(iter(self.adapters)),
@@ -116,33 +161,29 @@ class FakeServer:
         }.get(self.fault, model)  # fmt: skip
         zeros = {key: value * 0 for key, value in self.adapters[model].items()}
         set_peft_model_state_dict(self.model, zeros if served is None else self.adapters[served])
-        blocks = len(prompt) // BLOCK * BLOCK
-        tokens, logprobs = sampled(lambda tokens: self._row(tokens, blocks), prompt, max_tokens)
+        logprobs_of = partial(self._logprobs, len(prompt) // BLOCK * BLOCK)
+        tokens, logprobs = sampled(logprobs_of, prompt, max_tokens, drafts=self.drafts)
         if self.fault == "no numbers":
             logprobs = [[dict.fromkeys(each, float("nan")) for each in row] for row in logprobs]
-        of_prompt = None if prompt_logprobs is None else self._prompt_logprobs(prompt)
+        of_prompt: list[Any] | None = None
+        if prompt_logprobs is not None:
+            rows_TV = self._logprobs(0, prompt)
+            of_prompt = [None, *({each: float(row_V[each])} for each, row_V in zip(prompt[1:], rows_TV, strict=False))]
         name = "policy-v9" if self.fault == "wrong name" else model
-        return answer(prompt, tokens, logprobs, model=name, prompt_logprobs=of_prompt)
+        return answer(prompt, tokens, logprobs, version, model=name, prompt_logprobs=of_prompt)
 
     @torch.no_grad()
-    def _row(self, tokens: list[int], blocks: int) -> torch.Tensor:
-        """Logprobs of the next token; a stale cache holds keys and values of the first adapter that had this prompt."""
+    def _logprobs(self, cached: int, tokens: list[int]) -> Tensor:
+        """As `next_logprobs`. A stale cache has keys and values of the first adapter that had this prompt's blocks."""
         prefix = None
-        if self.fault == "stale prefix cache" and blocks:
-            key = tuple(tokens[:blocks])
+        if self.fault == "stale prefix cache" and cached:
+            key = tuple(tokens[:cached])
             if key not in self.prefixes:
                 self.prefixes[key] = self.model(input_ids=torch.tensor([key]), use_cache=True).past_key_values
-            prefix, tokens = copy.deepcopy(self.prefixes[key]), tokens[blocks:]
-        logits_V = self.model(input_ids=torch.tensor([tokens]), past_key_values=prefix, use_cache=bool(prefix)).logits
-        return self._rounded(logits_V[0, -1])
-
-    @torch.no_grad()
-    def _prompt_logprobs(self, prompt: list[int]) -> list[dict[int, float] | None]:
-        rows = self._rounded(self.model(input_ids=torch.tensor([prompt])).logits[0])
-        return [None, *({token: float(row[token])} for token, row in zip(prompt[1:], rows, strict=False))]
-
-    def _rounded(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(logits + self.noise * torch.randn(logits.shape, generator=self.random), -1)
+            prefix, tokens = copy.deepcopy(self.prefixes[key]), tokens[cached:]
+        ids = torch.tensor([tokens])
+        logits_TV = self.model(input_ids=ids, past_key_values=prefix, use_cache=bool(prefix)).logits[0]
+        return torch.log_softmax(logits_TV + self.noise * torch.randn(logits_TV.shape, generator=self.random), -1)
 
     def unload_adapter(self, name: str) -> None:
         self.unloaded.append(name)
@@ -227,7 +268,7 @@ NOISY = msgspec.structs.replace(INFO, dtype="bfloat16")
 def test_proof_sees_one_missing_module_through_noise(module: str) -> None:
     """One of 84 modules changes the logprobs by less, on average, than what 16 bits do must be allowed to."""
     trainer = tiny_lora(LAYERS)
-    server = FakeServer(trainer, f"without layers.{module}", tiny_lora(LAYERS), noise=0.02)
+    server = FakeServer(trainer, f"without layers.{module}", tiny_lora(LAYERS), noise=0.02, drafts=EXACT)
     with pytest.raises(BridgeError) as failed:
         prove(trainer, server, NOISY)
     assert re.fullmatch(rf"\d % of model.layers.{module}", failed.value.got)
@@ -236,7 +277,7 @@ def test_proof_sees_one_missing_module_through_noise(module: str) -> None:
 @pytest.mark.complete
 def test_noise_alone_is_no_missing_module(caplog: pytest.LogCaptureFixture) -> None:
     trainer = tiny_lora(LAYERS)
-    server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02)
+    server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02, drafts=EXACT)
     server.random.manual_seed(0)
     with caplog.at_level("INFO"):
         assert 0.005 < prove(trainer, server, NOISY).noise < 0.05
@@ -372,3 +413,194 @@ def test_weight_change_faults_are_caught_and_named(fault: str, stage: str, what:
     if "ends" in fault:  # the last: sent as they were
         assert server.had_change == ([True, False] if "sent" in fault else [True, True])
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+# ---------------------------------------------------------------- a server in 8 bits
+
+
+def trainer_of(**given: object) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **given})
+
+
+def of_a_run(**given: object) -> TrainConfig:
+    named = {f"server.{key}" if key in ("quantization", "kv_cache_dtype") else key: each for key, each in given.items()}
+    return build_run({}, {"model_name": "m", "weight_bridge_mode": "lora_only", **named}).trainer
+
+
+@pytest.mark.parametrize("made", [trainer_of, of_a_run])
+@pytest.mark.parametrize("given", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_samples_of_8_bits_are_corrected_by_default(made: Callable[..., TrainConfig], given: dict[str, Any]) -> None:
+    loss = made(**given)
+    assert (loss.ratio_against, loss.correction, loss.is_level, loss.is_cap) == ("trainer", "truncate", "token", 2.0)
+    assert made(**given, ratio_against="rollout").correction == "none"
+    assert made(**given, is_correction="mask", is_cap=3).correction == "mask"
+
+
+def server_words(config: TrainConfig) -> tuple[str, ...]:
+    return tuple(server_process(config, python="python", on_gpu=True, model="m").argv)
+
+
+def test_a_server_is_started_in_8_bits_only_if_it_is_asked_for() -> None:
+    config = trainer_of()
+    assert (config.ratio_against, config.correction) == ("rollout", "none")
+    assert not {"--quantization", "--kv-cache-dtype", "--return-routed-experts"} & {*server_words(config)}
+    kinds = ({}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "bfloat16"})
+    assert [msgspec.structs.replace(INFO, **said).in_8_bits for said in kinds] == [False, True, True, False]
+    coarse = of_a_run(quantization="fp8", kv_cache_dtype="fp8")
+    words = server_words(coarse)
+    assert coarse.server.in_8_bits
+    assert words[words.index("--quantization") + 1] == words[words.index("--kv-cache-dtype") + 1] == "fp8"
+    assert "--return-routed-experts" in server_words(trainer_of(routing_replay="server"))
+
+
+def test_the_flag_has_one_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_run({}, {"model_name": "m", "server.extra_args": "-q,fp8"})
+    assert caught.value.problems[0].wanted == "--server.quantization"
+
+
+@pytest.mark.parametrize(
+    ("values", "largest", "rounded"),
+    [
+        # 448 is the greatest number of e4m3: the scale is 1. Three bits stay after the leading one.
+        ([448.0, 17.0, 18.9, -300.0, 0.0], [448.0], [448.0, 16.0, 18.0, -288.0, 0.0]),
+        ([896.0, 34.0], [896.0], [896.0, 32.0]),
+        ([[448.0, 17.0], [0.0, -896.0]], [[448.0], [896.0]], [[448.0, 16.0], [0.0, -896.0]]),
+        ([0.0, 0.0], [0.0], [0.0, 0.0]),
+    ],
+)
+def test_rounded_to_fp8(values: Any, largest: Any, rounded: Any) -> None:
+    assert rounded_to_fp8(torch.tensor(values), torch.tensor(largest)).tolist() == rounded
+    if values == [0.0, 0.0]:  # the scale must not be 0 in 16 bits either
+        for dtype in (torch.bfloat16, torch.float16):
+            assert not rounded_to_fp8(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype)).any()
+
+
+class Model(nn.Module):
+    """A linear layer, an adapter's, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lora_A, self.lm_head = (nn.Linear(2, 1, bias=False) for _ in range(3))
+        for each in (self.layer, self.lora_A, self.lm_head):
+            each.weight.data = torch.tensor([[448.0, 17.0]])
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def test_activations_have_a_scale_a_token_and_only_linear_layers_of_the_base_model_are_rounded_to_fp8() -> None:
+    model, tokens = Model(), torch.tensor([[448.0, 17.0], [0.0, 34.0]])
+    exact = [448.0 * 448 + 17 * 17, 34.0 * 17]
+    with torch.no_grad(), computed_in_fp8(model):
+        # the second token's scale is its own: 34 is its greatest number, which is exact
+        assert model.layer(tokens)[:, 0].tolist() == pytest.approx([448.0 * 448 + 16 * 16, 34.0 * 16])
+        for other in (model.lora_A, model.lm_head):
+            assert other(tokens)[:, 0].tolist() == exact
+    assert model.layer(tokens)[:, 0].tolist() == exact
+
+
+def matrices(model: nn.Module) -> list[nn.Linear]:
+    named = model.named_modules()
+    return [each for name, each in named if isinstance(each, nn.Linear) and name.endswith("base_layer")]
+
+
+def in_fp8(model: nn.Module, fault: bool) -> Any:
+    """A copy with matrices in 8 bits and a scale for each, as vLLM has them; the fault: another tensor's scale."""
+    rounded = copy.deepcopy(model)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    layers = matrices(rounded)
+    scales = [layer.weight.abs().max() / largest for layer in layers]
+    used = scales[1:] + scales[:1] if fault else scales
+    with torch.no_grad():
+        for layer, scale, wrong in zip(layers, scales, used, strict=True):
+            layer.weight.copy_((layer.weight / scale).to(torch.float8_e4m3fn).to(layer.weight.dtype) * wrong)
+    return rounded
+
+
+@pytest.fixture
+def trainer() -> PeftModel:
+    """Its matrices are of two sizes, and so are their scales; its head is large, so that it has preferences."""
+    model = tiny_lora()
+    fill_b(model)
+    for index, layer in enumerate(matrices(model)):
+        layer.weight.data *= 0.5 if index % 2 else 1.0
+    head: Any = model.get_base_model().lm_head
+    head.weight.data *= 2.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("said", "fault", "limit", "passes"),
+    [
+        ("fp8", False, None, True),
+        # A model that moves far: its own logprobs in fp8 say how far its server may be off.
+        ("fp8", False, 0.01, True),
+        ("fp8", True, 0.01, False),
+        ("awq", False, 0.01, False),
+        # what the server does not say, and another fault
+        (None, False, None, False),
+        ("fp8", True, None, False),
+    ],
+)
+def test_proof_measures_the_offset_of_8_bits_and_bounds_it(
+    trainer: PeftModel,
+    said: str | None,
+    fault: bool,
+    limit: float | None,
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(proof, "NOISE_LIMIT_QUANTISED", limit)
+    info, server = msgspec.structs.replace(INFO, quantization=said), FakeServer(trainer, model=in_fp8(trainer, fault))
+    if not passes:
+        with pytest.raises(BridgeError) as caught:
+            prove(trainer, server, info)
+        assert caught.value.field.startswith(FAILED)
+        return
+    noise = prove(trainer, server, info).noise
+    assert (limit or 1e-3) < noise < NOISE_LIMIT_QUANTISED  # more than rounding to 32 bits: the test shows something
+    alarm = drift_alarm(trainer_of(quantization="fp8"), noise, trainer)
+    assert alarm is not None and alarm.limit == pytest.approx(max(0.01, MARGIN_QUANTISED * noise))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 2.0, 4.0])
+def test_proof_sees_a_wrong_scale_through_noise_of_a_quarter_of_a_nat(scale: float) -> None:
+    """Without the comparison of scales each of the three wrong ones passes."""
+    torch.manual_seed(0)
+    info, trainer = msgspec.structs.replace(INFO, quantization="awq"), tiny_lora()
+    noisy, random = copy.deepcopy(trainer), torch.Generator().manual_seed(100)
+    with torch.no_grad():
+        for layer in matrices(noisy):
+            layer.weight.add_(0.3 * layer.weight.std() * torch.randn(layer.weight.shape, generator=random))
+    server = FakeServer(trainer, model=noisy, scale=scale)
+    if scale == 1.0:
+        assert prove(trainer, server, info).noise > 0.2
+        return
+    with pytest.raises(BridgeError) as caught:
+        prove(trainer, server, info)
+    assert caught.value.field.startswith(FAILED)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fault", "passes"), [("fp8", False, True), ("fp8", True, False), ("awq", False, False)]
+)
+def test_proof_of_a_relaunched_server_in_fp8_allows_as_much(
+    trainer: PeftModel, monkeypatch: pytest.MonkeyPatch, quantization: str, fault: bool, passes: bool
+) -> None:
+    monkeypatch.setattr(proof, "NOISE_LIMIT_QUANTISED", 0.01)
+    info, server = (
+        msgspec.structs.replace(INFO, quantization=quantization),
+        FakeServer(trainer, model=in_fp8(trainer, fault)),
+    )
+    server.load("whole")
+    made = Proof(trainer, server, "float32")  # pyright: ignore[reportArgumentType]
+    if not passes:
+        with pytest.raises(BridgeError):
+            made.compare(info, Change(trainer, 1))
+        return
+    noise, allowed = made.compare(info, Change(trainer, 1))
+    assert 0.01 < noise <= allowed
+    again, allowed = made.compare(info, Change(trainer, 1))  # the second launch
+    assert again <= allowed == pytest.approx(NOISE_MARGIN * noise)

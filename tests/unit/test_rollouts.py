@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,6 +72,8 @@ def test_decoding_a_sequences_overrides_stand_over_the_groups() -> None:
     assert [s.supervised for s in decoded(overrides=[{"sft": True}, {}]).samples] == [True, False]
     mixed = decoded(group_overrides={"sft": True, "temperature": 0.5}, overrides=[{}, {"sft": False}]).samples
     assert [(s.supervised, s.temperature) for s in mixed] == [(True, 0.5), (False, 0.5)]
+    sampled = decoded(generation_params={"temperature": 0.7}, overrides=[{"temperature": 0.5}, {}]).samples
+    assert [one.temperature for one in (*sampled, *decoded().samples)] == [0.5, 0.7, 1.0, 1.0]
     marked, other = decoded(overrides=[{"unscored": True}, {"truncated": True}]).samples
     assert (marked.unscored, marked.truncated, len(marked.positions)) == (True, False, 0)
     assert (other.unscored, other.truncated, len(other.positions)) == (False, True, 1)
@@ -80,18 +83,6 @@ def test_decoding_a_sequences_overrides_stand_over_the_groups() -> None:
     assert second.advantages is None  # the group's own
     given = decoded(overrides=[{}, {"set_advantage_to_zero": True}], advantages=[[2.0, 3.0], [4.0, 5.0]]).samples
     assert [s.advantages.tolist() for s in given if s.advantages is not None] == [[3.0], [0.0]]
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({}, [1.0, 1.0]),
-        ({"generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
-        ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.5}, {}]}, [0.5, 0.7]),
-    ],
-)
-def test_decoding_temperatures(fields: dict[str, Any], wanted: list[float]) -> None:
-    assert [one.temperature for one in decoded(**fields).samples] == wanted
 
 
 def test_a_teachers_tokens_come_padded_to_the_most_that_it_gave() -> None:
@@ -266,9 +257,9 @@ def test_feed_ends_the_run_for_an_environment_of_another_vocabulary() -> None:
 
 
 def test_feed_ends_the_run_for_an_environment_whose_groups_are_all_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(perf_counter=itertools.count(0, 25).__next__)
-    monkeypatch.setattr(feed_module, "time", clock)
-    api = Api(itertools.repeat((group(1, 1),)))
+    seconds = itertools.count(time.perf_counter(), 25)
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    api = Api(iter([(group(1, 1),)] * 200))
     with pytest.raises(TrainingError) as ended:
         feed(api, RolloutConfig(prefetch=False, max_staleness=2, rollout_timeout=1000.0)).next(9)
     assert ended.value.field == "--rollout-timeout" and ended.value.got == api.dropped[-1]

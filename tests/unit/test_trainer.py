@@ -92,7 +92,7 @@ def assert_same(one: tuple[dict[str, float], list[Tensor]], other: tuple[dict[st
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 16), st.sampled_from(LOSSES), st.integers(0, 5))
 def test_step_any_split_is_the_same(size: int, loss: dict[str, object], seed: int) -> None:
     """And so does padding: one sequence a microbatch has none."""
@@ -194,11 +194,8 @@ def test_first_not_finite(values: list[list[float]], target: torch.dtype, found:
     """In the dtype of its parameter."""
     tensors = [torch.tensor(each) for each in values]
     assert first_not_finite(tensors, [each.to(target) for each in tensors]) == found
-
-
-def test_first_not_finite_of_several_dtypes() -> None:
-    mixed = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor([math.nan])]
-    assert first_not_finite(mixed, mixed) == 2 and first_not_finite(mixed[:2], mixed[:2]) is None
+    mixed = [*tensors, torch.ones(3, dtype=torch.bfloat16), torch.tensor([math.nan])]
+    assert first_not_finite(mixed, mixed) == next(n for n, each in enumerate(mixed) if not each.isfinite().all())
 
 
 def test_step_stopped_between_microbatches_changes_nothing() -> None:
@@ -345,23 +342,6 @@ def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_sch
     last = Trainer(TinyModel().to(torch.bfloat16), config(**falls, training_steps=2000))
     result = last.step(rollouts(), 1999)
     assert result.updated and reduce(result.metrics)["train/changed_fraction"] == 0
-
-
-def test_gradients_over_64_microbatches() -> None:
-    """In bfloat16 their sum has a random error of 1 %, and is not smaller for it; in float32 next to none."""
-    generator = torch.Generator().manual_seed(0)
-    parts = torch.randn(64, 100_000, generator=generator) + 0.1 * torch.randn(100_000, generator=generator)
-    parts = parts.bfloat16().float()  # as a backward pass has them
-    exact = parts.double().sum(0)
-    for dtype, error in ((torch.bfloat16, 0.012), (torch.float32, 1e-6)):
-        weights = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
-        weights.grad_dtype = dtype
-        for part in parts:
-            (weights * part.bfloat16()).sum().backward()
-        assert weights.grad is not None and weights.grad.dtype == dtype
-        got = weights.grad.double()
-        assert float((got - exact).norm() / exact.norm()) < error
-        assert abs(float(got @ exact / (exact @ exact)) - 1) < 1e-3
 
 
 def test_gradients_in_float32_on_request() -> None:
