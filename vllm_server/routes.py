@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
+from grpo_common.disconnects import unless_disconnected
 from vllm_server import protocol
 from vllm_server.errors import ServeError
 from vllm_server.http import parse_body, route
@@ -132,8 +134,11 @@ def _check_may_sleep(server: PolicyServer) -> None:
 
 
 @route("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE)
-async def begin_update(server: PolicyServer, asked: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
-    return await server.fence.begin(asked)
+async def begin_update(
+    server: PolicyServer, request: Request, asked: protocol.UpdateBeginRequest
+) -> protocol.UpdateBeginResponse | Response:
+    """Begin an update, unless the trainer leaves meanwhile: it would never end it."""
+    return await unless_disconnected(request, server.fence.begin(asked)) or Response(status_code=499)
 
 
 @route("POST", protocol.BRIDGE_UPDATE_END_ROUTE)
@@ -142,8 +147,10 @@ async def end_update(server: PolicyServer, asked: protocol.UpdateEndRequest) -> 
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_STAGE_ROUTE)
-async def stage_weights(server: PolicyServer, asked: protocol.WeightsStageRequest) -> protocol.WeightsDone:
-    return await server.channels.stage(asked)
+async def stage_weights(
+    server: PolicyServer, request: Request, asked: protocol.WeightsStageRequest
+) -> protocol.WeightsDone | Response:
+    return await unless_disconnected(request, server.channels.stage(asked)) or Response(status_code=499)
 
 
 @route("POST", protocol.BRIDGE_WEIGHTS_APPLY_ROUTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.worker.channels import AdapterFiles
+from vllm_server.worker.extension import PolicyWorker
 from vllm_server.worker.packed import NotFiniteError, PackedAdapter, cast, check_finite, layout_of, scaling_of
 from vllm_server.worker.slots import AdapterSlots, Installed
 
@@ -132,6 +135,15 @@ def test_an_adapter_that_is_not_finite_leaves_the_slots_as_they_were(replayed: b
     assert install(slots, 4, good).replayed is replayed
     assert_holds(manager, 0, kept)
     assert_holds(manager, 1, good)
+
+
+def test_an_adapter_whose_file_is_gone_is_refused_by_name() -> None:
+    """After the server has looked at it. An exception would count as a fault of the engine."""
+    worker = PolicyWorker()
+    slots, files = AdapterSlots(Manager(), torch.device("cpu")), AdapterFiles(torch.device("cpu"))
+    vars(worker)["_grpo_state"] = slots, files
+    answer = worker.grpo_install_adapter(1, json.dumps(CONFIG), file="/nowhere/at/all", channel="")
+    assert "/nowhere/at/all" in answer["refused"] and set(answer) == {"refused"}
 
 
 # values that are not finite, before or after scaling ------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from starlette.responses import Response
 
 from tests.stand_ins import pass_time
 from tests.unit.factories import refusing, story
@@ -350,6 +351,28 @@ async def test_fence_lets_an_update_wait_for_a_pause_and_a_resume_end_it(resumed
         await pausing
     await fence.end(end((await beginning).token))
     assert fence.paused is not resumed and (engine.events[-1] == "release") is resumed
+
+
+@story
+async def test_fence_is_open_if_the_trainer_leaves_before_its_update_has_begun() -> None:
+    """Nobody would end the update: it would count as torn."""
+    fence, left = fence_on(engine := Engine()), asyncio.Event()
+    engine.gate.clear()
+
+    async def receive() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    server: Any = SimpleNamespace(fence=fence)
+    request: Any = SimpleNamespace(receive=receive)
+    beginning = asyncio.ensure_future(routes.begin_update(server, request, begin()))
+    await asyncio.sleep(0.01)
+    assert fence.updating
+    left.set()
+    await asyncio.sleep(0.01)
+    engine.gate.set()
+    assert isinstance(answer := await beginning, Response) and answer.status_code == 499
+    assert not fence.updating and engine.events == ["release"]
 
 
 @story

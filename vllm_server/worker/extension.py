@@ -123,7 +123,7 @@ class PolicyWorker:
             return {"refused": str(error)}
         except NotFiniteError as error:
             return {"refused": error.got, "field": error.field}
-        except (ValueError, RuntimeError) as error:  # vLLM refuses the adapter
+        except REFUSALS as error:  # vLLM refuses the adapter, or its file is gone
             return {"refused": str(error)}
         return {**asdict(installed), "seconds": time.perf_counter() - started}
 
