@@ -30,21 +30,11 @@ class Reader:
     def __setstate__(self, state):
         self.seen = os.environ.get("LATER")
 
-def worker_methods():
-    "Without and with cores for each worker."
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
-    forking.allow_forked_workers()
-    found = [os.environ.get(forking.METHOD_VARIABLE)]
-    del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
-    forking.allow_forked_workers()
-    return [*found, os.environ.get(forking.METHOD_VARIABLE)]
-
 def tell(answers, reader):
     answers.send({
         "later": os.environ.get("LATER"), "gone": os.environ.get("GONE"), "unpickled": reader.seen,
         "getenv": os.popen("echo $LATER").read().strip(), "forked": importer == os.getppid() != os.getpid(),
-        "hears Ctrl-C": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        "workers": worker_methods(),
+        "hears Ctrl-C": signal.getsignal(signal.SIGINT) is signal.default_int_handler, "known": forking._forked,
     })
 """
 SCRIPT = """
@@ -98,15 +88,22 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
     assert eval(said) == {  # printed by the script above
         "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
-        "hears Ctrl-C": True, "workers": [None, "fork"],
+        "hears Ctrl-C": True, "known": True,
     }  # fmt: skip
     assert (exit_code, done.returncode) == ("0", 0)
 
 
-def test_an_engine_that_was_not_forked_leaves_its_workers_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("forked", "cores", "method"), [(True, "nobind", "fork"), (True, "0-1", "spawn"), (False, "nobind", "spawn")]
+)
+def test_workers_are_forked_from_an_engine_that_was_unless_each_has_its_cores(
+    monkeypatch: pytest.MonkeyPatch, forked: bool, cores: str, method: str
+) -> None:
+    monkeypatch.setattr(forking, "_forked", forked)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
     monkeypatch.setenv(forking.METHOD_VARIABLE, "spawn")
     forking.allow_forked_workers()
-    assert os.environ[forking.METHOD_VARIABLE] == "spawn"
+    assert os.environ[forking.METHOD_VARIABLE] == method
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,6 @@ def test_mutation_check_tells_outcomes_apart(tmp_path: Path, monkeypatch: pytest
         ("a + b", "b + a"),
         ("a + c", "a - c"),
         ("a + b", "a +"),
-        ("a + b", "a + d"),
-        ("LIMIT = 3", "import LIMIT"),
         ("return a + b", "while True: pass"),
     ]:
         fault = mutation_check.Fault("room", "name", "sums.py", old, new, ("test_sums.py",))
@@ -84,11 +82,23 @@ def test_mutation_check_tells_outcomes_apart(tmp_path: Path, monkeypatch: pytest
         "b + a": "NOT CAUGHT",
         "a - c": "not planted",
         "a +": "bad fault",
-        "a + d": "bad fault",
-        "import LIMIT": "bad fault",
         "while True: pass": "caught",
     }
     assert (tmp_path / "copies/0/repository/sums.py").read_bytes() == (root / "sums.py").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("message", "broken"),
+    [
+        ("NameError: name 'd' is not defined", True),
+        ("ImportError: cannot import name", True),
+        ('failed on setup with "ModuleNotFoundError: No module', True),
+        ("assert 3 == 4", False),
+        ("ValueError: SyntaxError", False),
+    ],
+)
+def test_mutation_check_knows_what_any_test_would_show(message: str, broken: bool) -> None:
+    assert bool(mutation_check.BROKEN.match(message)) is broken
 
 
 STARTS_TESTS = """

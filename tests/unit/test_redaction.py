@@ -267,10 +267,13 @@ def test_record_of_a_log_is_one_line_but_for_stacks_and_its_traceback() -> None:
     try:
         raise ValueError("\x1b[2J")
     except ValueError:
-        args = ("\x1b[0m\nb", Lines("one\ntwo\x1b"))
+        args = ("\x1b", Lines("one\ntwo\x1b"))
         record = logging.LogRecord("a", logging.INFO, "f", 1, "stack of %s\n%s", args, sys.exc_info())
-    lines = PrintableFormatter("%(levelname)s %(message)s").format(record).split("\n")
-    assert lines[:3] == ["INFO stack of \\x1b[0m\\nb", "one", "two\\x1b"] and lines[-1] == "ValueError: \\x1b[2J"
+    shown = PrintableFormatter("%(levelname)s %(message)s")
+    lines = shown.format(record).split("\n")
+    assert lines[:3] == ["INFO stack of \\x1b", "one", "two\\x1b"] and lines[-1] == "ValueError: \\x1b[2J"
+    plain = logging.LogRecord("a", logging.INFO, "f", 1, "named %s", ("\x1b[0m\nb",), None)
+    assert shown.format(plain) == "INFO named \\x1b[0m\\nb"
 
 
 @given(st.text(), st.integers(1, 50))
