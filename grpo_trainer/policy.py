@@ -28,8 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.allocator import shareable
+from grpo_trainer.engine.fitting import compile_ahead
 from grpo_trainer.engine.tensor_shards import ModelShard, shard_of
 from grpo_trainer.errors import BridgeError, ConfigError
 from grpo_trainer.model import lora

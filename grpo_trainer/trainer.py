@@ -31,7 +31,7 @@ from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.batch.microbatches import MicroBatch, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import check_teacher
-from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.engine.head import TokenScores
 from grpo_trainer.errors import TrainingError, WeightsError
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_trainer.engine.forward import evaluating
-from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.engine.head import token_scores
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient

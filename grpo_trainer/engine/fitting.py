@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from grpo_trainer.batch.microbatches import layout
 from grpo_trainer.config.train import SPARE, TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.collectives import reduced
 from grpo_trainer.engine.compiled import CompiledLayers, LayerCall, compile_layers, learn
-from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.head import head_scores
 from grpo_trainer.engine.recompute import (
     MEASURED,
@@ -35,11 +37,19 @@ from grpo_trainer.engine.recompute import (
 )
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.memory import gathered_bytes, head_bytes, update_bytes
-from grpo_trainer.model.lora import use_few_kernels
+from grpo_trainer.model.load import freeze
+from grpo_trainer.model.lora import add_adapter, use_few_kernels
 from grpo_trainer.model.reference import free_bytes
+from grpo_trainer.model.text_part import causal_lm_of
+from grpo_trainer.phases import START
 
 log = logging.getLogger(__name__)
 
+AHEAD_LAYERS = 2
+"""Layers that are compiled ahead. The first needs another graph if the embedding is not trained: its input has no
+gradient."""
+VOCABULARY = 128
+"""Vocabulary of the temporary model, small because embedding and head are not compiled here."""
 WORTH_COMPILING = 0.3e9
 """With `--compile auto`: least number of a model's parameters."""
 LONG_RUN = 20
@@ -348,3 +358,47 @@ def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
         run(MEASURED[0])
     hook.remove()
     return found[0].shape[-1] * found[0].itemsize
+
+
+# ahead of the weights ------------------------------------------------------------------------------------------------
+
+
+def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
+    """Compile the graphs of a model's decoder layers, if the options ask for compiled layers, while its server starts.
+
+    torch.compile stores its graphs with the code of a layer, so all layers of one class share them. It is therefore
+    enough to compile two layers with temporary weights: the model's own layers then find the graphs.
+
+    Args:
+        skeleton: the model without weights; its buffers are on the device.
+    """
+    device = next((buffer.device for buffer in skeleton.buffers()), torch.device("cpu"))
+    trains_some = config.layer_indices is not None
+    if trains_some or not is_compiled(config, skeleton, on_gpu=device.type == "cuda"):
+        return
+    try:
+        with START.of("compile"), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            sample = _two_layers(config, skeleton, device)
+            forward = build_forward(sample, config)
+            use_few_kernels(sample)
+            if (layers := known_layers(forward.decoder)) is not None:
+                trained = [parameter for parameter in sample.parameters() if parameter.requires_grad]
+                Fitting(forward, layers, config, trained).compile(head=False)
+    except Exception as error:  # from models, kernels or compilers; the real layers are tried again later
+        log.info("could not compile ahead of the weights: %s: %s", type(error).__name__, error)
+
+
+def _two_layers(config: TrainConfig, skeleton: PreTrainedModel, device: torch.device) -> nn.Module:
+    """Return a model with two such layers, random weights and a small vocabulary, and the same parts trainable."""
+    found = copy.deepcopy(skeleton.config)
+    text = found.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = AHEAD_LAYERS, VOCABULARY, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:AHEAD_LAYERS]
+    options = {"dtype": skeleton.dtype, "attn_implementation": config.attention}
+    with torch.device(device):
+        model = causal_lm_of(found, **options)
+    freeze(model, config)
+    if config.trains_adapter:
+        return add_adapter(model, config.model_copy(update={"lora_adapter": None}), config.seed)
+    return model.requires_grad_(True)

@@ -26,8 +26,7 @@ from grpo_trainer.batch.microbatches import MicroBatch, layout, split
 from grpo_trainer.config.train import Choice, TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.compiled import CompiledLayers
-from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, head_scores
-from grpo_trainer.engine.logprobs import TokenScores, token_scores
+from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, TokenScores, head_scores, token_scores
 from grpo_trainer.engine.recompute import Recomputation, known_layers
 from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError

@@ -37,7 +37,7 @@ from grpo_trainer.losses.surrogates import (
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
-    from grpo_trainer.engine.logprobs import TokenScores
+    from grpo_trainer.engine.head import TokenScores
 
 LARGEST_LOG_RATIO = 20.0
 """Limit of a log ratio in `alignment/ess`: one weight of e^20 is as good as infinite there."""

@@ -166,7 +166,10 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     for key, saved in reader.read_metadata().state_dict_metadata.items():
         name, _, *more = key.split("/")
         assert isinstance(saved, TensorStorageMetadata)
-        if name in by_name and (more in ([], [FLAT]) or _is_for(place, Place.parsed(more[0]))):
+        if name not in by_name:
+            continue
+        writer = place if more in ([], [FLAT]) else Place.parsed(more[0])
+        if writer == place or writer.count != place.count:  # all scales, if another number of processes wrote them
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: all read alone
@@ -228,11 +231,6 @@ def reshard_states(states: States, parts: Sequence[Part]) -> States:
         for key in in_blocks:
             _reshard(part, key, state, {Place(): state[key + SCALE]})
     return found
-
-
-def _is_for(place: Place, writer: Place) -> bool:
-    """Return whether this rank needs a writer's scales: with an unchanged number of processes, only its own."""
-    return writer.count != place.count or writer == place
 
 
 def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:

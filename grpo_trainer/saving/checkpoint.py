@@ -171,7 +171,9 @@ class Checkpoints:
             """Return the folder of a complete checkpoint, which is never written again."""
             self._writer.wait()
             self._forget_deleted()
-            if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
+            safe, now = self.safe, (progress.step, progress.policy_version)
+            is_there = safe is not None and (safe.step, safe.policy_version) == now
+            if is_there and (not final or self.safe_path == path):
                 return self.safe_path
             if self._shards is None:
                 self._write(path, progress, self._tree())
@@ -192,10 +194,6 @@ class Checkpoints:
             self._schedule.demand()
         self.safe = self.safe_path = None
 
-    def _is_safe(self, progress: Progress) -> bool:
-        safe = self.safe
-        return safe is not None and (safe.step, safe.policy_version) == (progress.step, progress.policy_version)
-
     def settled(self, progress: Progress) -> tuple[str, ...]:
         """Return the batches that may be acknowledged: those in a checkpoint, or all if none is written on the way."""
         if not (self._config.interval_steps or self._config.interval_seconds):
@@ -213,26 +211,22 @@ class Checkpoints:
 
     def _tree(self) -> dict[str, Any]:
         """Return everything that is saved. The tensors are not copies: the next update changes them."""
+        whole, by_rank = None, None  # each process writes its part of the optimizer's states
+        if self._shards is None:
+            whole = self._optimizer.state_dict()
+        else:  # each rank rounds its shard with its own random numbers; replicas must round alike
+            by_rank = self._world.gather(generator_states(self._device))
+        if isinstance(self._shards, TensorShards):
+            whole = self._shards.states(self._optimizer)
         return {
-            "optimizer": self._whole_states(),
+            "optimizer": whole,
             "optimizer_kind": self._optimizer.kind,
             "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
-            "generators_by_rank": self._generators_by_rank(),
+            "generators_by_rank": by_rank,
             "weights": self._prepared(self.weights_now()),
         }
-
-    def _whole_states(self) -> dict[str, Any] | None:
-        """Return the optimizer's states; None: each process writes its part of them."""
-        if isinstance(self._shards, TensorShards):
-            return self._shards.states(self._optimizer)
-        return self._optimizer.state_dict() if self._shards is None else None
-
-    def _generators_by_rank(self) -> list[dict[str, Any]] | None:
-        """Return the states of all ranks, of which each rounds its shard with its own random numbers; None: replicas,
-        which must round alike."""
-        return None if self._shards is None else self._world.gather(generator_states(self._device))
 
     def _trained(self) -> list[str]:
         """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
@@ -436,7 +430,11 @@ class Checkpoints:
             raise _refused(path, kind, self._optimizer.kind, fix, "made with another optimizer")
         self._policy.load(path, tensors["weights"])
         self._check_trained(path, tensors["trained"])
-        self._load_optimizer(self._own_states(path, tensors["optimizer"]))
+        # Moments and step counts come from the checkpoint, hyperparameters from the flags.
+        wanted = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict(self._own_states(path, tensors["optimizer"]))
+        for group, options in zip(self._optimizer.param_groups, wanted, strict=True):
+            group.update(options)
         self._norms.restore(tensors["gradient_norms"])
         by_rank = tensors.get("generators_by_rank") or ()  # checkpoints of earlier versions have none
         own = self._shards is not None and len(by_rank) == self._world.size
@@ -480,13 +478,6 @@ class Checkpoints:
             wanted = _few(set(now) - set(then), "trained only now")
             fix, why = "give --train-layer-indices as it was", "made with other trained parameters"
             raise _refused(path, got, wanted, fix, why)
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load moments and step counts from the checkpoint, but keep the hyperparameters of the flags."""
-        wanted = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state)
-        for group, options in zip(self._optimizer.param_groups, wanted, strict=True):
-            group.update(options)
 
     # Pruning
 

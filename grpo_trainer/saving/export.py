@@ -62,6 +62,8 @@ def export_checkpoint(options: ExportOptions, say: Callable[[str], None] = log.i
         raise ConfigError(
             "exists already", field="OUTPUT", got=output, wanted="a new folder", fix="remove it, or choose another"
         )
+    if path.resolve() in output.resolve().parents:  # it would be copied into itself
+        raise ConfigError("lies in the checkpoint", field="OUTPUT", got=output, wanted="a folder outside of it")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
     if options.merge and not is_adapter:

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.engine import compiled
-from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.compiled import compile_layers, learn
+from grpo_trainer.engine.fitting import compile_ahead
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.metrics.types import reduce

@@ -44,17 +44,14 @@ def test_group_advantages_by_hand(rewards: list[float], scale: Any, estimator: s
     assert group_advantages(rewards, scale, estimator) == pytest.approx(advantages)
 
 
-def test_advantage_scale_follows_the_loss() -> None:
+def test_group_advantages_of_equal_rewards_and_the_scale_of_each_loss() -> None:
+    assert group_advantages([0.1] * 3) == [0.0] * 3  # 0.1 is not exact: a mean would leave noise to amplify
+    assert is_zero_variance([0.1] * 3) and not is_zero_variance([0.1, 0.2])
+    assert max(map(abs, group_advantages([1.0, 1.0 + 1e-9]))) < 1e-4
     for loss in LOSSES:
         assert LossConfig(loss=loss).advantage_scale == ("none" if loss == "dr_grpo" else "group")
     assert LossConfig(loss="dr_grpo", scale_rewards="group").advantage_scale == "group"
     assert LossConfig(advantage_estimator="rloo").advantage_scale == "none"
-
-
-def test_group_advantages_of_equal_rewards_are_0_and_of_nearly_equal_ones_small() -> None:
-    assert group_advantages([0.1] * 3) == [0.0] * 3  # 0.1 is not exact: a mean would leave noise to amplify
-    assert is_zero_variance([0.1] * 3) and not is_zero_variance([0.1, 0.2])
-    assert max(map(abs, group_advantages([1.0, 1.0 + 1e-9]))) < 1e-4
 
 
 @given(REWARDS, st.floats(-5, 5), st.randoms(use_true_random=False))
@@ -153,12 +150,10 @@ def test_prepare_without_trained_tokens(loss: str, weights: list[float], why: di
     assert numbers(nothing, "length/")["completion_mean"] == 0.0
 
 
-def test_advantages_of_the_environment_are_used() -> None:
+def test_prepare_advantages_of_the_environment_and_of_imitation() -> None:
+    """What is to be imitated has advantage 1, and is no part of the group's baseline."""
     given = [sample([1], [2, 3], 0.0, advantages=[0.25, -4.0]), sample([1], [2], 0.0, advantages=[0.0])]
     assert advantages(prepared([given])) == [[0.25, -4.0]]  # an advantage of 0 teaches nothing
-
-
-def test_what_is_to_be_imitated_has_advantage_1_and_is_no_part_of_the_groups_baseline() -> None:
     imitated = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
     made = prepared([[imitated, sample([1], [2], 0.0), sample([1], [3], 1.0)]], scale_rewards="none")
     assert advantages(made) == [[1.0], [-0.5], [0.5]]
@@ -304,6 +299,9 @@ def test_every_sequence_is_planned_and_dealt_once_within_the_budget(
     dealt = deal(made, processes, shared="shared" in form)
     assert len(dealt) == processes
     assert sorted(id(one) for share in dealt for one in share) == sorted(map(id, made))
+    if "shared" not in form:  # evenly
+        loads = [sum(len(one.tokens_T) for one in share) for share in dealt]
+        assert max(loads) - min(loads) <= max(len(one.tokens_T) for one in made)
 
 
 # ---------------------------------------------------------------- where tokens lie

@@ -76,15 +76,8 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path, made: Callable[[], Trainer])
     assert same(weights(straight), weights(second))
 
 
-@pytest.mark.parametrize("resume", ["never", "auto"])
-def test_the_folder_is_there_before_anything_is_saved(tmp_path: Path, resume: str) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    assert checkpoints(trainer_with(), folder, resume=resume).resume() == Progress()
-    assert folder.is_dir() and not list(folder.iterdir())
-
-
 @pytest.mark.parametrize("is_adapter", [True, False])
-def test_resume_refuses_another_mode_and_names_both(tmp_path: Path, is_adapter: bool) -> None:
+def test_resume_refuses_another_mode_or_model(tmp_path: Path, is_adapter: bool) -> None:
     saved, resumed = trainer_with(), trainer_of_all_weights()
     kinds = Adapter.kind, AllWeights.kind
     if not is_adapter:
@@ -93,14 +86,10 @@ def test_resume_refuses_another_mode_and_names_both(tmp_path: Path, is_adapter: 
     for resume in ("auto", str(path)):
         with refusing(ConfigError, f"--resume {path}", got=kinds[0], wanted=kinds[1]):
             checkpoints(resumed, tmp_path, resume=resume).resume()
-
-
-def test_resume_refuses_another_model(tmp_path: Path) -> None:
-    path = checkpoints(trainer_of_all_weights(), tmp_path).save(Progress(1, 1))
-    other = trainer_of_all_weights()
-    other.model.model.layers = other.model.model.layers[:1]  # type: ignore[union-attr, index]
-    with refusing(ConfigError, "--resume", got=str(path), words=["--model-name"]):
-        checkpoints(other, tmp_path).resume()
+    if not is_adapter:
+        saved.model.model.layers = saved.model.model.layers[:1]  # type: ignore[union-attr, index]
+        with refusing(ConfigError, "--resume", got=str(path), words=["--model-name"]):
+            checkpoints(saved, tmp_path).resume()
 
 
 @pytest.mark.parametrize(
@@ -157,23 +146,22 @@ def test_checkpoints_that_are_served_outlive_pruning_and_go_with_the_next(tmp_pa
     assert names(tmp_path) == ["step_4", "step_6"]
 
 
-def test_checkpoints_keep_newest_and_final(tmp_path: Path) -> None:
-    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2, background_writes=False)
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_checkpoints_keep_newest_final_and_a_users_copy(tmp_path: Path, resume: str) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    options = {"keep_checkpoints": 2, "checkpoint_interval": 2, "background_writes": False}
+    assert checkpoints(trainer_with(), folder, resume=resume).resume() == Progress()
+    assert folder.is_dir() and not list(folder.iterdir()), "the folder is there before anything is saved"
+    saver = checkpoints(trainer_with(), folder, **options)
+    saver.save(Progress(90, 90)).rename(folder / "adapter_step_90_best")
     for step in range(1, 11):
         saver.maybe_save(Progress(step, step))
-    assert saver.resume().step == 10 and names(tmp_path) == ["adapter_step_10", "adapter_step_8"]
+    saver = checkpoints(trainer_with(), folder, **options)
+    assert saver.resume().step == 10
+    assert names(folder) == ["adapter_step_10", "adapter_step_8", "adapter_step_90_best"]
     saver.save(Progress(11, 11), final=True)
     assert saver.resume() == Progress(11, 11)
-    assert names(tmp_path) == ["adapter_final", "adapter_step_10", "adapter_step_8"]
-
-
-def test_checkpoints_a_users_copy_is_neither_resumed_nor_pruned(tmp_path: Path) -> None:
-    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=1)
-    saver.save(Progress(9, 9)).rename(tmp_path / "adapter_step_9_best")
-    for step in (1, 2):
-        saver.save(Progress(step, step))
-    assert names(tmp_path) == ["adapter_step_2", "adapter_step_9_best"]
-    assert checkpoints(trainer_with(), tmp_path).resume() == Progress(2, 2)
+    assert names(folder) == ["adapter_final", "adapter_step_10", "adapter_step_8", "adapter_step_90_best"]
 
 
 @pytest.mark.parametrize(
@@ -217,8 +205,11 @@ def test_resume_refuses_other_trained_layers_by_their_names(tmp_path: Path) -> N
     assert checkpoints(trainer_of_layer(0), tmp_path).resume() == Progress(1, 1)
 
 
-def test_resume_takes_hyperparameters_from_the_options(tmp_path: Path) -> None:
+def test_resume_takes_hyperparameters_from_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving asks no hub about the base model."""
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: pytest.fail("asked"))
     trainer = trainer_with()
+    trainer.model.peft_config["default"].base_model_name_or_path = "some/model"  # type: ignore[index, union-attr]
     trainer.step(ROLLOUTS, 0)
     checkpoints(trainer, tmp_path).save(Progress(1, 1))
     second = Trainer(tiny_lora(), TrainConfig(model_name="tiny", adam_beta2=0.9, weight_decay=0.1))
@@ -226,16 +217,6 @@ def test_resume_takes_hyperparameters_from_the_options(tmp_path: Path) -> None:
     (group,) = second.optimizer.param_groups
     assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
     assert len(second.optimizer.state_dict()["state"]) == len(second.parameters)  # the moments did come
-
-
-def test_saving_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*arguments: object, **options: object) -> None:
-        raise AssertionError(f"a hub was asked: {arguments}")
-
-    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
-    trainer = trainer_with()
-    trainer.model.peft_config["default"].base_model_name_or_path = "some/model"  # type: ignore[index, union-attr]
-    checkpoints(trainer, tmp_path).save(Progress(1, 1))
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
@@ -277,6 +258,10 @@ def test_states_come_back_under_the_names_of_parameters(tmp_path: Path, name: st
             got = found[number][key]
             assert type(got) is type(value)
             assert torch.equal(torch.as_tensor(got), torch.as_tensor(value)), key
+    (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
+    file.unlink()
+    with refusing(ConfigError, f"--resume {tmp_path}", words=["FileNotFoundError: "]):
+        read_states(tmp_path, other, Place())
 
 
 @pytest.mark.parametrize(("rows", "processes"), [(5, 2), (4, 2), (1, 2), (7, 3), (3, 4), (0, 2)])
@@ -303,12 +288,3 @@ def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = from_os_error(raised.value, "write")
     assert isinstance(said, DiskFullError) and said.field == str(tmp_path / STATES_FOLDER)
-
-
-def test_states_that_can_not_be_read_are_named(tmp_path: Path) -> None:
-    model, optimizer = trained("adamw")
-    save_states(World(), tmp_path, whole_parts(model), optimizer, Place())
-    (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
-    file.unlink()
-    with refusing(ConfigError, f"--resume {tmp_path}", words=["FileNotFoundError: "]):
-        read_states(tmp_path, whole_parts(model), Place())

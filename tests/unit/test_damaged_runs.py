@@ -102,15 +102,11 @@ def test_keep_steps_keeps_what_it_can_not_read(tmp_path: Path) -> None:
 # reports and lists --------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_configuration_is_named_and_not_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [row(1)])
+def test_report_and_list_of_damaged_runs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sound", [row(1)])
     (folder / "config" / "env-sums.toml").write_text('api_key = "hunter2"\na = = 1\n')
     html = html_of(folder)
-    assert "config/env-sums.toml" in html and "hunter2" not in html
-
-
-def test_the_list_of_runs_has_the_figures_of_a_damaged_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "sound", [row(1)])
+    assert "config/env-sums.toml" in html and "hunter2" not in html, "it is named, and not shown"
     folder = write_run(tmp_path / "torn", [row(1)])
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(TORN + line(5))
@@ -122,15 +118,10 @@ def test_the_list_of_runs_has_the_figures_of_a_damaged_one(tmp_path: Path) -> No
 # resuming -----------------------------------------------------------------------------------------------------
 
 
-def damaged_states(folder: Path) -> Path:
-    checkpoints = copy_of(FINISHED, folder) / "checkpoints"
+def test_resume_with_damaged_checkpoints_only_names_them_and_changes_nothing(tmp_path: Path) -> None:
+    checkpoints = copy_of(FINISHED, tmp_path) / "checkpoints"
     for name, text in (("adapter_step_3", b"garbage"), ("adapter_final", b"\0\xff")):
         (checkpoints / name / "state.json").write_bytes(text)
-    return checkpoints
-
-
-def test_resume_with_damaged_checkpoints_only_names_them_and_changes_nothing(tmp_path: Path) -> None:
-    checkpoints = damaged_states(tmp_path)
     before = content(tmp_path)
     for refused in (refuse_unreadable, lambda folder: newest_whole(folder, print)):
         with pytest.raises(ConfigError) as error:
@@ -143,17 +134,21 @@ def test_resume_with_damaged_checkpoints_only_names_them_and_changes_nothing(tmp
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("damage", [b"[1]", b'"x"', b"\xff", b"{}", b"[" * 100_000])
-def test_a_demo_models_damaged_marker_counts_as_none(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"[1]",
+        b"\xff",
+        b"{}",
+        b'"x"',
+        b"[" * 100_000,
+        *(b'{"position": %s}' % each for each in (b'"3"', b"-1", b"true")),
+    ],
+)
+def test_states_of_environments_and_demo_models_may_be_damaged(tmp_path: Path, damage: bytes) -> None:
+    """Or can't be restored: an older one is taken."""
     (tmp_path / MARKER).write_bytes(damage)
     assert finished_before(tmp_path, None) is None and finished_before(tmp_path, Recipe()) is None
-
-
-@pytest.mark.parametrize(
-    "damage", [b"[1]", b"\xff", b"{}", b'{"position": "3"}', b'{"position": -1}', b'{"position": true}']
-)
-def test_an_environment_takes_an_older_state_if_the_newest_is_damaged(tmp_path: Path, damage: bytes) -> None:
-    """Or can't be restored."""
     states = StateFiles(tmp_path, "sums")
     states.save(3, {"position": 2})
     (tmp_path / "sums" / "step-4.json").write_bytes(damage)
@@ -181,13 +176,6 @@ def test_records_of_a_resumed_run_may_be_damaged(tmp_path: Path, damage: bytes) 
         refuse_changed(folder / "data" / "own.json", [DataSet("rows.jsonl", 5, "cd")], allowed=False)
 
 
-@pytest.mark.parametrize("name", ["..", "../../evil", ".", "a/b"])
-def test_an_environments_state_stays_in_its_folder(tmp_path: Path, name: str) -> None:
-    StateFiles(tmp_path / "own", name).save(1, {})
-    (saved,) = tmp_path.rglob("step-1.json")
-    assert saved.parent.parent == tmp_path / "own"
-
-
 def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(codecs.BOM_UTF8 + b'training_steps = 7\n[env]\ntokenizer_name = "m"\n')
@@ -197,12 +185,15 @@ def test_files_of_users_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None
     assert parsed.env.tokenizer_name == "m"
 
 
-@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", ".a", "a b", "a;b", "\x1b"])
-def test_a_name_of_an_environment_is_no_path(name: str) -> None:
-    """It becomes the name of files in the run's folder."""
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", ".", ".a", "a b", "a;b", "\x1b"])
+def test_a_name_of_an_environment_is_no_path(tmp_path: Path, name: str) -> None:
+    """It becomes the name of files in the run's folder, and in that of states."""
     with pytest.raises(ConfigError) as error:
         build_run({"environments": [{"name": name}]}, {"model_name": "m"})
     assert name in error.value.got or repr(name) in error.value.got
+    StateFiles(tmp_path / "own", name).save(1, {})
+    (saved,) = tmp_path.rglob("step-1.json")
+    assert saved.parent.parent == tmp_path / "own"
 
 
 # fuzz ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from grpo_trainer.alignment.drift import (
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.engine.head import token_scores
 from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
 from grpo_trainer.loop import Desk, run_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import CheckpointConfig, OptimizerConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model import export
-from grpo_trainer.model.export import INDEX_FILE, export_model, plan_shards
+from grpo_trainer.model.export import INDEX_FILE, export_model
 from grpo_trainer.model.lora import adapter_settings, add_adapter
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.policy import Adapter, AllWeights
@@ -75,19 +76,6 @@ def logits(model: Any) -> torch.Tensor:
         return model.float().eval()(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("make", [tiny_qwen, tied_qwen, tiny_mixture])
-def test_export_is_as_transformers_own(make: type[PreTrainedModel], tmp_path: Path) -> None:
-    model = make()  # type: ignore[call-arg]
-    (tmp_path / "ours").mkdir()
-    export_model(model, None, tmp_path / "ours", torch.float32)
-    model.save_pretrained(tmp_path / "theirs")
-    assert names(tmp_path / "ours") == names(tmp_path / "theirs")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
-    assert torch.equal(logits(loaded), logits(model))
-    if model.config.tie_word_embeddings:
-        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("make", [tiny_qwen, tied_qwen])
 def test_export_merged_model_computes_the_same(make: type[PreTrainedModel], rslora: bool, tmp_path: Path) -> None:
@@ -121,49 +109,42 @@ def test_merging_is_exact_before_it_is_rounded(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_files_stay_below_the_limit_and_the_index_finds_every_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [1 << 30, 20_000], ids=["one file", "several"])
+@pytest.mark.parametrize("make", [tiny_qwen, tied_qwen, tiny_mixture])
+def test_export_model_has_the_names_of_transformers(
+    make: type[PreTrainedModel], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = 20_000
     monkeypatch.setattr(export, "SHARD_BYTES", limit)
-    export_model(tiny_qwen(), None, tmp_path, torch.float32)
-    index = json.loads((tmp_path / INDEX_FILE).read_text())
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) > 3 and set(index["weight_map"].values()) == {file.name for file in files}
-    assert index["weight_map"].keys() == names(tmp_path).keys()
-    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in tiny_qwen().parameters())
+    model, ours = make(), tmp_path / "ours"  # type: ignore[call-arg]
+    ours.mkdir()
+    export_model(model, None, ours, torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    assert names(ours) == names(tmp_path / "theirs")
+    files = sorted(ours.glob("*.safetensors"))
     assert all(file.stat().st_size < limit + 3_000 for file in files)  # their headers come on top
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(tiny_qwen()))
+    assert (len(files) > 3) == (limit == 20_000) == (ours / INDEX_FILE).exists()
+    if limit == 20_000:
+        index = json.loads((ours / INDEX_FILE).read_text())
+        assert set(index["weight_map"].values()) == {file.name for file in files}
+        assert index["weight_map"].keys() == names(ours).keys()
+        assert index["metadata"]["total_size"] == 4 * sum(math.prod(shape) for shape in names(ours).values())
+    loaded = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(model))
+    if model.config.tie_word_embeddings:
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_shards_are_filled_in_order_and_a_tensor_above_the_limit_stands_alone() -> None:
-    # 3 + 4 <= 8; 3 + 4 + 2 > 8; 9 > 8 stands alone; 1 after it
-    sizes = {"a": 3, "b": 4, "c": 2, "d": 9, "e": 1}
-    assert plan_shards(sizes, 8) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert plan_shards({}, 8) == []
-
-
-def test_a_generation_config_goes_along_only_if_the_model_came_with_one(tmp_path: Path) -> None:
-    for name in ("without", "with"):
-        (tmp_path / name).mkdir()
-    model = tiny_qwen()
-    export_model(model, None, tmp_path / "without", torch.float32)
-    assert not (tmp_path / "without" / "generation_config.json").exists()
+def test_export_model_generation_config_that_the_model_came_with(tmp_path: Path) -> None:
+    model, file = tiny_qwen(), tmp_path / "generation_config.json"
+    export_model(model, None, tmp_path, torch.float32)
+    assert not file.exists()
     model.generation_config = GenerationConfig(eos_token_id=7, temperature=0.6)  # of which transformers says: invalid
-    export_model(model, None, tmp_path / "with", torch.float32)
-    written = json.loads((tmp_path / "with" / "generation_config.json").read_text())
+    export_model(model, None, tmp_path, torch.float32)
+    written = json.loads(file.read_text())
     assert (written["eos_token_id"], written["temperature"]) == (7, 0.6)
 
 
-def test_export_refuses_weights_that_are_packed_in_fewer_bits(tmp_path: Path) -> None:
-    model = tiny_qwen()
-    layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    layer.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight.*torch\.uint8"):
-        export_model(model, None, tmp_path, torch.float32)
-
-
-def test_export_refuses_an_adapter_on_one_of_two_tied_modules(tmp_path: Path) -> None:
+def test_export_model_refuses_packed_weights_and_an_adapter_on_tied_modules(tmp_path: Path) -> None:
     model = tied_qwen()
     first, second = (model.get_submodule(f"model.layers.{number}.mlp.up_proj") for number in (0, 1))
     second.weight = first.weight
@@ -171,6 +152,9 @@ def test_export_refuses_an_adapter_on_one_of_two_tied_modules(tmp_path: Path) ->
     with pytest.raises(ModelError) as error:
         export_model(add_adapter(model, options, seed=0), None, tmp_path, torch.float32)
     assert all(f"layers.{number}.mlp.up_proj" in str(error.value) for number in (0, 1))
+    first.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    with refusing(ModelError, "model.layers.0.mlp.up_proj.weight", words=["torch.uint8"]):
+        export_model(model, None, tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(70_000.0, torch.float16), (float("nan"), torch.float32)])
@@ -195,7 +179,7 @@ def adapter(tmp_path: Path) -> tuple[PeftModel, Path]:
     words = Tokenizer(WordLevel({"?": 0, "1": 1}, unk_token="?"))  # PEFT widens embeddings for a larger tokenizer
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "base")
     fill_b(model)
-    return model, save(model, Adapter(model), tmp_path / "run")
+    return model, save(model, Adapter(model), tmp_path / "run" / "checkpoints")
 
 
 def save(model: Any, policy: Any, folder: Path, step: int = 3) -> Path:
@@ -203,11 +187,11 @@ def save(model: Any, policy: Any, folder: Path, step: int = 3) -> Path:
     return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(step, step))
 
 
-def all_weights(folder: Path, step: int = 3) -> tuple[Any, Path]:
+def all_weights(folder: Path) -> tuple[Any, Path]:
     """A model of fp32 weights, and its checkpoint, whose model files are rounded."""
     model = tiny_qwen()
     model.requires_grad_(True)
-    return model, save(model, AllWeights(model, build_tokenizer(), torch.bfloat16), folder, step)
+    return model, save(model, AllWeights(model, build_tokenizer(), torch.bfloat16), folder)
 
 
 def test_an_adapter_is_loaded_by_peft_and_computes_the_same(adapter: tuple[PeftModel, Path]) -> None:
@@ -242,15 +226,17 @@ def test_export_base_path(adapter: tuple[PeftModel, Path], tmp_path: Path, monke
         assert adapter_settings(model)["base_model_name_or_path"] == saved
 
 
-def test_export_command(adapter: tuple[PeftModel, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, path = adapter
+def test_export_command_takes_the_newest(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, path = adapter
+    newest, run = save(model, Adapter(model), path.parent, step=12), path.parent.parent
     with caplog.at_level("INFO"):
-        done = CliRunner().invoke(app, ["export", str(path.parent), str(tmp_path / "out"), "--dtype", "bfloat16"])
+        done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"])
     assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "out")
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
-    first, newest = done.stderr.splitlines()
-    assert str(path.parent) in first and str(path) in newest
+    assert str(newest) in done.stderr and str(path) not in done.stderr
     assert not [record for record in caplog.records if record.name.startswith("grpo")]
 
 
@@ -293,21 +279,18 @@ def test_all_weights_are_loaded_by_transformers_as_they_are_or_unrounded(tmp_pat
     assert not torch.equal(logits(rounded), logits(model))
 
 
-def test_export_of_a_folder_takes_the_newest(tmp_path: Path) -> None:
-    for step in (9, 10):
-        all_weights(tmp_path / "run" / "checkpoints", step)
-    assert export_checkpoint(ExportOptions(tmp_path / "run")).name == "exported_step_10"
-
-
 def test_export_refuses_what_is_no_checkpoint_damaged_or_in_the_way(tmp_path: Path) -> None:
     with refusing(ConfigError, str(tmp_path), got="no checkpoint"):
         export_checkpoint(ExportOptions(tmp_path))
     _, path = all_weights(tmp_path)
     with refusing(ConfigError, "--merge", got=f"{path}, {AllWeights.kind}"):
         export_checkpoint(ExportOptions(path, merge=True))
-    output = export_checkpoint(ExportOptions(path))
+    output, inside = export_checkpoint(ExportOptions(path)), path / "out"
     with refusing(ConfigError, "OUTPUT", got=str(output)):
         export_checkpoint(ExportOptions(path))
+    with refusing(ConfigError, "OUTPUT", got=str(inside)):
+        export_checkpoint(ExportOptions(path, inside))
+    assert not inside.exists()
     (path / "config.json").write_text("{}")
     with refusing(ConfigError, str(path / "config.json"), got="2 bytes"):
         export_checkpoint(ExportOptions(path, tmp_path / "out"))

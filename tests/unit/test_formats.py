@@ -50,7 +50,7 @@ from grpo_trainer.report.read import read_run, read_series
 from grpo_trainer.report.runs import list_runs
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints
-from grpo_trainer.saving.manifest import Progress, newest_whole, read_state, seal
+from grpo_trainer.saving.manifest import Progress, read_state, seal
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.trainer import Trainer
@@ -122,54 +122,36 @@ def command(*words: object) -> None:
         ("servers/served.json", write_numbered_2),
     ],
 )
-def test_a_run_is_not_resumed_by_an_older_version(tmp_path: Path, name: str, edit: Edit) -> None:
+def test_resume_of_a_newer_run(tmp_path: Path, name: str, edit: Edit) -> None:
     folder = copy_of(UNFINISHED, tmp_path)
     edit(folder / name)
     with refused(tmp_path, name):
         command("run", "--model-name", "m", "--run-dir", folder, "--resume", "auto")
-
-
-def test_a_queue_is_not_emptied_where_a_new_run_begins(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    newer_sqlite(folder / "queue.sqlite")
-    with refused(tmp_path, "queue.sqlite"):
-        command("run", "--model-name", "m", "--run-dir", folder)
+    if name == "queue.sqlite":  # nor is it emptied where a new run begins
+        shutil.rmtree(folder / "checkpoints")
+        (folder / "metrics.jsonl").unlink()
+        with refused(tmp_path, name):
+            command("run", "--model-name", "m", "--run-dir", folder)
 
 
 @pytest.mark.parametrize(
     "name",
     ["metrics.jsonl", "samples.jsonl", "logs/env-arithmetic.metrics.jsonl", "checkpoints/adapter_final/state.json"],
 )
-def test_report_of_a_newer_run(tmp_path: Path, name: str) -> None:
+def test_report_and_list_of_a_newer_run(tmp_path: Path, name: str) -> None:
     folder = copy_of(FINISHED, tmp_path)
+    copy_of(UNFINISHED, tmp_path)
     numbered_2(folder / name)
     with refused(tmp_path, name):
         command("report", folder)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/adapter_final/state.json"])
-def test_list_of_runs_names_a_newer_one_and_has_the_others(tmp_path: Path, name: str) -> None:
-    numbered_2(copy_of(FINISHED, tmp_path) / name)
-    copy_of(UNFINISHED, tmp_path)
-    assert {Path(run.folder).name: run.state for run in list_runs(tmp_path)} == {
-        "finished": "newer",
-        "unfinished": "stopped",
-    }
-
-
-def test_a_newer_checkpoint_is_neither_taken_for_damaged_nor_exported(tmp_path: Path) -> None:
-    checkpoints = copy_of(UNFINISHED, tmp_path) / "checkpoints"
-    numbered_2(checkpoints / "step_3" / "state.json")
-    with refused(tmp_path, "step_3/state.json"):
-        newest_whole(checkpoints, lambda line: None)
-    for named in (checkpoints, checkpoints / "step_3"):
-        with refused(tmp_path, "step_3/state.json"):
-            command("export", named, tmp_path / "out")
+    listed = {Path(run.folder).name: run.state for run in list_runs(tmp_path)}
+    is_read = name in ("metrics.jsonl", "checkpoints/adapter_final/state.json")
+    assert listed == {"finished": "newer" if is_read else "done", "unfinished": "stopped"}
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step_3", "never"])
-def test_a_trainer_started_by_hand_leaves_newer_checkpoints(tmp_path: Path, resume: str) -> None:
+def test_resume_and_export_of_newer_checkpoints(tmp_path: Path, resume: str) -> None:
+    """They are not taken for damaged either."""
     from tests.unit.test_checkpoint import checkpoints, trainer_of_all_weights
 
     folder = copy_of(UNFINISHED, tmp_path)
@@ -180,6 +162,8 @@ def test_a_trainer_started_by_hand_leaves_newer_checkpoints(tmp_path: Path, resu
     saver = checkpoints(trainer_of_all_weights(), folder / "checkpoints", resume=named)
     with refused(tmp_path, "step_3/state.json"):
         saver.resume()
+    with refused(tmp_path, "step_3/state.json"):
+        command("export", folder / ("checkpoints" if resume == "auto" else "checkpoints/step_3"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -259,18 +243,12 @@ def test_what_is_written_has_its_number(tmp_path: Path) -> None:
     assert series.keys() == {"loss"}, "the number is no figure"
 
 
-@pytest.mark.parametrize("content", [{}, {"format": 1}, [], [{"format": 2}], 0, 1])
-def test_what_has_no_number_or_a_known_one_is_read(content: object) -> None:
-    check_format("file", content, 1)
-
-
-@pytest.mark.parametrize("content", [{"format": 3}, {"format": "2"}, {"format": None}, 3])
-def test_what_is_newer_or_has_no_whole_number_is_refused(content: object) -> None:
-    with pytest.raises(FormatError):
+def test_check_format(tmp_path: Path) -> None:
+    for content in ({}, {"format": 1}, {"format": 2}, [], [{"format": 3}], 0, 2):
         check_format("file", content, 2)
-
-
-def test_no_file_has_no_number(tmp_path: Path) -> None:
+    for content in ({"format": 3}, {"format": "2"}, {"format": None}, 3):
+        with pytest.raises(FormatError):
+            check_format("file", content, 2)
     check_sqlite(tmp_path / "none", 1)
     (tmp_path / "empty").touch()
     check_sqlite(tmp_path / "empty", 1)
@@ -336,7 +314,7 @@ def test_report_and_list(tmp_path: Path) -> None:
     }
 
 
-def test_rows_samples_and_options() -> None:
+def test_files_of_old_runs() -> None:
     finished = read_run(FINISHED)
     assert (finished.steps, finished.total_steps, finished.final_step, finished.is_done) == (4, 4, 4, True)
     assert finished.numbers("reward/mean") == [0.4375, 0.5, 0.375, 0.4375]
@@ -353,14 +331,11 @@ def test_rows_samples_and_options() -> None:
     assert (unfinished.steps, unfinished.final_step, unfinished.is_done) == (5, None, False)
     assert unfinished.numbers("reward/mean") == [0.25, 0.4375, 0.375, 0.4375, 0.25]
 
-
-def test_roster_and_state_of_an_environment() -> None:
     url = "http://127.0.0.1:28911"
     assert read_members(FINISHED / "servers") == (Member("server", url, "this machine", "running", 1),)
     assert read_served(FINISHED / "servers") == {url: Served(1, 4, "")}
     assert in_use(FINISHED / "servers") == {url: 1}
-    states = StateFiles(UNFINISHED / "checkpoints" / STATES, "arithmetic")
-    assert states.newest(3) == {"position": 19}
+    assert StateFiles(UNFINISHED / "checkpoints" / STATES, "arithmetic").newest(3) == {"position": 19}
 
 
 def test_the_adapter_is_resumed(tmp_path: Path) -> None:
@@ -398,15 +373,17 @@ def test_all_weights_are_resumed_from_the_checkpoint_before_the_kill(tmp_path: P
     assert sum(each.numel() for each in trainer.parameters) == 8256
 
 
-async def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
+async def test_queues_of_old_runs(tmp_path: Path) -> None:
     """Steps 4 and 5 were trained and not saved, step 6 was running: three batches of four groups of four."""
-    path = copy_of(UNFINISHED, tmp_path) / "queue.sqlite"
 
     def counts(service: Service) -> tuple[int, int, int]:
         status = service.status()
         return status.current_step, status.queue_size, status.leased_groups
 
-    service = Service(Settings(store=path))
+    service = Service(Settings(store=copy_of(FINISHED, tmp_path) / "queue.sqlite"))
+    assert counts(service) == (4, 0, 0)
+    service.close()
+    service = Service(Settings(store=copy_of(UNFINISHED, tmp_path) / "queue.sqlite"))
     assert counts(service) == (5, 0, 12)
     assert [each.name for each in service.status().environments] == ["arithmetic_0"]
     await service.register(registration(16, starting_step=3))
@@ -419,15 +396,6 @@ async def test_leased_groups_return_to_the_queue(tmp_path: Path) -> None:
     assert counts(service) == (3, 0, 12) and await service.next_batch(lease=60.0) is None
     service.close()
     assert ids == list(range(13, 25))
-
-
-async def test_the_finished_queue_is_empty(tmp_path: Path) -> None:
-    path = copy_of(FINISHED, tmp_path) / "queue.sqlite"
-
-    service = Service(Settings(store=path))
-    found = service.status()
-    service.close()
-    assert (found.current_step, found.queue_size, found.leased_groups) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("run", [FINISHED, UNFINISHED], ids=("adapter", "all weights"))

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_trainer.engine import attention_kernel, head, logprobs
+from grpo_trainer.engine import attention_kernel, head
 from grpo_trainer.engine.attention import merge
-from grpo_trainer.engine.head import HeadPlan, head_scores
-from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.engine.head import HeadPlan, head_scores, token_scores
 from tests.triton_kernels import compiled_for_hopper, interpreting
 
 N, H, V, K = 300, 8, 37, 3
@@ -129,14 +128,11 @@ def test_head_without_gradients_or_tokens() -> None:
     # 2^28 bytes of 2 bytes each: 134,217,728 / 152,064 = 882 rows, of which 6 * 128 = 768 are taken
     [(152_064, torch.bfloat16, 768), (152_064, torch.float32, 384), (1_000_000, torch.bfloat16, 128)],
 )
-def test_head_plan_rows_of_a_chunk(vocab: int, logits_dtype: torch.dtype, rows: int) -> None:
+def test_head_plan_chunks(vocab: int, logits_dtype: torch.dtype, rows: int) -> None:
     assert HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=1 << 28).rows(vocab) == rows
-
-
-def test_head_plan_chunks_stay_small_where_little_is_compiled() -> None:
     plan = HeadPlan(torch.bfloat16, torch.float32)
     assert HeadPlan(torch.bfloat16, torch.float32, distills=True).compiled().chunk_bytes == plan.chunk_bytes
-    assert plan.compiled().chunk_bytes > plan.chunk_bytes
+    assert plan.compiled().chunk_bytes > plan.chunk_bytes, "where much is compiled"
     assert plan.compiled().logit_bytes == 6  # itself and its gradient
 
 
@@ -228,7 +224,7 @@ def test_token_scores_in_chunks_and_bf16_have_the_same_values_and_gradients(monk
     columns = torch.arange(1, 9).repeat(2)
     results = []
     for chunk in (3, 1024):
-        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
         leaf = logits.clone().requires_grad_()
         scores = token_scores(leaf, tokens, rows, columns, torch.ones(16), torch.full((16, 2), 7))
         assert scores.logprobs_N.dtype == torch.float32 and not scores.entropy_N.requires_grad

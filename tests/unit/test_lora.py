@@ -28,10 +28,6 @@ from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora, tiny_qwen
 TOKENS = torch.tensor([[3, 14, 15, 9, 26]])
 
 
-def adapted(model: PeftModel) -> set[str]:
-    return {name.removeprefix("base_model.model.") for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-
-
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=TOKENS).logits
@@ -52,28 +48,16 @@ def saved(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def test_rslora_scales_by_the_square_root_of_the_rank() -> None:
-    layers = [m for m in tiny_lora(rslora=True, alpha=6.0).modules() if isinstance(m, LoraLayer)]
-    assert {layer.scaling["default"] for layer in layers} == {6.0 / math.sqrt(8)}
-    plain = [m for m in tiny_lora(alpha=6.0).modules() if isinstance(m, LoraLayer)]
-    assert {layer.scaling["default"] for layer in plain} == {6.0 / 8}
-
-
-def test_chosen_layers_have_the_adapter_and_no_others() -> None:
+def test_lora_scale_and_layers() -> None:
+    for rslora, scale in ((True, 6.0 / math.sqrt(8)), (False, 6.0 / 8)):
+        layers = [m for m in tiny_lora(rslora=rslora, alpha=6.0).modules() if isinstance(m, LoraLayer)]
+        assert {layer.scaling["default"] for layer in layers} == {scale}
     model = tiny_lora(layers="1", target_modules="q_proj,down_proj")
-    assert adapted(model) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
-
-
-def test_lora_layers_that_the_model_lacks_are_named() -> None:
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    prefix = "base_model.model.model.layers.1."
+    assert adapted == {prefix + "self_attn.q_proj", prefix + "mlp.down_proj"}
     with refusing(ModelError, "--lora-layer-indices", got="2,3", wanted="0 to 1"):
         tiny_lora(layers="0-3")
-
-
-def test_lora_on_a_model_without_linear_modules() -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
-    options = BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("c_attn",))
-    with refusing(ModelError, "--lora-target-modules", got="c_attn", wanted="none", words=["c_attn (Conv1D)"]):
-        add_adapter(model, options, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -85,20 +69,26 @@ def test_lora_on_a_model_without_linear_modules() -> None:
         ("score", None),
     ],
 )
-def test_modules_that_vllm_need_not_serve_are_refused(target: str, kind: str | None) -> None:
+def test_lora_modules_that_vllm_need_not_serve_are_refused(target: str, kind: str | None) -> None:
     with refusing(ModelError, "--lora-target-modules", got=target) as refused:
         tiny_lora(target_modules=("q_proj", target))
     assert refused.value.wanted.startswith("down_proj, gate_proj, ")
     assert kind in refused.value.summary if kind else "(" not in refused.value.summary
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))  # without linear modules
+    options = BridgeConfig(weight_bridge_mode="lora_only", lora_target_modules=("c_attn",))
+    with refusing(ModelError, "--lora-target-modules", got="c_attn", wanted="none", words=["c_attn (Conv1D)"]):
+        add_adapter(model, options, seed=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"layers_to_transform": [1]}, {"r": 16}])
-def test_an_adapter_to_start_from_is_that_adapter(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_lora_adapter_to_start_from(tmp_path: Path, options: dict[str, Any]) -> None:
     path = saved(tmp_path / "a", **options)
     started = add_adapter(tiny_qwen(), bridge(lora_adapter=path), seed=5)
     theirs = PeftModel.from_pretrained(tiny_qwen(), str(path))
     assert torch.equal(logits(started), logits(theirs))
     assert (logits(started) - logits(tiny_qwen())).abs().max() > 0.01, "B is 0: the test shows nothing"
+    assert {tensor.dtype for tensor in adapter_state(started).values()} == {torch.float32}
+    assert all(parameter.requires_grad for name, parameter in started.named_parameters() if "lora_" in name)
     (tmp_path / "b").mkdir()
     save_adapter(started, tmp_path / "b")  # what goes to the server is the same again
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen(), str(tmp_path / "b"))), logits(theirs))
@@ -111,11 +101,6 @@ def test_rank_scale_modules_and_layers_come_from_the_adapter_and_survive_a_file(
     assert made.lora_target_modules == ("q_proj", "up_proj")
     config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter": str(path)})
     assert build(TrainConfig, dump(config, only_set=True)) == config
-
-
-def names(text: str, part: str) -> bool:
-    """Whether the part stands in the text as a word."""
-    return re.search(rf"(?<![\w.]){re.escape(part)}(?!\w)", text) is not None
 
 
 @pytest.mark.parametrize(
@@ -136,24 +121,21 @@ def test_lora_adapter_that_cannot_be_served(tmp_path: Path, change: dict[str, An
     (path / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ConfigError) as error:
         bridge(lora_adapter=str(path))
-    assert all(names(str(error.value), part) for part in (*parts, f"--lora-adapter {path}"))
+    for part in (*parts, f"--lora-adapter {path}"):  # as a word
+        assert re.search(rf"(?<![\w.]){re.escape(part)}(?!\w)", str(error.value)), part
 
 
-def test_a_folder_without_an_adapter_and_a_damaged_one_are_told_apart(tmp_path: Path) -> None:
+def test_read_adapter_damaged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         read_adapter(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"embed_tokens.*lora_A and lora_B"):
+        read_adapter(saved(tmp_path / "b", target_modules=["q_proj", "embed_tokens"]))
     path = saved(tmp_path / "a")
     (path / "adapter_model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors.* damaged"):
         read_adapter(path)
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors.*save_pretrained"):
-        read_adapter(path)
-
-
-def test_an_adapter_on_embeddings_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path, target_modules=["q_proj", "embed_tokens"])
-    with pytest.raises(ConfigError, match=r"embed_tokens.*lora_A and lora_B"):
         read_adapter(path)
 
 
@@ -165,12 +147,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         with refusing(ModelError, f"--lora-adapter {path}") as refused:
             add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
         assert all(part in refused.value.got for part in parts)
-
-
-def test_all_weights_of_the_adapter_are_loaded(tmp_path: Path) -> None:
-    started = add_adapter(tiny_qwen(), bridge(lora_adapter=str(saved(tmp_path))), seed=5)
-    assert {tensor.dtype for tensor in adapter_state(started).values()} == {torch.float32}
-    assert all(parameter.requires_grad for name, parameter in started.named_parameters() if "lora_" in name)
 
 
 # the forward pass with few kernels ------------------------------------------------------------------
@@ -209,23 +185,20 @@ def test_values_and_gradients_are_pefts(rslora: bool) -> None:
         torch.testing.assert_close(grad, their_grads[name], rtol=1e-4, atol=1e-6)
 
 
-def test_few_kernels_in_16_bits_are_as_near_to_the_truth_as_pefts() -> None:
-    errors = []
+def test_few_kernels_in_16_bits_are_as_near_to_the_truth_as_pefts_and_cast_less() -> None:
+    """No activation is cast in addition to those of norms (two in each of two layers, and the last) and of the rotary
+    embedding."""
+    errors, counts = [], []
     _, truth = outcome(made(torch.float32))
     for few in (False, True):
-        _, grads = outcome(made(torch.bfloat16, few=few))
+        model = made(torch.bfloat16, few=few)
+        with LargeCasts() as casts, torch.no_grad():
+            model(input_ids=TEXTS, use_cache=False)
+        counts.append(casts.count)
+        _, grads = outcome(model)
         assert all(grad.dtype == torch.float32 for grad in grads.values())
         errors.append(torch.stack([(grads[name] - true).norm() / true.norm() for name, true in truth.items()]).mean())
     assert errors[1] < 1.2 * errors[0] < 0.1
-
-
-def test_few_kernels_cast_no_activation() -> None:
-    """In addition to those of norms (two in each of two layers, and the last) and of the rotary embedding."""
-    counts = []
-    for few in (False, True):
-        with LargeCasts() as casts:
-            made(torch.bfloat16, few=few)(input_ids=TEXTS, use_cache=False)
-        counts.append(casts.count)
     assert counts[1] == 6 < counts[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_trainer.config.loss import LOSSES, KlEstimator, LossConfig
-from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.engine.head import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, TrainedTokens, batch_loss, token_weight
 from grpo_trainer.losses.surrogates import (
     Segments,
@@ -28,9 +28,24 @@ from grpo_trainer.losses.surrogates import (
     token_ratio,
 )
 from grpo_trainer.metrics.types import reduce
-from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
 
 MAX_LEN = 7
+
+
+@dataclass
+class PlainSequence:
+    """Trained tokens of one sequence."""
+
+    lp: list[float]
+    advantages: list[float]
+    old: list[float]  # the trainer's before the first update
+    roll: list[float] | None = None
+    ref: list[float] | None = None
+    supervised: bool = False
+    leaf: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaf = torch.tensor(self.lp, dtype=torch.float64, requires_grad=True)
 
 
 def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: Any) -> LossInputs:
@@ -230,6 +245,74 @@ def test_a_microbatch_without_trained_tokens_has_a_loss_of_0() -> None:
 # ---------------------------------------------------------------- all of it, in float64
 
 
+def plain_loss(sequences: Sequence[PlainSequence], config: LossConfig) -> Tensor:
+    """The loss once more, the plain way: in float64, sequence by sequence, straight from the formulas."""
+    tokens = sum(len(sequence.lp) for sequence in sequences)
+    total = torch.zeros((), dtype=torch.float64)
+    for sequence in sequences:
+        per_token = _tokens(sequence, config)
+        match config.loss:
+            case "grpo" | "gspo" | "sapo":
+                total = total + per_token.mean() / len(sequences)
+            case "dapo" | "bnpo" | "cispo":
+                total = total + per_token.sum() / tokens
+            case "dr_grpo":
+                total = total + per_token.sum() / (len(sequences) * MAX_LEN)
+    return total
+
+
+def _tokens(s: PlainSequence, config: LossConfig) -> Tensor:
+    lp = s.leaf
+    if s.supervised:
+        return -lp
+    a, own = (torch.tensor(x, dtype=torch.float64) for x in (s.advantages, s.old))
+    roll = own if s.roll is None else torch.tensor(s.roll, dtype=torch.float64)
+    log_ratio = lp - (roll if config.ratio_against == "rollout" else own)
+    if config.loss == "gspo":
+        log_ratio = log_ratio.mean().expand(len(lp))
+    ratio = torch.exp(log_ratio)
+    low, high = 1 - config.clip_eps, 1 + config.eps_high
+    if config.loss == "cispo":
+        gain = ratio.detach().clamp(max=high) * a * lp
+    elif config.loss == "sapo":
+        tau = torch.where(a > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+        gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
+    else:
+        gain = torch.min(ratio * a, ratio.clamp(low, high) * a)
+        if config.dual_clip is not None:
+            gain = torch.where(a < 0, torch.max(gain, config.dual_clip * a), gain)
+    loss = -_weights(own - roll, config) * gain
+    if config.kl_beta and s.ref is not None:
+        x = lp - torch.tensor(s.ref, dtype=torch.float64)
+        kl = {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) + x - 1}[config.kl_estimator]
+        kl = kl * ratio if config.kl_unbiased else kl
+        loss = loss + config.kl_beta * kl
+    return loss
+
+
+def _weights(log_w: Tensor, config: LossConfig) -> Tensor:
+    if config.correction == "none":
+        return torch.ones_like(log_w)
+    w = torch.exp(log_w.sum().expand(len(log_w)) if config.is_level == "sequence" else log_w)
+    if config.correction == "truncate":
+        return torch.minimum(w, torch.tensor(config.is_cap, dtype=torch.float64))
+    return torch.where((w >= 1 / config.is_cap) & (w <= config.is_cap), w, 0.0)
+
+
+def near_a_corner(sequences: Sequence[PlainSequence], config: LossConfig) -> bool:
+    """Whether a ratio or weight lies where fp32 and float64 may fall on different sides of an edge."""
+    edges = [1 - config.clip_eps, 1 + config.eps_high, config.dual_clip or 1.0, config.is_cap, 1 / config.is_cap]
+    for s in sequences:
+        roll = s.old if s.roll is None else s.roll
+        logs = [[a - b for a, b in zip(s.lp, other, strict=True)] for other in (s.old, roll)]
+        logs.append([a - b for a, b in zip(s.old, roll, strict=True)])
+        for log in logs:
+            values = [*log, sum(log), sum(log) / len(log)]
+            if any(abs(math.exp(value) - edge) < 1e-4 for value in values for edge in edges if edge != 1.0):
+                return True
+    return False
+
+
 @st.composite
 def any_sequences(draw: st.DrawFn) -> list[PlainSequence]:
     made = []
@@ -282,7 +365,7 @@ def test_loss_equals_the_plain_formulas_in_float64(sequences: list[PlainSequence
         s.roll = None if s.supervised else s.roll
     case = inputs(sequences, config)
     output = batch_loss(case, config)
-    plain = plain_loss(sequences, config, MAX_LEN)
+    plain = plain_loss(sequences, config)
     assert output.loss.item() == pytest.approx(plain.item(), rel=1e-4, abs=1e-4)
     (got_N,) = torch.autograd.grad(output.loss, case.scores.logprobs_N)
     wanted = torch.autograd.grad(plain, [s.leaf for s in sequences])
@@ -335,12 +418,18 @@ def test_surrogates_by_hand(
 
 @pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_ratio_and_divergence_beyond_fp32_make_no_nan(ratio, advantage: float) -> None:
+def test_terms_beyond_fp32_make_no_nan(ratio: Any, advantage: float) -> None:
     lp_N, old_N = torch.tensor([-0.1, -200.0], requires_grad=True), torch.tensor([-120.0, -0.1])
-    ratio_N = ratio(lp_N, old_N, Segments(torch.tensor([0, 1]), 2))
-    gain_N = clipped(ratio_N, lp_N, torch.full((2,), advantage), LossConfig()).gain_N
+    of_two = Segments(torch.tensor([0, 1]), 2)
+    gain_N = clipped(ratio(lp_N, old_N, of_two), lp_N, torch.full((2,), advantage), LossConfig()).gain_N
     (gain_N + divergence(lp_N, old_N, "k3")).sum().backward()
     assert lp_N.grad is not None and lp_N.grad.isfinite().all()
+    old_N, rollout_N = torch.tensor([-0.1, -0.1]), torch.tensor([-150.0, -0.1])
+    kinds: dict[Any, float] = {"truncate": 2.0, "mask": 0.0}
+    for kind, weight in kinds.items():
+        known_N = torch.tensor([True, True])
+        found = mismatch_correction(old_N, rollout_N, known_N, of_two, kind=kind, level="token", cap=2.0)
+        assert found.weights_N.tolist() == [weight, 1.0]
 
 
 # ---------------------------------------------------------------- weights against the mismatch of trainer and server
@@ -370,14 +459,6 @@ def test_correction_by_hand(kind, level, cap: float, weights: list[float], cut: 
     assert got.weights_N.tolist() == pytest.approx(weights)
     assert got.cut_N.tolist() == [bool(each) for each in cut]
     assert not got.weights_N.requires_grad  # the weight is a constant
-
-
-@pytest.mark.parametrize(("kind", "weight"), [("truncate", 2.0), ("mask", 0.0)])
-def test_correction_beyond_fp32(kind, weight: float) -> None:
-    old_N, rollout_N = torch.tensor([-0.1, -0.1]), torch.tensor([-150.0, -0.1])
-    of_two = torch.tensor([True, True]), Segments(torch.tensor([0, 1]), 2)
-    found = mismatch_correction(old_N, rollout_N, *of_two, kind=kind, level="token", cap=2.0)
-    assert found.weights_N.tolist() == [weight, 1.0]
 
 
 # ---------------------------------------------------------------- divergence and distillation
@@ -410,14 +491,10 @@ def test_teacher_cross_entropy_by_hand() -> None:
         assert cross_N.item() == pytest.approx(-share * math.log(0.5) - (1 - share) * math.log(0.1))
         (slope,) = torch.autograd.grad(cross_N.sum(), lp_NK)
         assert slope.tolist() == [pytest.approx([-share, share - 1])]
-
-
-def test_teacher_cross_entropy_without_a_teacher_or_a_token_is_0() -> None:
     nothing = -math.inf
     teacher_NK = torch.tensor([[-0.1, nothing], [nothing, nothing]])
     lp_NK = torch.tensor([[-2.0, -7.0], [-3.0, -4.0]], requires_grad=True)
     cross_N = teacher_cross_entropy(lp_NK, teacher_NK, 0.5)
     assert cross_N.tolist() == [2.0, 0.0]  # all of the first one's weight is on its one token
-    cross_N.sum().backward()
-    assert lp_NK.grad is not None and lp_NK.grad.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
+    assert torch.autograd.grad(cross_N.sum(), lp_NK)[0].tolist() == [[-1.0, 0.0], [0.0, 0.0]]
     assert teacher_cross_entropy(torch.zeros(3, 0), torch.zeros(3, 0), 1.0).tolist() == [0.0] * 3

@@ -67,17 +67,19 @@ from vllm_server.checks import check_model_path
 from vllm_server.errors import FatalError
 
 
-def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None:
+def test_load_model_is_frozen_in_its_dtype_and_without_dropout(tmp_path: Path) -> None:
     config = PhiConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5,
     )  # fmt: skip
     PhiForCausalLM(config).save_pretrained(tmp_path)
-    model = load_model(ModelConfig(model_name=str(tmp_path), device="cpu"))
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    assert model.training
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    model = load_model(ModelConfig(model_name=str(tmp_path), device="cpu", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16} and model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(logits(model), logits(model))
+    options = BridgeConfig(weight_bridge_mode="lora_only", lora_r=8, lora_target_modules=("q_proj",))
+    adapted = add_adapter(model, options, seed=0)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize(("seq_len", "factor"), [(16, 1.0), (64, 4.0)])
@@ -97,14 +99,6 @@ def test_load_model_long_rope_has_one_kind_of_factors(seq_len: int, factor: floa
     alone, beside = model(input_ids=tokens[:, :10]).logits, model(input_ids=tokens).logits[:, :10]
     torch.testing.assert_close(alone, beside)
     torch.testing.assert_close(alone, phi(factor).eval()(input_ids=tokens[:, :10]).logits)
-
-
-def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
-    model = load_model(ModelConfig(model_name=str(save_tiny(tmp_path)), device="cpu", dtype="bfloat16"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    adapted = add_adapter(model, BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
-    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -134,17 +128,13 @@ def test_all_weights_are_trained_in_fp32_whatever_the_forward_pass_computes_in(t
         assert parameter.grad.dtype == torch.float32 and parameter.grad.any(), name
 
 
-def test_load_model_missing(tmp_path: Path) -> None:
+def test_load_model_refuses_what_is_not_there(tmp_path: Path) -> None:
     with refusing(ModelError, "--model-name", got=f"{tmp_path}/none"):
         load_model(ModelConfig(model_name=f"{tmp_path}/none"))
-
-
-def test_devices_and_dtypes() -> None:
-    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
-    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
     for device, wanted in (("toaster", "auto, cpu, cuda or cuda:N"), ("cuda:99", "")):
         with refusing(ConfigError, "--device", got=device, wanted=wanted):
             pick_device(device)
+    assert [pick_dtype("auto", torch.device(kind)) for kind in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{"])
@@ -264,8 +254,8 @@ def test_readable_tokenizer_config_changes_only_what_transformers_5_wrote() -> N
     }
 
 
-def test_write_tokenizer_copies_its_files_byte_for_byte(tmp_path: Path) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
+def test_write_tokenizer_copies_its_files_byte_for_byte_or_saves_it(tmp_path: Path) -> None:
+    base, out, saved = (tmp_path / name for name in ("base", "out", "saved"))
     build_tokenizer().save_pretrained(base)
     make_readable(base)
     (base / "tokenizer_config.json").write_text(json.dumps(json.loads((base / "tokenizer_config.json").read_text())))
@@ -279,12 +269,10 @@ def test_write_tokenizer_copies_its_files_byte_for_byte(tmp_path: Path) -> None:
     copied = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
     assert files - copied == {Path("model.safetensors")} and copied <= files
     assert all((base / path).read_bytes() == (out / path).read_bytes() for path in copied)
-
-
-def test_write_tokenizer_that_was_read_from_nowhere_is_saved(tmp_path: Path) -> None:
-    write_tokenizer(build_tokenizer(), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} <= set(TOKENIZER_FILES)
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == build_tokenizer().encode("1+2")
+    saved.mkdir()
+    write_tokenizer(build_tokenizer(), saved)  # which was read from no files
+    assert {path.name for path in saved.iterdir()} <= set(TOKENIZER_FILES)
+    assert AutoTokenizer.from_pretrained(saved).encode("1+2") == build_tokenizer().encode("1+2")
 
 
 def test_adapter_settings_have_no_key_that_older_peft_refuses() -> None:
@@ -397,25 +385,11 @@ def test_kl_reference_of_a_started_adapter(tmp_path: Path, reference: str) -> No
     assert kl_of_a_step(Trainer(resumed, settings)) > 1e-4, "a resumed run keeps the reference of its start"
 
 
-def test_kl_reference_only_if_it_is_asked_for_and_of_the_trained_models_files(tmp_path: Path) -> None:
+def test_build_reference_only_where_it_is_wanted_and_fits(tmp_path: Path) -> None:
     assert build_reference(tiny_qwen(), kl_config(tmp_path / "nowhere")) is None
     assert isinstance(build_reference(tiny_lora(), kl_config(tmp_path / "nowhere", log_kl=True)), AdapterOff)
     with refusing(ModelError, "--model-name", got=str(tmp_path)):
         build_reference(tiny_qwen(depth=3), kl_config(save_tiny(tmp_path), log_kl=True))
-
-
-def test_a_penalty_pulls_the_policy_back(tmp_path: Path) -> None:
-    """Without a spread of rewards there is the penalty alone."""
-    settings = kl_config(save_tiny(tmp_path), kl_beta=1.0, kl_estimator="k2")
-    model = load_all_weights(settings)
-    nudge(model)
-    trainer = Trainer(model, settings)
-    dull = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5, 6], 1.0)])
-    losses = [reduce(trainer.step(dull, step).metrics)["loss/kl"] for step in range(5)]
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_kl_reference_that_does_not_fit_is_refused() -> None:
     check_room(2**30, free=2**30)
     with refusing(ConfigError, "--kl-beta, --log-kl", wanted="3.0 GiB", words=["1.5 GiB", "--ref-offload"]):
         check_room(3 * 2**30, free=1.5 * 2**30)
@@ -446,6 +420,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_missing_path_names_the_nearest_folder(name: str, fix: str) -> None:
+    assert nearest_folder(Path("runs/demo-modle/checkpoints")) == Path("runs/demo-model")
+    assert nearest_folder(Path("nothing/demo-model").absolute()) == Path.cwd()
     problem = missing_path(name)
     if not fix:
         assert problem is None
@@ -454,11 +430,6 @@ def test_missing_path_names_the_nearest_folder(name: str, fix: str) -> None:
     with pytest.raises(FatalError) as refused:
         check_model_path(name)
     assert fix in refused.value.fix
-
-
-def test_nearest_folder(here: Path) -> None:
-    assert nearest_folder(Path("runs/demo-modle/checkpoints")) == Path("runs/demo-model")
-    assert nearest_folder(here / "nothing" / "demo-model") == here
 
 
 @pytest.mark.usefixtures("here")

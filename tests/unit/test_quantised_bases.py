@@ -139,7 +139,7 @@ def test_quantised_uncompared_files_are_refused(tmp_path: Path, method: str, set
 
 
 @pytest.mark.parametrize("file_too", [False, True])
-def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool) -> None:
+def test_quantised_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool) -> None:
     folder = shutil.copytree(MADE / "awq", tmp_path / "torn")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -149,10 +149,7 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, file_too: bool)
     with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(model_name=str(folder), device="cpu"))
     assert refused.value.field == f"--model-name {folder}" and refused.value.got.startswith("no ")
-
-
-def test_quantised_method_whose_package_is_missing(tmp_path: Path) -> None:
-    name = changed(tmp_path, "gptq", quant_method="hqq")
+    name = changed(tmp_path, "gptq", quant_method="hqq")  # whose package is missing
     with refusing(ModelError, f"--model-name {name}"):
         load_model(ModelConfig(model_name=name, device="cpu"))
 

@@ -134,13 +134,13 @@ def test_seal_syncs_all_before_the_state_is_there(tmp_path: Path, monkeypatch: p
 
 
 def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    data = file.read_bytes()
+    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
 
 
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Damaged ones are put aside."""
+    """Damaged ones are put aside, unless one of them was named."""
+    caplog.set_level(logging.INFO)
     one = trainer()
     checkpoints = saver(one, tmp_path)
     kept = []
@@ -148,11 +148,14 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest
         one.step(ROLLOUTS, step)
         kept.append(weights(one))
         checkpoints.save(Progress(step, step))
-    flip(tmp_path / "step_4" / "trainer_state.pt")
+    noticed = [record.getMessage() for record in caplog.records if getattr(record, "notice", False)]
+    assert [str(tmp_path / f"step_{step}") in line for step, line in enumerate(noticed, 1)] == [True] * 4
+    flip(newest := tmp_path / "step_4" / "trainer_state.pt")
     (tmp_path / "step_3" / "model.safetensors").unlink()
+    with refusing(ConfigError, f"--resume {newest}", words=["checksum ", "--resume auto"]):
+        saver(trainer(), tmp_path, resume=str(newest.parent)).resume()
     other = trainer()
-    with caplog.at_level(logging.INFO):
-        assert saver(other, tmp_path).resume() == Progress(2, 2)
+    assert saver(other, tmp_path).resume() == Progress(2, 2)
     assert same(weights(other), kept[1])
     assert names(tmp_path) == ["damaged_step_3", "damaged_step_4", "step_1", "step_2"]
     lines = [record.getMessage() for record in caplog.records]
@@ -160,13 +163,6 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest
     for line, step, file in zip(damaged, (4, 3), ("trainer_state.pt", "model.safetensors"), strict=True):
         assert f"step_{step}: {file}: " in line and f"damaged_step_{step}" in line
     assert f"{tmp_path / 'step_2'}: step 2, " in lines[-1]
-
-
-def test_resume_refuses_a_damaged_checkpoint_that_was_named(tmp_path: Path) -> None:
-    path = saver(trainer(), tmp_path).save(Progress(1, 1))
-    flip(path / "model.safetensors")
-    with refusing(ConfigError, f"--resume {path}/model.safetensors", words=["checksum ", "--resume auto"]):
-        saver(trainer(), tmp_path, resume=str(path)).resume()
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
@@ -177,8 +173,8 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".other"]
 
 
-def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "c"
+def test_whole_folder_is_never_missing_and_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, synced = tmp_path / "c", list[tuple[Path, bool]]()
     remove, there = shutil.rmtree, list[str]()
 
     def rmtree(path: Path, **options: Any) -> None:
@@ -186,24 +182,18 @@ def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, monkeypatch:
         there.append((target / "f").read_text())
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
+    monkeypatch.setattr(folders, "sync", lambda path: synced.append((path, target.is_dir())))
     for text in ("old", "new"):
         with whole_folder(target) as folder:
             (folder / "f").write_text(text)
             assert text == "old" or (target / "f").read_text() == "old"
+            assert synced == [(tmp_path, True)] * (text == "new")
     assert there == ["new"]  # when the old folder was removed, the new one had its name
     (tmp_path / "link").symlink_to("c")
     with whole_folder(tmp_path / "link") as folder:
         (folder / "f").write_text("newest")
     assert (target / "f").read_text() == "newest" and (tmp_path / "link").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"c", "link"}
-
-
-def test_whole_folder_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(folders, "sync", lambda path: synced.append((path, (tmp_path / "c").is_dir())))
-    with whole_folder(tmp_path / "c"):
-        assert synced == []
-    assert synced == [(tmp_path, True)]
 
 
 def test_a_run_that_never_saves_settles_its_batches_at_once_and_replaces_no_deleted_checkpoint(tmp_path: Path) -> None:
@@ -255,13 +245,6 @@ def test_checkpoints_raise_at_a_later_step_that_a_write_failed(tmp_path: Path) -
             time.sleep(0.03)
     assert error.value.errno == errno.ENOSPC
     assert checkpoints.safe is None and not names(tmp_path)
-
-
-def test_checkpoints_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        path = saver(trainer(), tmp_path).save(Progress(2, 2, ("a",)))
-    heard = [record for record in caplog.records if getattr(record, "notice", False)]
-    assert [str(path) in record.getMessage() for record in heard] == [True]
 
 
 def test_checkpoints_newest_deleted_another_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -461,13 +444,10 @@ def test_what_is_no_interval_is_refused(written: Any) -> None:
     assert isinstance(found["ctx"]["error"], ConfigError) and found["loc"] == ("checkpoint_interval",)
 
 
-def test_schedule_by_steps_goes_on_from_the_resumed_one() -> None:
+def test_schedule_after_a_resumed_checkpoint_and_after_a_wait() -> None:
     schedule = Schedule(3, 0.0)
     schedule.begun(7)
     assert [schedule.is_due(step) for step in (8, 9)] == [False, True]
-
-
-def test_schedule_by_time_leaves_some_after_the_last() -> None:
     clock = Clock(100.0)
     schedule = Schedule(0, 600.0, clock)
 
@@ -519,15 +499,8 @@ class OneWeight:
         raise AssertionError("nothing is loaded here")
 
 
-def is_due(interval: str | int, step: int, last_step: int, now: float, last_at: float) -> bool:
-    """Whether one is due, from the definition."""
-    if isinstance(interval, int):
-        return any(each % interval == 0 for each in range(last_step + 1, step + 1))
-    return now - last_at >= 600.0
-
-
 @given(st.sampled_from(["10m", 1, 3]), st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=12))
-def test_one_write_at_a_time_and_none_is_lost(interval: str | int, steps: list[tuple[int, bool]]) -> None:
+def test_checkpoints_write_one_at_a_time_and_lose_none(interval: str | int, steps: list[tuple[int, bool]]) -> None:
     """Each step takes a given number of seconds; a write that has begun ends during the step or later."""
     with tempfile.TemporaryDirectory() as name:
         folder, clock, policy = Path(name), Clock(), OneWeight()
@@ -543,7 +516,12 @@ def test_one_write_at_a_time_and_none_is_lost(interval: str | int, steps: list[t
                 checkpoints.close()  # which waits for it
                 is_writing = False
             saved = checkpoints.maybe_save(Progress(step, step, (f"batch {step}",)))
-            wanted = not is_writing and is_due(interval, step, last_step, clock.now, last_at)
+            is_due = (
+                any(each % interval == 0 for each in range(last_step + 1, step + 1))
+                if isinstance(interval, int)
+                else clock.now - last_at >= 600.0
+            )
+            wanted = not is_writing and is_due
             assert ("train/save_time" in saved) == wanted
             if wanted:
                 begun.append(step)

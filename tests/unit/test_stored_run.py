@@ -69,14 +69,10 @@ def test_runs_that_start_at_once_have_different_folders(tmp_path: Path) -> None:
     assert (parent / "latest").resolve() == (parent / "016").resolve()
     (parent / "1000").mkdir()
     assert next_folder(parent).name == "1001"
-
-
-def test_the_run_of_an_earlier_version_stays_where_it_was(tmp_path: Path) -> None:
-    old = tmp_path / "runs" / "latest"
+    old = tmp_path / "old" / "latest"  # the run of an earlier version stays where it was
     old.mkdir(parents=True)
-    assert newest_run(tmp_path / "runs") == old
-    assert claim_folder(tmp_path / "runs").name == "001"
-    link_latest(tmp_path / "runs" / "001")
+    assert newest_run(old.parent) == old and claim_folder(old.parent).name == "001"
+    link_latest(old.parent / "001")
     assert old.is_dir() and not old.is_symlink()
 
 
@@ -109,9 +105,11 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_run_is_continued_by_its_folder_alone(tmp_path: Path, flags: dict[str, Any]) -> None:
-    folder = tmp_path / "runs" / "007"
+    folder = tmp_path / "a run; $x" / "007"
     words = ("--env.group_size", "4", "--env.level=2", "--openai.timeout", "9")
     config = stored(folder, *words, env="word_problems", **flags)
+    command = (folder / RUN_FILE).read_text().splitlines()[0].rpartition(": ")[2]
+    assert shlex.split(command) == ["grpo", "run", "--resume", str(folder)]
     again = continued(folder)
     assert again.run_dir == folder and again.trainer.resume == "auto"
     assert again.unset <= {"batch_size", "microbatch", "seq_len"}
@@ -129,11 +127,17 @@ def rewrite(folder: Path, *removed: str, **added: Any) -> None:
     (folder / RUN_FILE).write_text(tomli_w.dumps(tables))
 
 
-def test_a_run_with_removed_options_is_continued_without_them(tmp_path: Path) -> None:
+def test_a_run_of_before_an_option_is_continued(tmp_path: Path) -> None:
     config = stored(tmp_path / "r", weight_bridge_mode="none")
-    rewrite(tmp_path / "r", **dict.fromkeys(OLD_OPTIONS, True))
+    rewrite(tmp_path / "r", **dict.fromkeys(OLD_OPTIONS, True))  # which are gone now
     again = continued(tmp_path / "r").trainer
     assert again.model_copy(update={"resume": "never"}) == config.trainer
+    flags: list[dict[str, Any]] = [{"kl_beta": 0.1}, {"log_kl": True}]
+    for number, of_reference in enumerate(flags):
+        folder = tmp_path / str(number)
+        stored(folder, lora_adapter=ADAPTER, **of_reference)
+        rewrite(folder, "kl_reference")
+        assert continued(folder).trainer.kl_reference == "base"
 
 
 @pytest.mark.parametrize(("mode", "key"), [("lora_only", "lora_layer_indices"), ("none", "train_layer_indices")])
@@ -147,13 +151,6 @@ def test_a_run_with_layers_as_text_is_continued(tmp_path: Path, mode: str, key: 
         assert continued(tmp_path / "r", **same).trainer.layer_indices == (0, 1, 2, 3, 7)
     with refusing(ConfigError, f"--{key.replace('_', '-')}", got="0,1,2,3", wanted="0,1,2,3,7"):
         continued(tmp_path / "r", **{key: "0-3"})
-
-
-@pytest.mark.parametrize("of_reference", [{"kl_beta": 0.1}, {"log_kl": True}])
-def test_a_run_of_before_the_option_keeps_its_reference(tmp_path: Path, of_reference: dict[str, Any]) -> None:
-    stored(tmp_path / "r", lora_adapter=ADAPTER, **of_reference)
-    rewrite(tmp_path / "r", "kl_reference")
-    assert continued(tmp_path / "r").trainer.kl_reference == "base"
 
 
 def test_new_defaults_change_no_stored_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +169,6 @@ def started(folder: Path, *words: str, memory: int = 24, **flags: Any) -> RunCon
     return config
 
 
-def test_the_command_that_continues_a_run_is_quoted_for_a_shell(tmp_path: Path) -> None:
-    folder = tmp_path / "a run; $x"
-    stored(folder)
-    command = (folder / RUN_FILE).read_text().splitlines()[0].rpartition(": ")[2]
-    assert shlex.split(command) == ["grpo", "run", "--resume", str(folder)]
-
-
 def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     config = started(folder)
@@ -194,12 +184,8 @@ def test_resume_chooses_again_what_the_start_chose(tmp_path: Path) -> None:
     given = continued(folder, "--env.max_tokens", "100", seq_len=32_768)
     assert given.trainer.seq_len == 32_768 and "seq_len" not in given.unset
     assert run_file(chosen(continued(folder), Machine(python="3.12", memory=24 * 10**9), TINY)).count(b"seq_len") == 2
-
-
-def test_resume_does_not_change_what_was_given(tmp_path: Path) -> None:
-    folder = tmp_path / "r"
-    started(folder, seq_len=512, max_tokens_per_microbatch=1024, prompts_per_step=8, batch_size=4)
-    again = continued(folder, "--env.max_tokens", "20000")
+    started(tmp_path / "given", seq_len=512, max_tokens_per_microbatch=1024, prompts_per_step=8, batch_size=4)
+    again = continued(tmp_path / "given", "--env.max_tokens", "20000")  # which stays
     assert (again.trainer.seq_len, again.trainer.batch_size) == (512, 4)
     assert again.trainer.max_tokens_per_microbatch == 1024 and not again.unset & {"microbatch", "batch_size"}
 
@@ -253,21 +239,15 @@ def test_resume_auto_without_a_folder_continues_the_newest_run(tmp_path: Path, m
     assert again.run_dir == Path("runs/002") and again.trainer.lr == 2e-3 and "run_dir" not in again.unset
 
 
-def test_a_checkpoint_of_a_run_continues_that_run(tmp_path: Path) -> None:
-    stored(tmp_path / "r", weight_bridge_mode="lora_restart")
-    path = save_checkpoint(tmp_path / "r")
-    again = continued(path)
-    assert again.run_dir == tmp_path / "r" and again.trainer.resume == str(path)
-    other = continued(path, run_dir=str(tmp_path / "new"))
-    assert other.run_dir == tmp_path / "new" and other.trainer.weight_bridge_mode == "lora_restart"
-
-
-def test_a_run_that_branches_from_a_checkpoint_does_not_inherit_places(tmp_path: Path) -> None:
-    stored(tmp_path / "r", wandb_group="g", wandb_project="p")
+def test_a_checkpoint_continues_its_run_or_another(tmp_path: Path) -> None:
+    """Another one does not inherit places."""
+    stored(tmp_path / "r", weight_bridge_mode="lora_restart", wandb_group="g", wandb_project="p")
     path = save_checkpoint(tmp_path / "r")
     for folder in (None, tmp_path / "r", tmp_path / "new"):
-        trainer = continued(path, **({"run_dir": str(folder)} if folder else {})).trainer
-        own = folder != tmp_path / "new"
+        again = continued(path, **({"run_dir": str(folder)} if folder else {}))
+        trainer, own = again.trainer, folder != tmp_path / "new"
+        assert again.run_dir == (folder or tmp_path / "r") and trainer.weight_bridge_mode == "lora_restart"
+        assert trainer.resume == str(path)
         assert trainer.wandb_group == ("g" if own else None) and trainer.wandb_project == "p"
     assert continued(path, run_dir=str(tmp_path / "new"), wandb_group="other").trainer.wandb_group == "other"
 
@@ -456,9 +436,9 @@ def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.Monk
         Path(folder).mkdir()
         Path(folder, "my.py").write_text(f"raise SystemExit('{folder} is not imported')\n")
     Path("in_a_module.py").write_text("x = 1\n")
-    rewards = ["a/my.py:f", "b/my.py:g=0.5", "in_a_module:h", "math", "regex:a:b.py"]
+    rewards = ["a/my.py:f", "b/my.py:g=0.5", "in_a_module:h", "math", "regex:a:b.py", "gone.py:i"]
     flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": rewards}
-    config = build_run({}, flags)
+    config = build_run({}, {**flags, "allow_changed_data": True}, ["--data.held_out", "5"])
     (tmp_path / "r").mkdir()
     for _ in range(2):
         write_record(config, [])
@@ -467,16 +447,9 @@ def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.Monk
     Path("in_a_module.py").write_text("x = 2\n")
     write_record(config, [])
     assert sorted(path.read_text() for path in code.glob("in_a_module*.py")) == ["x = 1\n", "x = 2\n"]
-
-
-def test_data_and_rewards_are_stored_and_the_permission_to_change_them_is_not(tmp_path: Path) -> None:
-    flags = {"model_name": "m", "run_dir": str(tmp_path / "r"), "data": "rows.jsonl", "reward": ["my.py:f=0.5"]}
-    config = build_run({}, {**flags, "allow_changed_data": True}, ["--data.held_out", "5"])
-    (tmp_path / "r").mkdir()
-    write_record(config, [])
     again = continued(tmp_path / "r")
     assert again.environments == config.environments and again.environments[0].name == "dataset"
-    assert config.options.allow_changed_data and not again.options.allow_changed_data
+    assert config.options.allow_changed_data and not again.options.allow_changed_data, "a permission is for one start"
 
 
 def test_commands_without_a_folder_take_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,22 +62,24 @@ def part(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(model_name=str(folder), device="cpu"))
 
 
-def test_the_text_part_is_loaded_without_the_others(tmp_path: Path, architecture: str) -> None:
+def test_text_part_and_its_adapter_are_those_of_the_whole_model(tmp_path: Path, architecture: str) -> None:
+    """PEFT puts the adapter on the whole model, and nowhere else; vLLM's logprobs with it are recorded."""
     save_model(architecture, tmp_path)
-    both = whole(tmp_path)
-    text = part(tmp_path)
+    both, text = whole(tmp_path), part(tmp_path)
     assert torch.equal(logits(text), logits(both))
     assert text.num_parameters() < both.num_parameters()
     assert not [name for name, _ in text.named_modules() if "vision" in name or "visual" in name]
+    stored = {name: tensor for name, (_, tensor) in stored_tensors(text).items()}
+    sent = {span.name for spans in ModelLayout(text, stored, torch.float32).spans for span in spans}
+    named = dict(both.named_parameters())
+    of_text = {name for name in named if name.startswith("model.language_model.")}
+    buffers = {name for name in sent if name.endswith("layer_scalar")}  # Gemma 4's, in its files
+    assert sent - buffers == of_text | ({"lm_head.weight"} & set(named))
 
-
-def test_an_adapter_is_the_text_parts_of_the_whole_model(tmp_path: Path, architecture: str) -> None:
-    """PEFT puts it on the whole model, and nowhere else; vLLM's logprobs with it are recorded."""
-    save_model(architecture, tmp_path)
-    ours = with_adapter(architecture, part(tmp_path))
+    ours = with_adapter(architecture, text)
     (tmp_path / "adapter").mkdir()
     save_adapter(ours, tmp_path / "adapter")
-    theirs = PeftModel.from_pretrained(whole(tmp_path), str(tmp_path / "adapter"))
+    theirs = PeftModel.from_pretrained(both, str(tmp_path / "adapter"))
     assert torch.equal(logits(theirs), logits(ours))
     adapted = {name for name, _ in theirs.named_parameters() if ".lora_A." in name}
     assert len(adapted) == len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) / 2
@@ -107,12 +109,13 @@ def weights_in(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_merged_export_is_the_whole_model(tmp_path: Path, architecture: str, base: Path) -> None:
-    folder = tmp_path / "merged"
-    (tmp_path / "adapter").mkdir()
+def test_exports_are_the_whole_model(tmp_path: Path, architecture: str, base: Path) -> None:
+    """With an adapter merged into it, and as a checkpoint of all weights."""
+    folder, checkpoint, adapter = (tmp_path / name for name in ("merged", "step_1", "adapter"))
+    adapter.mkdir()
     ours = with_adapter(architecture, part(base))
-    save_adapter(ours, tmp_path / "adapter")
-    export_checkpoint(ExportOptions(tmp_path / "adapter", folder, merge=True))
+    save_adapter(ours, adapter)
+    export_checkpoint(ExportOptions(adapter, folder, merge=True))
     names = weights_in(folder)
     assert names.keys() == weights_in(base).keys(), "the names are those of the files it was made from"
     assert (len(set(names.values())) > 3) == (export.SHARD_BYTES == 100_000)
@@ -123,31 +126,18 @@ def test_merged_export_is_the_whole_model(tmp_path: Path, architecture: str, bas
     assert changed and all(name.startswith("model.language_model.layers.") for name in changed)
     assert (folder / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
 
-
-def test_a_checkpoint_of_all_weights_is_the_whole_model(tmp_path: Path, base: Path) -> None:
-    folder = tmp_path / "step_1"
-    folder.mkdir()
-    policy = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
+    checkpoint.mkdir()
+    policy, again = (
+        AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None) for _ in range(2)
+    )
     with torch.no_grad():
         policy.model.get_parameter("model.norm.weight").add_(0.5)
-    policy.write(folder, policy.tensors())
-    assert weights_in(folder).keys() == weights_in(base).keys()
-    assert torch.equal(logits(whole(folder)), logits(policy.model))
-    again = AllWeights(load_all_weights(ModelConfig(model_name=str(base), device="cpu")), None)
-    again.load(folder, policy.exact(policy.tensors()))
+    policy.write(checkpoint, policy.tensors())
+    assert weights_in(checkpoint).keys() == names.keys()
+    assert torch.equal(logits(whole(checkpoint)), logits(policy.model))
+    again.load(checkpoint, policy.exact(policy.tensors()))
     assert torch.equal(logits(again.model), logits(policy.model))
-    assert torch.equal(logits(load_causal_lm(folder)), logits(policy.model))
-
-
-def test_weights_are_sent_under_the_whole_models_names(tmp_path: Path, architecture: str) -> None:
-    save_model(architecture, tmp_path)
-    model = part(tmp_path)
-    stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
-    sent = {name for each in ModelLayout(model, stored, torch.float32).spans for name in (span.name for span in each)}
-    named = dict(whole(tmp_path).named_parameters())
-    text = {name for name in named if name.startswith("model.language_model.")}
-    buffers = {name for name in sent if name.endswith("layer_scalar")}  # Gemma 4's, in its files
-    assert sent - buffers == text | ({"lm_head.weight"} & set(named))
+    assert torch.equal(logits(load_causal_lm(checkpoint)), logits(policy.model))
 
 
 def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
@@ -210,14 +200,11 @@ def test_one_copy_of_the_weights_is_refused_with_the_reason(tmp_path: Path, arch
     with pytest.raises(ModelError, match=reason) as refused:
         build_skeleton(ModelConfig(model_name=str(tmp_path), device="cpu"))
     assert "broadcast" in refused.value.fix
-
-
-def test_adapter_on_the_matrix_that_vllm_copies(tmp_path: Path) -> None:
-    save_model("deepseek_v2", tmp_path)
-    modules = ("q_proj", "kv_b_proj")
-    options = BridgeConfig(weight_bridge_mode="lora_only", lora_r=8, lora_target_modules=modules)
-    with refusing(ModelError, "--lora-target-modules", got="kv_b_proj", words=["q_proj"]):
-        add_adapter(part(tmp_path), options, seed=0)
+    if architecture == "deepseek_v2":  # vLLM copies the matrix
+        modules = ("q_proj", "kv_b_proj")
+        options = BridgeConfig(weight_bridge_mode="lora_only", lora_r=8, lora_target_modules=modules)
+        with refusing(ModelError, "--lora-target-modules", got="kv_b_proj", words=["q_proj"]):
+            add_adapter(part(tmp_path), options, seed=0)
 
 
 @pytest.mark.parametrize(("installed", "status"), [(True, "ok"), (False, "warn")])
