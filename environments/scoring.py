@@ -50,8 +50,11 @@ while True:
             break
         left = limit if signs.endswith(b"+") else None
     elif left is not None:
-        with open(f"/proc/{pid}/stat") as file:
-            left -= file.read().rpartition(")")[2].split()[0] not in "Tt"
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                left -= file.read().rpartition(")")[2].split()[0] not in "Tt"
+        except OSError:  # it has ended, and a child of it holds the pipe
+            break
         if left <= 0:
             os.kill(pid, signal.SIGABRT)
             break

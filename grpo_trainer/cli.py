@@ -374,7 +374,7 @@ def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
     A trainer that is started by hand also names the commands of what is not there yet; it waits for it.
     """
     from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr
-    from grpo_trainer.launch.by_hand import commands_to_start
+    from grpo_trainer.launch.plan import commands_to_start
     from grpo_trainer.machine import look
 
     log = logging.getLogger(__name__)

@@ -39,9 +39,8 @@ from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress, seed_generators
 from grpo_trainer.server_client import present, wait_for_servers
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
-from grpo_trainer.signals import StopSignal
+from grpo_trainer.signals import StepWatch, StopSignal
 from grpo_trainer.trainer import StepResult, Trainer
-from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.build import build_bridge
 

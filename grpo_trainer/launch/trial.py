@@ -75,7 +75,7 @@ class Trial:
             if (size := report["group_size"]) is not None:
                 problems += self._problems_of_groups(size)
             self.problems, self.found = tuple(map(self._named, problems)), report["found"] or ""
-            self.longest_prompt = report["longest_prompt"]
+            self.longest_prompt = report.get("longest_prompt", 0)  # verifiers has an installed copy, which may be older
         elif code is not None:
             self._process.drain()
             last = self._process.progress

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.elastic import (
+from tests.integration.test_elastic_run import (
     ElasticRun,
     assert_environments_kept_their_names,
     assert_every_group_counted_once,

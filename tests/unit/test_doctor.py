@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import tomllib
@@ -20,23 +19,21 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
+from typer.testing import CliRunner
 
 from grpo_common.errors import Problem
+from grpo_trainer import cli
 from grpo_trainer import machine as machines
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
-from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor import checks, trials
 from grpo_trainer.doctor.before_start import (
     LOGS,
     Finding,
     check_name,
-    checkpoint_bytes,
-    most_checkpoints,
     ok,
     refuse_missing,
     refuse_without_room,
-    served_bytes,
 )
 from grpo_trainer.doctor.checks import SUPPORTED, as_json, examine, fails, print_findings
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
@@ -45,6 +42,7 @@ from grpo_trainer.machine import Gpu, Machine, links_in_words, list_gpus, look
 from grpo_trainer.memory import GB, MemoryPlan
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import run
+from tests.unit.factories import refusing
 from vllm_server.protocol.flat import encode_header, lay_out
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +152,11 @@ GROWING: dict[str, Any] = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandabl
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 TWO, THREE, FOUR = ({"gpus": MACHINE.gpus * number} for number in (2, 3, 4))
 SHARDS: dict[str, Any] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
+TWICE: dict[str, Any] = {"server.replicas": 2}
+
+
+def args(words: str) -> dict[str, Any]:
+    return {"server.extra_args": words}
 
 
 @pytest.mark.parametrize(
@@ -205,14 +208,8 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         # vLLM would repeat the only head of keys and values
         (SHARDS, {"machine": TWO}, "server's GPUs", "1 attention heads of keys and values on 2", "tensor"),
         ({"server.pipeline_parallel_size": 2}, {"machine": TWO}, "server's GPUs", "1 layers on 2", "pipeline"),
-        (
-            {"server.replicas": 2, "server.gpus": "1;3"},
-            {"machine": THREE},
-            "server's GPUs",
-            "GPU 3, 3",
-            "--server.gpus",
-        ),
-        ({"server.replicas": 2, "server.gpus": "0;0", "server.gpu_memory_utilization": 0.3}, {}, "", "", ""),
+        (TWICE | {"server.gpus": "1;3"}, {"machine": THREE}, "server's GPUs", "GPU 3, 3", "--server.gpus"),
+        (TWICE | {"server.gpus": "0;0", "server.gpu_memory_utilization": 0.3}, {}, "", "", ""),
         # another distribution
         ({}, EXPERTS, "warn distribution", "experts", "--routing-replay server"),
         ({"routing_replay": "server"}, EXPERTS, "", "", ""),
@@ -220,21 +217,9 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         ({"server.kv_cache_dtype": "fp8", "ratio_against": "rollout"}, {}, "warn distribution", "8 bits", "trainer"),
         ({"load_in_4bit": True}, {}, "warn distribution", "4bit", "--ratio-against trainer"),
         ({"load_in_4bit": True, "ratio_against": "trainer"}, {}, "", "", ""),
-        (
-            {"server.extra_args": "--logprobs-mode,raw_logprobs"},
-            {},
-            "warn distribution",
-            "raw",
-            "leave --logprobs-mode",
-        ),
-        (
-            {"server.extra_args": "--generation-config=auto"},
-            {},
-            "warn distribution",
-            "auto",
-            "leave --generation-config",
-        ),
-        ({"server.extra_args": "--generation-config,vllm"}, {}, "", "", ""),
+        (args("--logprobs-mode,raw_logprobs"), {}, "warn distribution", "raw", "leave --logprobs-mode"),
+        (args("--generation-config=auto"), {}, "warn distribution", "auto", "leave --generation-config"),
+        (args("--generation-config,vllm"), {}, "", "", ""),
     ],
 )
 def test_a_fault_of_model_or_options(
@@ -278,71 +263,51 @@ def test_checkpoints_that_will_fill_the_disk(model: Path) -> None:
     assert not [finding for finding in silent.findings if finding.status != "ok" and finding.name == "disk"]
 
 
-def config_of(model: Path, **flags: Any) -> TrainConfig:
-    return run_of(model, **flags).trainer
+NONE: dict[str, Any] = {"weight_bridge_mode": "none"}
 
 
-def test_room_for_checkpoints_counts_what_lies_there_at_one_time(model: Path) -> None:
-    def most(**flags: Any) -> int:
-        return most_checkpoints(config_of(model, training_steps=10, **flags))
-
-    assert most() == 3, "by default: the newest two, and the one that is written or the final one"
-    assert most(keep_checkpoints=0, checkpoint_interval=3) == 4, "after steps 3, 6 and 9, and the final one"
-    assert most(keep_checkpoints=0) == 11, "by time: one of each step, if a step takes that long"
-    assert most(checkpoint_interval=0) == 1
-    assert most(checkpoint_interval=6) == 2
-
-
-def test_models_to_serve_need_room_beside_checkpoints(model: Path) -> None:
-    shape = shape_of(str(model))
+@pytest.mark.parametrize(
+    ("flags", "checkpoints", "models"),
+    [
+        ({}, 3, 0),  # the newest two, and the one that is written or the final one
+        ({"keep_checkpoints": 0, "checkpoint_interval": 3}, 4, 0),  # after steps 3, 6 and 9, and the final one
+        ({"keep_checkpoints": 0}, 11, 0),  # by time: one of each step, if a step takes that long
+        ({"checkpoint_interval": 0}, 1, 0),
+        ({"checkpoint_interval": 6}, 2, 0),
+        (SHARED | {"checkpoint_interval": 3}, 3, 0),
+        ({"weight_bridge_mode": "lora_restart", "checkpoint_interval": 3}, 3, 3),  # --keep-checkpoints 2, and the next
+        (NONE | {"checkpoint_interval": 3}, 3, 0),  # a checkpoint is what is served
+        (NONE | {"checkpoint_interval": 5}, 3, 2),
+        (NONE, 3, 2),
+        (NONE | {"checkpoint_interval": "never"}, 0, 2),
+    ],
+)
+def test_doctor_room_for_checkpoints(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], checkpoints: int, models: int
+) -> None:
+    """Checkpoints that lie there at one time, models that are served besides, and logs."""
+    trainer, shape = run_of(model, training_steps=10, **flags).trainer, shape_of(str(model))
     assert shape is not None
-    one = 2 * shape.parameters  # bfloat16
-    sizes = {
-        ("lora_only", 3): 0,
-        ("shared_vllm", 3): 0,
-        ("lora_restart", 3): 3 * one,  # --keep-checkpoints 2, and the next
-        ("none", 3): 0,  # a checkpoint is what is served
-        ("none", 5): 2 * one,
-        ("none", "10m"): 2 * one,
-    }
-    for (mode, interval), wanted in sizes.items():
-        config = config_of(model, weight_bridge_mode=mode, checkpoint_interval=interval)
-        assert served_bytes(config, shape, on_gpu=True) == wanted, mode
+    # Two fp32 states of each trained number; all weights in fp32 and as they are served, or the adapter in fp32.
+    adapter = shape.adapter_parameters(trainer.lora_r, trainer.lora_target_modules)
+    sizes = {"none": (8 + 4 + 2) * shape.parameters, "shared_vllm": (8 + 2) * shape.parameters}
+    each = sizes.get(trainer.weight_bridge_mode, (8 + 4) * adapter)
 
-
-def test_doctor_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    model = write_model(tmp_path / "large")
-    (model / "config.json").write_text(json.dumps(config))
-    trainer, shape = config_of(model, weight_bridge_mode="none", checkpoint_interval=1), shape_of(str(model))
-    assert shape is not None
-    each = checkpoint_bytes(trainer, shape, on_gpu=True)
-    assert each == 14 * shape.parameters
-    models = served_bytes(trainer, shape, on_gpu=True)
-
-    def judged(free: int, folder: Path = tmp_path / "run") -> Finding:
+    def judged(free: int, folder: Path = model.parent / "run") -> Finding:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**15, used=0, free=free))
         return refuse_without_room(trainer, folder, "--run-dir", on_gpu=True)
 
-    assert judged(3 * each + models + LOGS).status == "ok"
-    assert judged(3 * each + models + LOGS - 1).status == judged(2 * each + models).status == "warn"
-    with pytest.raises(ConfigError) as error:
-        judged(2 * each + models - 1)
-    assert error.value.field == "--run-dir" and str(tmp_path / "run") in str(error.value)
-    assert f"{(2 * each + models - 1) / GB:.1f} GB" in error.value.got
-    assert f"{(2 * each + models) / GB:.1f} GB" in error.value.wanted and f"{each / GB:.2f} GB" in error.value.wanted
-    (tmp_path / "resumed").mkdir()
-    with (tmp_path / "resumed" / "weights").open("wb") as file:
-        file.truncate(2 * each)  # takes no room: only its length counts
-    assert judged(each + models + LOGS, tmp_path / "resumed").status == "ok", (
-        "a resumed run has its checkpoints already"
-    )
-
-    trainer = config_of(model, weight_bridge_mode="none", checkpoint_interval="never")
-    models = served_bytes(trainer, shape, on_gpu=True)
-    assert judged(models + LOGS).status == "ok"
-    tight = judged(models + LOGS - 1)
-    assert tight.status == "warn" and "--checkpoint-interval" not in tight.fix
+    served = models * 2 * shape.parameters  # bfloat16
+    whole, least = checkpoints * each + served + LOGS, min(checkpoints, 2) * each + served
+    assert [judged(free).status for free in (whole, whole - 1, least)] == ["ok", "warn", "warn"]
+    assert ("--checkpoint-interval" in judged(least).fix) == bool(checkpoints)
+    with refusing(ConfigError, "--run-dir", words=[str(model.parent / "run"), f"{least / GB:.1f} GB"]):
+        judged(least - 1)
+    (model.parent / "resumed").mkdir()
+    with (model.parent / "resumed" / "weights").open("wb") as file:
+        file.truncate(min(checkpoints, 2) * each)  # takes no room: only its length counts
+    left = whole - min(checkpoints, 2) * each
+    assert judged(left, model.parent / "resumed").status == "ok", "a resumed run has its checkpoints already"
 
 
 def test_doctor_names_every_busy_port(model: Path, busy_port: int) -> None:
@@ -589,17 +554,20 @@ def test_a_folder_that_is_not_there_is_named_before_the_hub_is_asked(tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["train", "run"])
-def test_commands_say_so_at_once(tmp_path: Path, command: str) -> None:
-    words = [sys.executable, "-m", "grpo_trainer", command, "--model", str(tmp_path / "none")]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("grpo: --model-name: ")
+def test_commands_say_so_at_once(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo", command, "--model", str(tmp_path / "none")])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("grpo: --model-name: ")
 
 
 def test_the_command_on_this_machine_with_an_unknown_field(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[trainer]\nmodel_nam = "x"\n')
-    command = [sys.executable, "-m", "grpo_trainer", "doctor", "--json", "--config", str(tmp_path / "run.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 1, done.stderr
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--config", str(tmp_path / "run.toml")])
+    assert done.exit_code == 1, done.exception
     findings = json.loads(done.stdout)["findings"]
     unknown, missing = (finding for finding in findings if finding["name"] == "configuration")
     assert unknown["status"] == missing["status"] == "fail"

@@ -126,20 +126,18 @@ def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
     monkeypatch.setattr("grpo_trainer.launch.trial.LIMIT_S", 120.0)  # 20 s are too few on a busy machine
     build_tokenizer().save_pretrained(model)
-    (model / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
-    (model / "mine.py").write_text("def right(completions, solution):\n    return [1.0 for _ in completions]\n")
-    words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(model / "run"), "--server.port", "0"]
-    words += ["--api.port", "0", "--data", str(model / "data.jsonl"), "--reward", f"{model}/mine.py:right"]
-    with pytest.raises(ConfigError) as wrong:
-        CliRunner().invoke(app, words, catch_exceptions=False)
-    assert "--reward" in wrong.value.field and "solution" in wrong.value.got
-    # 3000 of "a" are more than 2048 - 1024 tokens: the default length grows.
-    (model / "data.jsonl").write_text(
-        f'{{"prompt": "{"a" * 3000}", "answer": "1"}}\n{{"prompt": "a", "answer": "1"}}\n'
+    # 3000 tokens are more than 2048 - 1024: the default length grows.
+    prompts = ("a" * 3000, "a")
+    (model / "data.jsonl").write_text("".join(f'{{"prompt": "{each}", "answer": "1"}}\n' for each in prompts))
+    (model / "mine.py").write_text(
+        f"def right(completions):\n    open({str(model / 'tried')!r}, 'w')\n    return [1.0 for _ in completions]\n"
     )
-    done = CliRunner().invoke(app, [*words[:-1], "exact_match", "--json"], catch_exceptions=False)
+    words = ["run", "--dry-run", "--json", "--model-name", str(model), "--run-dir", str(model / "run")]
+    words += ["--server.port", "0", "--api.port", "0"]
+    words += ["--data", str(model / "data.jsonl"), "--reward", f"{model}/mine.py:right"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
     command = json.loads(done.stdout)["processes"][1]["command"]
-    assert command[command.index("--max-model-len") + 1] == str(3000 + 1024)
+    assert command[command.index("--max-model-len") + 1] == str(3000 + 1024) and (model / "tried").exists()
 
 
 def test_what_would_stop_the_run_stops_the_dry_one(

@@ -102,7 +102,7 @@ ROOMS = {
         *("model", "memory", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "feed", "logs"),
-        *("watchdog", "shutdown", "loop", "run_defaults", "doctor", "bench", "report"),
+        *("shutdown", "loop", "run_defaults", "doctor", "bench", "report"),
         *("record", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (

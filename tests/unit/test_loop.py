@@ -37,9 +37,9 @@ from grpo_trainer.parallel.world import World
 from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
+from grpo_trainer.signals import StepWatch
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import VersionOffset, VersionOffsets
-from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
 from tests.unit.factories import TinyModel
 

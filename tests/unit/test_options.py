@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from environments.running.settings_check import BUILT_IN
-from grpo_trainer.cli import app
-from grpo_trainer.config.options import build, dump, make, merged, options_of, parse_ranges, read
+from grpo_trainer.cli import app, main
+from grpo_trainer.config.options import build, dump, make, merged, options_of, read
 from grpo_trainer.config.processes import RunSection
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.run import build_run, read_toml
@@ -44,6 +44,23 @@ PREDECESSOR_DEFAULTS = {
     "use_wandb": False,
     "checkpoint_interval": "10m",  # the only new one: checkpoints by steps cost the more, the shorter a step
 }
+
+
+AS_TEXT: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "check": False, "timeout": 250}
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command says on stderr, with exit status 2."""
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["grpo", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 def of_train(given: Mapping[str, Any]) -> TrainConfig:
@@ -171,14 +188,12 @@ def test_options_refusal_names_the_option_and_what_helps(
     assert problem.field == field and helps in f"{problem.wanted}; {problem.fix}"
 
 
-def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
+def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path, fails: Callable[..., str]) -> None:
     (path := tmp_path / "run.toml").write_text("model_name = \n")
     with pytest.raises(ConfigError, match="line 1") as error:
         read_toml(path)
     assert error.value.field == f"--config {path}"
-    program = [sys.executable, "-m", "grpo_trainer", "train", "--config", str(path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+    assert "line 1" in fails("train", "--config", str(path))
 
 
 # names and values -------------------------------------------------------------------------------------------
@@ -272,36 +287,23 @@ def test_arguments_are_cut_at_commas_but_json_is_not(text: str, words: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers", "wrong"),
+    ("value", "numbers", "wrong"),
     [
         *(("0-3,28-31", (0, 1, 2, 3, 28, 29, 30, 31), ""), ("5", (5,), ""), (" 7, 1-2 ,2", (1, 2, 7), "")),
         *(("3-3", (3,), ""), ("", (), "nothing"), ("1,,2", (), "nothing"), ("0,a", (), "a"), ("3-", (), "3-")),
         *(("-3", (), "-3"), ("4-2", (), "4-2"), ("1.5", (), "1.5"), ("0-99999", (), "0-99999")),
-    ],
-)
-def test_numbers_and_ranges(text: str, numbers: tuple[int, ...], wrong: str) -> None:
-    if not wrong:
-        assert parse_ranges(text) == numbers
-        return
-    with pytest.raises(ConfigError) as error:
-        parse_ranges(text)
-    assert error.value.got == wrong and "0-3,28-31" in error.value.wanted
-
-
-@pytest.mark.parametrize(
-    ("value", "numbers", "wrong"),
-    [
+        # in a list, as in a text
         *(([3, 1, 1], (1, 3), ""), (["0-2", 5], (0, 1, 2, 5), ""), ([], (), "nothing")),
         *(([-1], (), "-1"), ([True], (), "True"), ([1.0], (), "1.0"), ([10_000], (), "10000")),
     ],
 )
-def test_numbers_of_a_list_are_judged_as_a_text(value: list[Any], numbers: tuple[int, ...], wrong: str) -> None:
-    given = {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_layer_indices": value}
+def test_numbers_and_ranges(value: str | list[Any], numbers: tuple[int, ...], wrong: str) -> None:
+    given = {**LORA, "lora_layer_indices": value}
     if not wrong:
-        assert build(TrainConfig, given).lora_layer_indices == numbers
+        assert of_train(given).lora_layer_indices == numbers
         return
-    with refusing(ConfigError, "--lora-layer-indices", got=wrong):
-        build(TrainConfig, given)
+    with refusing(ConfigError, "--lora-layer-indices", got=wrong, words=["0-3,28-31"]):
+        of_train(given)
 
 
 # flags together with a file ---------------------------------------------------------------------------------
@@ -409,14 +411,10 @@ def test_data_without_an_environment_mean_the_one_that_reads_them() -> None:
     assert environment_of(file, {}) == typed
     short = environment_of({"data": "rows.jsonl", "rewards": flags["reward"]}, {})
     assert short["data"] == {"path": "rows.jsonl"} and short["name"] == "dataset"
+    over = environment_of(file, {"data": "b.jsonl", "reward": ["my.py:g"]})  # flags win
+    assert over["data"] == {**file["data"], "path": "b.jsonl"} and over["rewards"] == ("my.py:g",)
     own = {"env": "tests.integration.odd_environment", "data": "rows.jsonl"}
     assert environment_of({}, own)["data"] == {"path": "rows.jsonl"}
-
-
-def test_flags_stand_over_the_files_data_and_rewards() -> None:
-    file = {"data": {"path": "a.jsonl", "held_out": 5}, "rewards": [{"function": "my.py:f"}]}
-    found = environment_of(file, {"data": "b.jsonl", "reward": ["my.py:g"]})
-    assert found["data"] == {"path": "b.jsonl", "held_out": 5} and found["rewards"] == ("my.py:g",)
 
 
 # the command line and its help ------------------------------------------------------------------------------
@@ -508,16 +506,15 @@ def test_a_program_s_own_flags_come_before_anything_heavy_is_imported(module: st
         f"try: runpy.run_module('{module}', run_name='__main__')\n"
         f"finally: print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], **AS_TEXT)
     assert done.returncode == 0 and done.stderr.strip() == "[]"
     assert all(flag in done.stdout for flag in flags) and len(done.stdout.splitlines()) <= 60
 
 
-def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written() -> None:
-    for words, begins, names in (
-        (["nosuch"], "grpo: grpo env: ", ("nosuch", ", ".join(BUILT_IN))),
-        (["arithmetic", "nothing"], "grpo env arithmetic: COMMAND: ", ("'nothing'",)),
-    ):
-        program = [sys.executable, "-m", "grpo_trainer", "env", *words]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=250, check=False)
-        assert done.returncode == 2 and done.stderr.startswith(begins) and all(name in done.stderr for name in names)
+def test_an_unknown_environment_or_command_of_one_is_named_as_it_was_written(fails: Callable[..., str]) -> None:
+    said = fails("env", "nosuch")
+    assert said.startswith("grpo: grpo env: ") and all(name in said for name in ("nosuch", ", ".join(BUILT_IN)))
+    words = ("env", "arithmetic", "nothing")
+    done = subprocess.run([sys.executable, "-m", "grpo_trainer", *words], **AS_TEXT)
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(words[:2])}: COMMAND: ")
+    assert repr(words[2]) in done.stderr

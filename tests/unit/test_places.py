@@ -21,7 +21,6 @@ from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_node
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.run import planned
-from tests.unit.factories import refusing
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a", "cluster": "auto"}
 
@@ -284,31 +283,23 @@ def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> No
     assert server is None, "one of two GPUs is free"
 
 
-def test_a_server_here_gets_the_gpus_that_are_named(tmp_path: Path) -> None:
-    config = two_servers(tmp_path, **{"server.gpus": "1;2"})
-
-    def plan(config: RunConfig, ports: Mapping[str, int], places: Places) -> Any:
-        if len((config.server.gpus or "").split(";")) != config.server.replicas:
-            raise ConfigError("one entry each", field="--server.gpus", got=config.server.gpus)
-        return plan_run(config, ports, python=sys.executable, on_gpu=True, places=places)
-
-    again = Replanner(config, CLUSTER_PORTS, NO_PLACES, plan)
+@pytest.mark.parametrize(
+    ("given", "added", "then"),
+    [({"server.replicas": 1}, "6", "5;6"), ({"server.replicas": 2, "server.gpus": "1;2"}, "3", "1;2;3")],
+)
+def test_replan_a_server_here_gets_the_gpus_that_are_named(
+    given: dict[str, Any], added: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is alone keeps the first GPU that the run sees."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    plan = partial(planned, on_gpu=True)
+    again = Replanner(two_servers(tmp_path, **given), CLUSTER_PORTS, NO_PLACES, plan, on_gpu=True)
     with pytest.raises(ConfigError):
         again.another_server(None)
-    server = again.another_server("3")
-    assert server is not None and (server.name, server.env["CUDA_VISIBLE_DEVICES"]) == ("server-3", "3")
-
-
-def test_replan_only_server_keeps_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-    config = two_servers(tmp_path, **{"server.replicas": 1})
-    plan = partial(planned, on_gpu=True)
-    again = Replanner(config, {**CLUSTER_PORTS, "trainers": 7000}, NO_PLACES, plan, on_gpu=True)
-    with refusing(ConfigError, "--gpus"):
-        again.another_server(None)
-    server = again.another_server("6")
-    assert server is not None and server.env["CUDA_VISIBLE_DEVICES"] == "6"
-    assert again._config.server.gpus == "5;6"  # pyright: ignore[reportPrivateUsage]
+    server = again.another_server(added)
+    assert server is not None and server.env["CUDA_VISIBLE_DEVICES"] == added
+    assert server.name == f"server-{given['server.replicas'] + 1}"
+    assert again._config.server.gpus == then  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:

@@ -12,20 +12,33 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from environments.running.settings_check import BUILT_IN
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig, environment_command
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
+from grpo_trainer.engine.head import ExactHead
 from grpo_trainer.errors import ConfigError, PortBusyError
-from grpo_trainer.launch.by_hand import commands_to_start
-from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, ProcessSpec, RunPlan, plan_run, server_process, started_again
+from grpo_trainer.launch.plan import (
+    SET_FOR_ENVIRONMENTS,
+    ProcessSpec,
+    RunPlan,
+    commands_to_start,
+    plan_run,
+    server_process,
+    started_again,
+)
 from grpo_trainer.launch.ports import FREE_PORTS, VARIABLE, claim_ports
 from grpo_trainer.run import empty_old_queue
+from grpo_trainer.weights.bridge import problems_of
 from tests.processes import free_port
 from tests.unit.factories import refusing
+from tests.unit.test_proof import INFO
+from tests.unit.tiny_lora import tiny_qwen
 from vllm_server.flags import early
 
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124, "server-3": 9125, "trainers": 7000}
@@ -185,20 +198,15 @@ def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> Non
     assert api.env["ROLLOUT_API_KEY"] == api.ready_key == "door-2"
     assert all(server.env["VLLM_API_KEY"] == server.ready_key == "door-1" for server in processes_of(made, "server"))
     assert not any("door-" in word for process in made.processes for word in process.argv)
-
-
-def test_without_keys_nobody_asks_for_one() -> None:
-    made = plan()
-    assert "rollout_api_key" not in environments_file(made)["env"]
-    assert not any("_API_KEY" in name for process in made.processes for name in process.env)
-    assert not any(process.ready_key for process in made.processes)
+    without = plan(weight_bridge_mode=mode)
+    assert "rollout_api_key" not in environments_file(without)["env"]
+    assert not any(each.ready_key or "_API_KEY" in " ".join(each.env) for each in without.processes)
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only"])
-@pytest.mark.parametrize("flag", ["max_model_len", "server.max_model_len"])
 @pytest.mark.parametrize(("served", "asked"), [("512", 512), ("4096", 2048)])
-def test_environments_ask_for_no_more_than_is_served(mode: str, flag: str, served: str, asked: int) -> None:
-    made = plan(weight_bridge_mode=mode, seq_len="2048", **{flag: served})
+def test_environments_ask_for_no_more_than_is_served(mode: str, served: str, asked: int) -> None:
+    made = plan(weight_bridge_mode=mode, seq_len="2048", **{"server.max_model_len": served})
     assert environments_file(made)["env"]["max_token_length"] == asked
 
 
@@ -348,13 +356,9 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
         ("3", "127.0.0.1", "7000")
     }
     assert [(one.ends_run, one.may_end) for one in trainers] == [(True, False), (False, True), (False, True)]
-
-
-@pytest.mark.parametrize("gpus", ["1", "2"])
-def test_plan_trainers_restart_together_and_resume(gpus: str) -> None:
-    trainers = processes_of(plan(on_gpu=True, trainer_gpus=gpus), "trainer")
-    assert {(one.restarts, one.again) for one in trainers} == {("trainers", ("--resume", "auto"))}
-    assert not any("--resume" in one.argv for one in trainers)  # the first start is as the user configured it
+    for each in (*trainers, *processes_of(plan(), "trainer")):
+        assert (each.restarts, each.again) == ("trainers", ("--resume", "auto"))
+        assert "--resume" not in each.argv  # the first start is as the user configured it
 
 
 def test_plan_lone_trainer_beside_a_job_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,28 +421,23 @@ def by_hand(**flags: Any) -> TrainConfig:
     return build(TrainConfig, {"model_name": "my models/m", "weight_bridge_mode": "lora_only", "seq_len": 64, **flags})
 
 
-def words(config: TrainConfig, what: str) -> list[list[str]]:
+def servers_command(config: TrainConfig) -> tuple[list[str], dict[str, str]]:
+    """The words of the server's command, and the word after each."""
     found = commands_to_start(config, on_gpu=False, there=lambda _: False)
-    (commands,) = [commands for name, commands in found.items() if what in name]
-    return [shlex.split(command) for command in commands]
-
-
-def pairs(command: list[str]) -> dict[str, str]:
-    return dict(pairwise(command))
+    ((command,),) = [commands for name, commands in found.items() if "inference server" in name]
+    return shlex.split(command), dict(pairwise(shlex.split(command)))
 
 
 def test_commands_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    (command,) = words(by_hand(vllm_port=9007, lora_r=8, log_dir="/logs"), "inference server")
-    given = pairs(command)
+    command, given = servers_command(by_hand(vllm_port=9007, lora_r=8, log_dir="/logs"))
     assert command[:2] == ["grpo", "serve"]
     assert (given["--model"], given["--port"], given["--max-model-len"]) == ("my models/m", "9007", "64")
     assert (given["--max-lora-rank"], given["--lora-root"]) == ("8", "/logs/adapters")
     assert early(command[2:]).port == 9007
 
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    shared = by_hand(weight_bridge_mode="shared_vllm", vllm_config_path="/b.json")
-    (command,) = words(shared, "inference server")
-    assert "--shared-weights" in command and pairs(command)["--bridge-config-path"] == "/b.json"
+    command, given = servers_command(by_hand(weight_bridge_mode="shared_vllm", vllm_config_path="/b.json"))
+    assert "--shared-weights" in command and given["--bridge-config-path"] == "/b.json"
     assert command[0].startswith("VLLM_API_KEY=") and "secret" not in " ".join(command)
 
     assert commands_to_start(by_hand(), on_gpu=False, there=lambda _: True) == {}
@@ -446,6 +445,35 @@ def test_commands_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name.split(" at ")[0] for name in owned] == ["rollout API"]
     nobody = by_hand(vllm_port=free_port(), rollout_url=f"http://127.0.0.1:{free_port()}")
     assert len(commands_to_start(nobody, on_gpu=False)) == 2
+
+
+# what is asked of a server that was started apart from the trainer -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "servers", "rounds", "warned"),
+    [
+        ("bfloat16", "float32", True, ("float32", "bfloat16", "model")),
+        ("bfloat16", "bfloat16", False, ("bfloat16", "float32", "float32")),
+        ("bfloat16", "bfloat16", True, None),
+        ("bfloat16", "float32", False, None),
+        ("float32", "float32", True, None),
+        ("bfloat16", None, True, None),  # a server that does not say
+    ],
+)
+def test_logits_that_one_side_rounds_are_told(
+    dtype: str, servers: str | None, rounds: bool, warned: tuple[str, ...] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny_qwen()
+    model.to(torch.bfloat16)
+    if not rounds:
+        model.lm_head.__class__ = ExactHead
+    info = msgspec.structs.replace(INFO, logits_dtype=servers, dtype=dtype)
+    assert problems_of(info, INFO.max_model_len, model=model) == []
+    assert [record.args for record in caplog.records] == ([warned] if warned else [])  # server's, trainer's, wanted
+    caplog.clear()
+    assert problems_of(info, 10**6, model=model, warns=False) == [] and not caplog.text  # another process warns
+    assert problems_of(info, INFO.max_model_len) == [] and not caplog.text  # of a server that the trainer has started
 
 
 # ports for a run's processes --------------------------------------------------------------------------------

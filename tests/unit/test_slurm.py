@@ -193,19 +193,13 @@ def test_the_end_of_the_jobs_time_reaches_the_run(job: Path) -> None:
     assert log.read_text().splitlines()[-1] == "grpo ends"
 
 
-def test_the_command_writes_no_script_with_a_dry_run(tmp_path: Path) -> None:
-    path = tmp_path / "job.sbatch"
-    words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--dry-run", "--slurm", str(path)]
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, ConfigError) and done.exception.field == "--dry-run"
-    assert not path.exists()
-
-
 def test_the_command_writes_the_script_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "job.sbatch", tmp_path / "run"
     words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--run-dir", str(folder)]
     words += ["--slurm", str(path), "--gpus-per-node", "4"]
     monkeypatch.setattr(sys, "argv", ["grpo", *words])
+    both = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert isinstance(both.exception, ConfigError) and both.exception.field == "--dry-run" and not path.exists()
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and str(path) in done.stdout and not folder.exists()
     (line,) = [line for line in path.read_text().splitlines() if line.startswith("command=(")]
@@ -353,13 +347,11 @@ def test_a_remote_process_keeps_its_lines_and_its_cause(remote: RemoteProcess, t
     assert (tmp_path / "server.log").read_text().splitlines()[-1] == "line 39"
 
 
-def test_a_process_that_is_lost_names_its_node(remote: RemoteProcess) -> None:
-    remote.note_end(lost="gone-b")
-    assert remote.exit_code == -9 and remote.ended().got == "gone-b"
+def test_a_process_that_is_lost_names_its_node_unless_it_had_ended(remote: RemoteProcess, tmp_path: Path) -> None:
+    ended = RemoteProcess(remote.spec, tmp_path / "ended.log", lambda text, is_error: None, lambda _: None)
+    ended.note_end(0)
+    for each in (remote, ended):
+        each.note_end(lost="gone-b")
+    assert (remote.exit_code, remote.ended().got) == (-9, "gone-b")
+    assert (ended.exit_code, ended.ended().got) == (0, "exit code 0")
     remote.kill()  # and nobody waits for it
-
-
-def test_a_process_that_had_ended_before_its_node_keeps_its_exit_code(remote: RemoteProcess) -> None:
-    remote.note_end(0)
-    remote.note_end(lost="gone-b")
-    assert remote.exit_code == 0 and remote.ended().got == "exit code 0"
