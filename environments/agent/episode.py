@@ -37,8 +37,8 @@ LOOK_S: Final = 0.1
 LOOKS: Final = 5
 """For processes of an episode: each may have started others meanwhile."""
 BETWEEN_LOOKS_S: Final = 0.01
-STARTING_S: Final = 1.0
-"""A process without variables that is younger may still be starting."""
+STARTING_S: Final = 60.0
+"""A process without variables that is younger may still be starting: on a busy machine that takes seconds."""
 LOOPBACK: Final = "127.0.0.1"
 
 
