@@ -62,10 +62,10 @@ def export_checkpoint(options: ExportOptions, say: Callable[[str], None] = log.i
         raise ConfigError(
             "exists already", field="OUTPUT", got=output, wanted="a new folder", fix="remove it, or choose another"
         )
-    if path.resolve() in output.resolve().parents:  # it would be copied into itself
-        raise ConfigError("lies in the checkpoint", field="OUTPUT", got=output, wanted="a folder outside of it")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
+    if not is_adapter and path.resolve() in output.resolve().parents:  # the folder would be copied into itself
+        raise ConfigError("lies in the checkpoint", field="OUTPUT", got=output, wanted="a folder outside of it")
     if options.merge and not is_adapter:
         raise ConfigError(field="--merge", got=f"{path}, {AllWeights.kind}", wanted="an adapter", fix="leave it out")
     with whole_folder(output) as folder:
