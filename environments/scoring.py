@@ -14,13 +14,12 @@ import inspect
 import logging
 import os
 import reprlib
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
@@ -38,30 +37,8 @@ LEAST_S = 5.0
 BEAT_S = 1.0
 """Seconds between two signs of the event loop."""
 NATIVE_S = 90.0
-"""Seconds after the limit at which a process ends in which no Python code can run."""
-NATIVE_WATCH: Final = """
-import os, select, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that is watched
-pid, limit, left = int(sys.argv[1]), float(sys.argv[2]), None
-while True:
-    if select.select([0], [], [], 1.0)[0]:
-        signs = os.read(0, 4096)
-        if not signs:  # the process has ended
-            break
-        left = limit if signs.endswith(b"+") else None
-    elif left is not None:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                left -= file.read().rpartition(")")[2].split()[0] not in "Tt"
-        except OSError:  # it has ended, and a child of it holds the pipe
-            break
-        if left <= 0:
-            os.kill(pid, signal.SIGABRT)
-            break
-"""
-"""A program that ends a process whose event loop gives no sign for some seconds. Only another process can count
-them: in native code that holds the interpreter's lock no Python code runs, and a timer of the system would also count
-the time for which the process was stopped (SIGSTOP, a suspended job, a paused container)."""
+"""Seconds after the limit at which faulthandler ends a process in which no Python code can run. Its timer also counts
+the time for which a process is stopped, so it is long."""
 UNBLOCK: Final = "code that takes long must run in a thread: await self.threads.call(function, …)"
 GRACE_S: Final = 5.0
 """Seconds that code which is cancelled has to end."""
@@ -264,25 +241,20 @@ async def watch_loop(seconds: float, is_armed: Callable[[], bool]) -> None:
             os._exit(os.EX_SOFTWARE)
 
     timer = threading.Timer(limit, end_if_blocked)
-    faulthandler.enable(file=2)  # writes the stack at SIGABRT
-    command = [sys.executable, "-E", "-S", "-c", NATIVE_WATCH, str(os.getpid()), str(limit + NATIVE_S)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as native:
-        assert native.stdin is not None
-        os.set_blocking(native.stdin.fileno(), False)
-        try:
-            while True:
-                moved.set()
-                timer.cancel()
-                armed = is_armed() and not (sys.gettrace() or (sys.stdin and sys.stdin.isatty()))
-                if armed:
-                    timer = threading.Timer(limit, end_if_blocked)
-                    timer.daemon = True
-                    timer.start()
-                with suppress(OSError):  # somebody has ended it
-                    native.stdin.write(b"+" if armed else b"-")
-                await asyncio.sleep(BEAT_S)
-        finally:
+    try:
+        while True:
+            moved.set()
             timer.cancel()
+            if is_armed() and not (sys.gettrace() or (sys.stdin and sys.stdin.isatty())):
+                timer = threading.Timer(limit, end_if_blocked)
+                timer.daemon = True
+                timer.start()
+                # This timer needs no lock of the interpreter, which native code may hold.
+                faulthandler.dump_traceback_later(limit + NATIVE_S, exit=True, file=2)
+            await asyncio.sleep(BEAT_S)
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _stack(frame: FrameType) -> str:

@@ -453,6 +453,7 @@ async def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -
         own = front.open()
         episode = asyncio.ensure_future(command(code, str(note))(url)({}, own))
         while not (note.exists() and note.read_text()):
+            assert not episode.done(), episode
             await asyncio.sleep(0.02)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
