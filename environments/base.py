@@ -130,7 +130,6 @@ class BaseEnv(Generic[Item, Config]):
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
         data, rewards: The tables ``[data]`` and ``[[rewards]]``, for an environment that `takes_data`.
-        longest_prompt: Tokens of the longest prompt, if `setup` knows it: `grpo run` then makes room for it.
         items: Where items come from, if `setup` sets it, such as `Shuffled(rows, self.config.seed)`.
         curr_step: The trainer's last known step; 0 without a trainer.
         num_steps: The trainer's last step; 0 if it is not known.
@@ -141,7 +140,6 @@ class BaseEnv(Generic[Item, Config]):
     """
 
     items: Iterator[Item]
-    longest_prompt: int = 0
     data: DataConfig = DataConfig()
     rewards: tuple[RewardConfig, ...] = ()
     name: ClassVar[str] = ""

@@ -86,7 +86,7 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
         machine, shape = look(), shape_of(config.trainer.model_name)
         trials.check(say)
     given, missing = config, list[str]()
-    config = chosen(given, machine, shape, trials.longest_prompt)
+    config = chosen(given, machine, shape)
     if config.options.cluster:
         try:
             with joined(config.options.cluster, config.options.cluster_nodes, waits=False) as cluster:

@@ -73,7 +73,7 @@ def run(config: RunConfig, console: Console) -> None:
 
         machine, shape = look(), shape_of(config.trainer.model_name)
         on_gpu, given = machine.serves_on_gpu, config
-        config = chosen(given, machine, shape, trials.longest_prompt)
+        config = chosen(given, machine, shape)
         for line in described(given, config, machine, shape):
             say(line)
         warn_of_memory(config, machine, shape)

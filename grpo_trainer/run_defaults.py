@@ -15,7 +15,7 @@ import math
 from grpo_common.models import find_folder
 from grpo_trainer.config.options import key_of
 from grpo_trainer.config.processes import RunConfig
-from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM
+from grpo_trainer.config.run import PASS_TOKENS
 from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ModelError
@@ -26,9 +26,6 @@ from grpo_trainer.model.shape import ModelShape, read_model, read_shape
 
 SMALLEST_PASS = 2048
 """Tokens of a forward pass below which GPUs are mostly idle."""
-MOST_GROWTH = 2
-"""Times the default sequence length that are chosen for a long prompt: without `--env.max_tokens` every answer may be
-as long as the sequence allows."""
 PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
 SHARE = "gpu_memory_utilization"
@@ -36,13 +33,11 @@ SIZES = frozenset(map(key_of, (CACHE_FLAG, "--enable-sleep-mode")))
 """Arguments with which a server uses other memory than the plan counts."""
 
 
-def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None, longest_prompt: int = 0) -> RunConfig:
+def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
     """Return the run with a learning rate, a sequence length, microbatches and a server's share that nobody gave.
 
     Args:
         shape: the model's; None: it is not on this machine yet. The defaults for a large model stay then.
-        longest_prompt: tokens of the longest prompt; 0: not known. Sequences have room for it and an answer where the
-            memory plan fits with them; otherwise the environment warns of the prompts that it skips.
     """
     if shape is None:
         return config
@@ -53,30 +48,9 @@ def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None, longes
     if "seq_len" in config.unset and shape.positions and shape.positions < trainer.seq_len:
         trainer = trainer.model_copy(update={"seq_len": shape.positions})
     config = config.model_copy(update={"trainer": trainer})
-
-    def fitted(config: RunConfig) -> RunConfig:
-        config = _with_microbatch(config, machine, shape) if "microbatch" in config.unset else config
-        return with_room(config, machine, shape)
-
-    length = _length_for(config, shape, longest_prompt) if "seq_len" in config.unset else 0
-    if length > trainer.seq_len and _has_plan(config, machine):
-        longer = config.model_copy(update={"trainer": trainer.model_copy(update={"seq_len": length})})
-        if Setup.of(longer := fitted(longer), shape, machine).plan().fits:
-            return longer
-    return fitted(config)
-
-
-def _length_for(config: RunConfig, shape: ModelShape, longest_prompt: int) -> int:
-    """Return the tokens of the longest prompt and of an answer, as far as model and options allow.
-
-    0: no prompt is known, or one is so long that all answers could become far longer than by default.
-    """
-    trainer = config.trainer
-    answers = (str(each.env.get("max_tokens", "")) for each in config.environments)
-    answer = max((int(text) for text in answers if text.isdecimal()), default=PROMPT_ROOM)
-    limits = (shape.positions, trainer.max_tokens_per_microbatch, trainer.server.max_model_len)
-    length = min([longest_prompt + answer, *(limit for limit in limits if limit)])
-    return length if longest_prompt and length <= MOST_GROWTH * trainer.seq_len else 0
+    if "microbatch" in config.unset:
+        config = _with_microbatch(config, machine, shape)
+    return with_room(config, machine, shape)
 
 
 def _with_microbatch(config: RunConfig, machine: Machine, shape: ModelShape) -> RunConfig:
@@ -174,8 +148,6 @@ def described(given: RunConfig, config: RunConfig, machine: Machine, shape: Mode
     before, share = given.server.gpu_memory_utilization, config.server.gpu_memory_utilization
     if share != before:
         lines.append(f"server: {share:g} of each GPU's memory, not {before:g}, so that the trainer has room")
-    if (length := config.trainer.seq_len) > given.trainer.seq_len:
-        lines.append(f"sequences of up to {length} tokens, not {given.trainer.seq_len}: the longest prompt needs them")
     return [*lines, _paragraph(config, machine, shape)]
 
 

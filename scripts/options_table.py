@@ -10,7 +10,7 @@ from grpo_trainer.config.options import Option, Section, options_of, shown
 from grpo_trainer.config.processes import BUILT_IN, PROMPTS, ApiProcess, RunOptions
 from grpo_trainer.config.run import PASS_TOKENS, PROMPT_ROOM, build_run
 from grpo_trainer.config.train import ADAPTER, ALL_WEIGHTS, SIZES, TrainConfig
-from grpo_trainer.run_defaults import MOST_GROWTH, SMALLEST_PASS
+from grpo_trainer.run_defaults import SMALLEST_PASS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 BAR = "\\|"
@@ -60,7 +60,7 @@ def defaults() -> str:
         "`--env.group_size`)",
         "steps": f"{trainer.training_steps} (`--training-steps`)",
         "sequence length": f"{trainer.seq_len} tokens, or {PROMPT_ROOM} more than `--env.max_tokens` if that is "
-        f"longer; up to {MOST_GROWTH} times that for the longest prompt of `--data`; at most the model's (`--seq-len`)",
+        "longer; at most the model's limit (`--seq-len`)",
         "microbatch": f"{PASS_TOKENS} tokens, half as many, and so on down to {SMALLEST_PASS}, until the "
         f"memory plan fits; {SMALLEST_PASS} without a plan, as on a cluster (`--max-tokens-per-microbatch`)",
         "loss, KL": f"`{trainer.loss}`, {trainer.kl_beta:g} (`--loss`, `--kl-beta`)",

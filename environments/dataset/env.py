@@ -175,7 +175,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     # ------------------------------------------------------------ rows
 
     def _usable(self, data: Data) -> Sequence[int]:
-        """Return the numbers of the rows whose prompts leave room for an answer, and note the longest prompt.
+        """Return the numbers of the rows whose prompts leave room for an answer.
 
         Of large data only the first rows are checked: the others are when they are drawn.
 
@@ -185,7 +185,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         room, fitting, longest, skipped = self.config.max_token_length, array("Q"), 0, 0
         shortest: Prompt = [{"role": "user", "content": "1"}] if self.columns.as_messages else self._asked("1")
         free = room - len(self.tokenize(shortest))  # without template and system prompt
-        largest: tuple[int, Prompt] = (0, "")
         for number in data.checked():
             try:
                 row, prompt = self._prompt(data, number)
@@ -195,13 +194,10 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
             # A token has one byte or more.
             parts = [{"content": prompt}] if isinstance(prompt, str) else prompt
             size = sum(len(str(each.get("content", "")).encode()) + MESSAGE_BYTES for each in parts)
-            largest = max(largest, (size, prompt), key=lambda each: each[0])
             if size > free and (length := len(self.tokenize(self._asked(prompt)))) >= room:
                 longest, skipped = max(longest, length), skipped + 1
             else:
                 fitting.append(number)
-        longest_of_all = len(self.tokenize(self._asked(largest[1]))) if largest[0] else 0
-        self.longest_prompt = max(self.longest_prompt, longest, longest_of_all)
         if skipped:
             log.warning(
                 "%s: %d prompts leave no room for an answer and are skipped; the longest has %d tokens, and "

@@ -32,7 +32,7 @@ from environments.peers.inference import Completion, Sampling
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
 """Environment variable with the path of the report, a JSON object: `doing`, a step such as `setup()`; `at`, the line of
 the user's code that runs; `problems`, what failed; `found`, the result; `group_size`, of an environment whose answers
-to an item are compared; `longest_prompt`, in tokens, 0 if the environment knows none."""
+to an item are compared."""
 MOST_ITEMS: Final = 16
 """Items that are tried until a prompt leaves room for an answer; as many lost groups in a row end an environment."""
 MOST_REQUESTS: Final = 16
@@ -80,8 +80,7 @@ class Report:
         path = os.environ.get(REPORT_VARIABLE)
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None}
-        self._facts |= {"group_size": None, "longest_prompt": 0}
+        self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None, "group_size": None}
         if self._path is not None:
             threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
 
@@ -145,7 +144,6 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         report().write(group_size=env.config.group_size if env.compares_answers else None)
         doing("setup()")
         await settled(env.setup())
-        report().write(longest_prompt=int(env.longest_prompt))
         found = await _try_items(env)
         if not type(env).evaluate.__module__.startswith("environments."):
             doing("evaluate()")

@@ -63,8 +63,7 @@ log = logging.getLogger(__name__)
 GROUP = 8
 """Answers to a prompt of an environment whose `group_size` is not known before it runs."""
 PROMPT_ROOM = 1024
-"""Tokens for the prompt beside an answer of `--env.max_tokens`, or for the answer beside a prompt of known length,
-unless `--seq-len` is given."""
+"""Tokens for the prompt beside an answer of `--env.max_tokens`, unless `--seq-len` is given."""
 GPUS_PER_NODE = 8
 """Default of `--gpus-per-node`, and what a dry run expects of a cluster that does not answer."""
 PASS_TOKENS = 16_384

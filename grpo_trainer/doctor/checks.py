@@ -96,9 +96,8 @@ class Case:
 
     @cached_property
     def chosen(self) -> RunConfig:
-        """The run, with the options that nobody gave; one of them follows from what the trials have found."""
-        longest = max((trial.longest_prompt for trial in self.trials.outcomes()), default=0) if self.trials else 0
-        return chosen(self.given, self.machine, self.shape[0], longest)
+        """The run, with the options that nobody gave."""
+        return chosen(self.given, self.machine, self.shape[0])
 
     @property
     def shares(self) -> bool:

@@ -47,7 +47,6 @@ class Trial:
         doing: the present step, with its place in the user's code.
         problems: what is wrong.
         found: what was seen; empty: something is wrong, or the trial was given up.
-        longest_prompt: tokens of the longest prompt that the environment knows of; 0: it knows none.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Trial:
     ) -> None:
         self.environment, self._config = environment.name, config
         self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
-        self.is_over, self.is_slow, self.longest_prompt = False, False, 0
+        self.is_over = self.is_slow = False
         self._report = folder / f"{name}.json"
         settings = folder / f"{name}.toml"
         replace_file(settings, tomli_w.dumps(dict(tables)).encode(), mode=0o600)  # it may hold an API key
@@ -75,7 +74,6 @@ class Trial:
             if (size := report["group_size"]) is not None:
                 problems += self._problems_of_groups(size)
             self.problems, self.found = tuple(map(self._named, problems)), report["found"] or ""
-            self.longest_prompt = report.get("longest_prompt", 0)  # verifiers has an installed copy, which may be older
         elif code is not None:
             self._process.drain()
             last = self._process.progress
@@ -127,11 +125,6 @@ class Trial:
 
 class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that an environment knows of; 0: none does."""
-        return max((trial.longest_prompt for trial in self), default=0)
 
     def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
         """Wait for all trials, and return them.

@@ -160,34 +160,6 @@ def test_defaults_sequence_length() -> None:
     assert chosen(made({"seq_len": 256}), CPU, TINY).trainer.seq_len == 256, "doctor refuses it"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words", "prompt", "wanted"),
-    [
-        ({}, (), 0, 2048),  # no prompt is known
-        ({}, (), 1000, 2048),  # 1000 + 1024 fit
-        ({}, (), 1500, 1500 + 1024),
-        ({}, ("--env.max_tokens", "200"), 1500, 2048),
-        ({}, ("--env.max_tokens", "600"), 1500, 1500 + 600),
-        ({}, ("--env.max_tokens", "2048"), 4000, 4000 + 2048),  # the default is 1024 + 2048
-        ({}, (), 3073, 2048),  # more than twice the default: every answer could be as long
-        ({"seq_len": 2048}, (), 1500, 2048),
-        ({"max_tokens_per_microbatch": 2200}, (), 1500, 2200),
-        ({"server.max_model_len": 2100}, (), 1500, 2100),
-        ({"cluster": "auto"}, (), 1500, 2048),  # whether it fits is not known
-    ],
-)
-def test_defaults_sequence_length_has_room_for_the_longest_prompt(
-    flags: dict[str, Any], words: tuple[str, ...], prompt: int, wanted: int
-) -> None:
-    given = made(flags, words=words)
-    config = chosen(given, CPU, SMALL, prompt)
-    assert config.trainer.seq_len == wanted
-    raised = wanted > given.trainer.seq_len
-    assert len(described(given, config, CPU, SMALL)) == (3 if raised else 2), "a line says so"
-    small = replace(CPU, memory=4 * GB)
-    assert not raised or chosen(given, small, SMALL, prompt).trainer.seq_len == given.trainer.seq_len, "it must fit"
-
-
 def test_microbatches_are_as_large_as_memory_allows() -> None:
     def tokens(size: int, **flags: Any) -> int | None:
         return chosen(made(flags), gpu(size), LARGE).trainer.max_tokens_per_microbatch
