@@ -173,11 +173,12 @@ class BatchFeed:
                 summary = f"{search.unfit} batches in a row can't be trained on"
                 raise TrainingError.of([replace(self._groups.last, summary=summary)])
             if 0 < self._config.rollout_timeout < (waited := time.perf_counter() - search.started):
+                old = "let the environments ask a server that gets this trainer's versions, or raise --max-staleness"
                 raise TrainingError(
                     f"no batch could be trained on for {waited:.0f} s",
                     field="--rollout-timeout",
                     got=self._why(fetched.rollouts),
-                    fix="let the environments ask a server that gets this trainer's versions, or raise --max-staleness",
+                    fix=old if fetched.rollouts.groups else "correct the environment",
                 )
         self._search = None
         again = time.perf_counter()

@@ -232,7 +232,7 @@ def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
 
 def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
     """Write a step's row of metrics; after the first step since the start, report how long the start took."""
-    passed = {f"start/{phase}_time": Sum(seconds) for phase, seconds in START.passed.items()} if START.waits() else {}
+    passed = {f"start/{phase}_reached": Sum(seconds) for phase, seconds in START.passed.items()} if START.waits() else {}
     desk.metrics.log(step, *rows, passed)
     report_start(_say)
 

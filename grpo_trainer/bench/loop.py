@@ -235,7 +235,7 @@ def start_figures(began: float, first: Row) -> dict[str, float | None]:
     first_step = first["time"] - began
     first_batch = first_step - first["train/step_time"] - first["train/sync_time"] + fenced(first)
     reached = {
-        "server_ready": first.get("start/server_time"),
+        "server_ready": first.get("start/server_reached"),
         "trainer_ready": first_batch - first["train/data_fetch_time"],
         "first_batch": first_batch,
         "first_step": first_step,

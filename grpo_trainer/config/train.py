@@ -109,7 +109,7 @@ class RolloutConfig(Section):
     lease_seconds: float = option(600.0, gt=0)
     """Seconds after which the rollout API hands a batch out again, unless this trainer renews its lease."""
     rollout_timeout: float = option(1800.0, ge=0)
-    """Exit when no batch has come for this many seconds; 0: never."""
+    """Exit when no batch that can be trained on has come for this many seconds; 0: never."""
     max_staleness: int | None = option(None, ge=0)
     """Drop groups that were sampled more than this many policy versions ago (default: keep all)."""
     on_stale: Literal["drop", "downweight"] = option("drop")

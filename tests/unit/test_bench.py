@@ -195,7 +195,7 @@ def row(step: int, at: float, seconds: float, **others: float) -> dict[str, Any]
 
 
 ROWS = [
-    row(1, 100.0, 20.0, **{"start/server_time": 12.0, "rollout/staleness_mean": 9.0, "rollout/staleness_max": 9.0}),
+    row(1, 100.0, 20.0, **{"start/server_reached": 12.0, "rollout/staleness_mean": 9.0, "rollout/staleness_max": 9.0}),
     row(2, 104.0, 4.0, **{"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "gpu/memory_used_gib": 4.0}),
     row(3, 110.0, 6.0, **{"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "train/save_time": 1.0}),
 ]
@@ -229,7 +229,7 @@ def test_loop_counts_a_fence_within_the_step_once() -> None:
     shared = [{**each, "publish/write_time": 0.1} for each in ROWS[1:]]
     split = {"wait_s": 1.0, "step_s": 1.5, "publish_s": 0.5, "save_s": 0.5, "other_s": 1.5}
     assert step_figures(shared)["split"] == split
-    assert start_figures(70.0, shared[0] | {"start/server_time": 9.0})["first_batch"] == 32.0  # 104 less 2
+    assert start_figures(70.0, shared[0] | {"start/server_reached": 9.0})["first_batch"] == 32.0  # 104 less 2
     # weights that are sent are written within a fence, too, but after the step
     assert step_figures([{**each, "publish/send_time": 0.3} for each in shared]) == step_figures(ROWS[1:])
 
