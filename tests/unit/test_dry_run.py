@@ -126,9 +126,7 @@ def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
     monkeypatch.setattr("grpo_trainer.launch.trial.LIMIT_S", 120.0)  # 20 s are too few on a busy machine
     build_tokenizer().save_pretrained(model)
-    # 3000 tokens are more than 2048 - 1024: the default length grows.
-    prompts = ("a" * 3000, "a")
-    (model / "data.jsonl").write_text("".join(f'{{"prompt": "{each}", "answer": "1"}}\n' for each in prompts))
+    (model / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     (model / "mine.py").write_text(
         f"def right(completions):\n    open({str(model / 'tried')!r}, 'w')\n    return [1.0 for _ in completions]\n"
     )
@@ -136,8 +134,7 @@ def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.Mon
     words += ["--server.port", "0", "--api.port", "0"]
     words += ["--data", str(model / "data.jsonl"), "--reward", f"{model}/mine.py:right"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
-    command = json.loads(done.stdout)["processes"][1]["command"]
-    assert command[command.index("--max-model-len") + 1] == str(3000 + 1024) and (model / "tried").exists()
+    assert done.exit_code == 0 and (model / "tried").exists()
 
 
 def test_what_would_stop_the_run_stops_the_dry_one(
