@@ -8,7 +8,6 @@ before there is such a machine.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import sys
@@ -31,7 +30,7 @@ from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_proce
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
 from grpo_trainer.launch.trial import trying
-from grpo_trainer.machine import look, number_of, visible_names
+from grpo_trainer.machine import look, visible_names
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen, described
@@ -47,8 +46,8 @@ class PlannedProcess:
     name: str
     node: str
     """The machine that it runs on."""
-    gpus: tuple[int, ...]
-    """Numbers of its GPUs among the visible ones; empty: it uses none."""
+    gpus: tuple[int | str, ...]
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: it uses none."""
     port: int | None
     """Where it listens; None: nowhere."""
     command: tuple[str, ...]
@@ -64,7 +63,7 @@ class Ahead:
     """What `grpo run` would start."""
 
     summary: list[str]
-    """What the start would say of model, training and memory."""
+    """What the start would say of model, training and memory; of memory only if the run would be on this machine."""
     processes: list[PlannedProcess]
     missing: list[str]
     """What a run needs and this machine lacks; the processes are then those on machines that have it."""
@@ -103,8 +102,12 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
         on_gpu = on_gpu or bool(missing)
     plan = planned(config, ports, places, on_gpu=on_gpu, machine=None if missing else machine)
     warn_of_lr(config.trainer)
+    if missing or config.options.cluster:  # this machine's device and memory are not the run's
+        summary = [f"model {config.trainer.model_name}", *described(given, config, machine, None)[1:]]
+        return Ahead(summary, [*rows_of(config, plan, on_gpu=on_gpu)], missing)
     warn_of_memory(config, machine, shape)
-    return Ahead(described(given, config, machine, shape), [*rows_of(config, plan, on_gpu=on_gpu)], missing)
+    summary = described(given, config, machine, shape)
+    return Ahead(summary, [*rows_of(config, plan, on_gpu=on_gpu, visible=machine.visible)], missing)
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
@@ -125,8 +128,14 @@ def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence
     return job
 
 
-def rows_of(config: RunConfig, plan: RunPlan, *, on_gpu: bool) -> Iterator[PlannedProcess]:
-    """Yield a row for each process of a plan, and for the servers that its trainer starts."""
+def rows_of(
+    config: RunConfig, plan: RunPlan, *, on_gpu: bool, visible: Sequence[str] | None = None
+) -> Iterator[PlannedProcess]:
+    """Yield a row for each process of a plan, and for the servers that its trainer starts.
+
+    Args:
+        visible: names of this machine's GPUs in CUDA_VISIBLE_DEVICES; None: they are counted from 0.
+    """
     head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
 
     def row(stage: int, spec: ProcessSpec, started_by: str = "") -> PlannedProcess:
@@ -134,7 +143,7 @@ def rows_of(config: RunConfig, plan: RunPlan, *, on_gpu: bool) -> Iterator[Plann
             stage,
             spec.name,
             spec.place.node.name if spec.place.node else head,
-            _gpus(config, spec) if on_gpu else (),
+            _gpus(config, spec, visible) if on_gpu else (),
             plan.ports.get("trainers" if spec.name == "trainer" else spec.name),
             redacted_arguments(spec.argv),
             tuple(sorted(spec.env)),
@@ -152,20 +161,20 @@ def rows_of(config: RunConfig, plan: RunPlan, *, on_gpu: bool) -> Iterator[Plann
                     yield row(stage, server, spec.name)
 
 
-def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
-    """Return the numbers of the GPUs of one process among those that are visible."""
+def _gpus(config: RunConfig, spec: ProcessSpec, visible: Sequence[str] | None) -> tuple[int | str, ...]:
+    """Return the GPUs of one process, as CUDA_VISIBLE_DEVICES names them."""
     if spec.place.node:
         return spec.place.gpus
     if spec.name in config.server.names:
-        named = visible_names(spec.env)
-        if named is None:
-            return tuple(range(config.server.degree))
-        numbers = (number_of(name, visible_names(os.environ)) for name in named)
-        return tuple(number for number in numbers if number is not None)
-    if spec.name.startswith("trainer"):
-        number = spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2]
-        return (int(number or 0),)
-    return ()
+        places = range(config.server.degree)
+    elif spec.name.startswith("trainer"):
+        first = int(spec.env.get("LOCAL_RANK") or config.trainer.device.partition(":")[2] or 0)
+        places = range(first, first + 1)
+    else:
+        return ()
+    seen = (visible or ())[places.start : places.stop]
+    names = visible_names(spec.env) or seen or map(str, places)
+    return tuple(int(name) if name.isdecimal() else name for name in names)
 
 
 def print_ahead(ahead: Ahead, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,20 +96,6 @@ def visible_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
     names = environment.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else tuple(filter(None, (name.strip() for name in names.split(","))))
-
-
-def number_of(name: str, visible: Sequence[str] | None) -> int | None:
-    """Return a GPU's number among the visible ones; None: its name says none.
-
-    A GPU that this process does not see, but a process that it starts does, has a number after those.
-
-    Args:
-        name: as in a CUDA_VISIBLE_DEVICES.
-        visible: names in this process's own CUDA_VISIBLE_DEVICES; None: all are visible.
-    """
-    if visible is not None and name in visible:
-        return visible.index(name)
-    return len(visible or ()) + int(name) if name.isdecimal() else None
 
 
 def look() -> Machine:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, count, islice
 from typing import Any
 
 from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import BUCKET_BYTES, SPARE, TrainConfig
-from grpo_trainer.machine import Machine, number_of
+from grpo_trainer.machine import Machine
 from grpo_trainer.model.shape import ModelShape
 from vllm_server.protocol import CPU_CACHE_BYTES, SPARE_ADAPTERS
 
@@ -187,6 +188,20 @@ class Devices:
     visible: tuple[str, ...] | None = None
     """Names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
 
+    @property
+    def _numbers(self) -> tuple[int, ...] | None:
+        """The numbers in CUDA_VISIBLE_DEVICES; None: it names a GPU otherwise, such as by a UUID."""
+        names = self.visible or ()
+        return tuple(map(int, names)) if all(name.isdecimal() for name in names) else None
+
+    def first(self, wanted: int) -> list[int]:
+        """Return the numbers of the first GPUs that are visible.
+
+        They are counted from 0 if they are not known. GPUs that are not there have numbers after those that are.
+        """
+        numbers = self._numbers or ()
+        return [*islice(chain(numbers, count(max(numbers, default=-1) + 1)), wanted)]
+
     @classmethod
     def of(cls, machine: Machine) -> Devices:
         """Return the smallest visible GPU's memory for each of them, or main memory."""
@@ -195,15 +210,16 @@ class Devices:
         return cls("cpu", machine.memory)
 
     def of_servers(self, server: Server) -> list[int] | None:
-        """Return the GPUs of all servers by their numbers here, each once for every server on it.
+        """Return the numbers of the GPUs of all servers, each once for every server on it.
 
-        None: they are not named by numbers.
+        None: they are not known. A UUID that this process does not see may be any GPU; so may a number beside UUIDs.
         """
         if server.gpus is None:
-            return list(range(server.degree * server.replicas))
-        numbers = [number_of(name, self.visible) for name in server.named_gpus]
-        known = [number for number in numbers if number is not None]
-        return known if len(known) == len(numbers) else None
+            return self.first(server.degree * server.replicas)
+        named, visible = server.named_gpus, self.visible or ()
+        if self._numbers is not None and all(name.isdecimal() for name in named):
+            return [int(name) for name in named]
+        return [visible.index(name) for name in named] if {*named} <= {*visible} else None
 
 
 @dataclass(frozen=True)
@@ -301,8 +317,8 @@ class Setup:
         recomputed, saved = 0, dict[int, int]()  # by device: bytes that recomputing all layers would save
         _, _, number = self.config.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
-        several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
-        for device in several if self.trainers > 1 else [alone]:
+        several = self.devices.first(self.trainers) if self.on_gpu else [0] * self.trainers  # all in main memory
+        for device in several if self.trainers > 1 else self.devices.first(alone + 1)[-1:]:
             taken = sum(row.nbytes for row in rows if row.device == device)
             parts = held(self.config, self.model, self.trainers, on_gpu=self.on_gpu)
             count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))
@@ -346,7 +362,7 @@ class Setup:
             CACHE: max(cache, 0),
         }
         on_each = [(what, size) for what, size in rows.items() if size]
-        devices = self.devices.of_servers(server) or range(workers)
+        devices = self.devices.of_servers(server) or self.devices.first(workers)
         placed = [MemoryRow(device, "server", what, size) for device in devices for what, size in on_each]
         return placed, replicas * (cache // token)
 

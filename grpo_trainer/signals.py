@@ -1,5 +1,6 @@
 """What ends a process early. SIGINT, SIGTERM and SIGHUP: delayed to the next safe point, or raised at once. A step that
-hangs, so that it does not occupy a machine for ever. Time for which the process is stopped counts for no limit.
+hangs, so that it does not occupy a machine for ever. And a clock for limits of time, `running_time`, that stops with
+the process.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ SIGTERM for each thread of a parent that is killed."""
 
 
 LONGEST_GAP_SECONDS = 5.0
-"""What `running_time` counts, at most, between two readings. Processes that measure a limit read it once a second or
-more often, so a longer gap means that they were stopped."""
+"""What `running_time` counts, at most, of the time between two readings. The supervisor of `grpo run` and `StepWatch`
+read it about once a second, so of the time of a stop they count no more than this. Where it is read less often (by
+`grpo doctor` during a long check, or during a request that gets its answer late), time without a stop is left out,
+too: a limit is then longer than was asked for, never shorter."""
 
 
 class RunningTime:
-    """A clock, in seconds, that stops while this process is stopped: by SIGSTOP, as a suspended job, or in a paused
-    container. The system's own clock stops only while the machine sleeps."""
+    """A clock, in seconds, that stops `LONGEST_GAP_SECONDS` after it was read, until it is read again: so it stops
+    while this process is stopped, by SIGSTOP, as a suspended job, or in a paused container. The system's own clock
+    stops only while the machine sleeps."""
 
     def __init__(self) -> None:
         self._lock, self._read, self._stopped = threading.Lock(), time.monotonic(), 0.0

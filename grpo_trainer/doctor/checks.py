@@ -514,7 +514,8 @@ def servers_gpus(case: Case) -> Finding | None:
     heads = shape.kv_heads if case.shares else shape.heads  # a server that shares nothing repeats key-value heads
     numbers, size = Devices.of(case.machine).of_servers(server), server.tensor_parallel_size
     wanted = server.degree * server.replicas if numbers is None else len({*numbers})
-    if 0 < visible < wanted > 1:
+    are_seen = server.gpus is None or case.machine.visible is None  # else servers may have GPUs that are hidden here
+    if are_seen and 0 < visible < wanted > 1:
         fix = "lower --server.tensor-parallel-size, --server.pipeline-parallel-size, --server.data-parallel-size, "
         return fail(f"{wanted} wanted, {visible} visible", "as many as are there", f"{fix}or --server.replicas")
     if visible and case.machine.visible is None and numbers and (last := max(numbers)) >= visible:

@@ -33,8 +33,6 @@ SHUTDOWN_SECONDS = 9.5
 """Most seconds from the first signal until the last process is gone; more only if one needs longer to save."""
 LONGEST_NOTICE = 600
 """Characters of a line of a notice. The process has cut it already, and said how much; but it may write anything."""
-MOST_SAID = 1000
-"""Notices of trainers that are remembered."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before the first restart, and before any."""
 IN_A_ROW_SECONDS = 600.0
@@ -90,7 +88,6 @@ class Supervisor:
         self._restarts: collections.Counter[str] = collections.Counter()
         self._starved_since: float | None = None
         self._unheard = False
-        self._said: dict[str, str] = {}  # by a trainer's notice: the process that had it first
         self._signals = Arrivals()
         self._handlers: dict[int, signal._HANDLER] = {}
 
@@ -188,11 +185,6 @@ class Supervisor:
         for notice in process.hear():
             if notice.waits and self._unready:
                 continue  # the supervisor waits for the same, and says so
-            if process.spec.restarts == TRAINERS:  # all of its processes may have the same to say
-                if self._said.setdefault(notice.text, process.name) != process.name:
-                    continue
-                if len(self._said) > MOST_SAID:
-                    self._said.clear()
             first, *stack = notice.text.split("\n")[:LINES]
             before = f"; {notice.missed} warnings before it are not shown" if notice.missed else ""
             more = f" (in {process.log_path}{before})" if stack or before else ""

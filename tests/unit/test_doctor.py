@@ -153,6 +153,8 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 TWO, THREE, FOUR = ({"gpus": MACHINE.gpus * number} for number in (2, 3, 4))
 SHARDS: dict[str, Any] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
 TWICE: dict[str, Any] = {"server.replicas": 2}
+TENSOR: dict[str, Any] = {"server.tensor_parallel_size": 2}
+ONE_SEEN: dict[str, Any] = {"environment": {"CUDA_VISIBLE_DEVICES": "0"}}
 
 
 def args(words: str) -> dict[str, Any]:
@@ -209,6 +211,9 @@ def test_a_fault_of_the_machine(machine: dict[str, Any], name: str, got: str, fi
         (SHARDS, {"machine": TWO}, "server's GPUs", "1 attention heads of keys and values on 2", "tensor"),
         ({"server.pipeline_parallel_size": 2}, {"machine": TWO}, "server's GPUs", "1 layers on 2", "pipeline"),
         (TWICE | {"server.gpus": "1;3"}, {"machine": THREE}, "server's GPUs", "GPU 3, 3", "--server.gpus"),
+        (TENSOR | {"server.gpus": "1,2"}, {"machine": ONE_SEEN}, "", "", ""),  # the server sees others than the trainer
+        (TENSOR, {"machine": ONE_SEEN}, "server's GPUs", "2 wanted", "--server.tensor-parallel-size"),
+        (TENSOR | {"server.gpus": "1,2"}, {}, "server's GPUs", "2 wanted", "--server.tensor-parallel-size"),
         (TWICE | {"server.gpus": "0;0", "server.gpu_memory_utilization": 0.3}, {}, "", "", ""),
         # another distribution
         ({}, EXPERTS, "warn distribution", "experts", "--routing-replay server"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def a_run(**flags: Any) -> RunConfig:
 def rows(config: RunConfig, machine: Machine = CPU) -> dict[str, dry_run.PlannedProcess]:
     together = {"trainers": 7000} if config.options.trainer_gpus > 1 else {}
     plan = plan_run(config, {**PORTS, **together}, python="py", on_gpu=machine.on_gpu)
-    return {row.name: row for row in dry_run.rows_of(config, plan, on_gpu=machine.on_gpu)}
+    return {row.name: row for row in dry_run.rows_of(config, plan, on_gpu=machine.on_gpu, visible=machine.visible)}
 
 
 def test_every_process_has_a_row_with_its_stage_port_and_command() -> None:
@@ -52,15 +53,21 @@ def test_every_process_has_a_row_with_its_stage_port_and_command() -> None:
     assert {row.stage for row in rows(a_run(), FOUR_GPUS).values()} == {1, 2}
 
 
-def test_gpus_of_servers_and_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_servers_and_trainers() -> None:
     spread = rows(a_run(server__replicas="2", server__gpus="1;2,3", trainer_gpus="2"), FOUR_GPUS)
     assert {name: row.gpus for name, row in spread.items()} == {
         "api": (), "server": (1,), "server-2": (2, 3), "trainer": (0,), "trainer-1": (1,), "env-arithmetic": (),
     }  # fmt: skip
     assert (spread["trainer"].port, spread["trainer-1"].port) == (7000, None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    other = rows(a_run(server__gpus="7"), FOUR_GPUS)
-    assert (other["server"].gpus, other["trainer"].gpus) == ((1,), (0,))  # numbers among the visible ones
+    for visible, flags, servers, trainers in (
+        ("6,7", {}, (6,), (6,)),
+        ("6,7", {"server__gpus": "7"}, (7,), (6,)),
+        ("0", {"server__gpus": "1"}, (1,), (0,)),
+        ("6,7", {"tensor_parallel_size": "2", "device": "cuda:1"}, (6, 7), (7,)),
+        ("GPU-a,GPU-b", {"server__gpus": "0", "device": "cuda:1"}, (0,), ("GPU-b",)),
+    ):
+        seen = rows(a_run(**flags), replace(FOUR_GPUS, environment={"CUDA_VISIBLE_DEVICES": visible}))
+        assert (seen["server"].gpus, seen["trainer"].gpus) == (servers, trainers)
     wide = rows(a_run(tensor_parallel_size="4", device="cuda:3"), FOUR_GPUS)
     assert wide["server"].gpus == (0, 1, 2, 3) and wide["trainer"].gpus == (3,)
 
@@ -178,8 +185,12 @@ def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
         "api.port": 0,
         "try": False,
     }
-    ahead = dry_run.look_ahead(build_run(read_toml(CONFIGS / f"{name}.toml"), run), print)
+    given = build_run(read_toml(CONFIGS / f"{name}.toml"), run)
+    ahead = dry_run.look_ahead(given, print)
     assert {row.name: row.gpus for row in ahead.processes if row.name in gpus} == gpus
     assert all(part in " ".join(ahead.missing) for part in missing) and bool(ahead.missing) == bool(missing)
     assert asked == [False] * (name == "several_machines"), "it does not wait"
     assert json.loads(dry_run.as_json(ahead))["missing"] == ahead.missing
+    here = described(given, chosen(given, CPU, shape_of(str(model))), CPU, shape_of(str(model)))
+    assert (ahead.summary == here) != bool(missing), "what is said of this machine is left out"
+    assert here[0].startswith(ahead.summary[0]) and here[-1].startswith(ahead.summary[-1])

@@ -158,10 +158,11 @@ def test_servers_hold_weights_and_slots_for_adapters() -> None:
         ("1;1", None, {1: 2}),
         ("1 ; 1", None, {1: 2}),
         ("0,1;1,2", None, {0: 1, 1: 2, 2: 1}),
-        ("7;6", ("6", "7"), {0: 1, 1: 1}),  # the trainer is on the first that it sees, which is 6
-        ("6;6", ("6", "7"), {0: 2}),
+        ("7;6", ("6", "7"), {6: 1, 7: 1}),  # the trainer is on the first that it sees, which is 6
+        ("6;6", ("6", "7"), {6: 2}),
         ("GPU-b;GPU-b", ("GPU-a", "GPU-b"), {1: 2}),
-        ("0;0", ("7",), {1: 2}),  # one that only the servers see
+        ("0;0", ("7",), {0: 2}),  # one that only the servers see
+        ("1;1", ("0",), {1: 2}),
     ],
 )
 def test_memory_of_servers_adds_up_on_each_gpu(
@@ -177,11 +178,26 @@ def test_memory_of_servers_adds_up_on_each_gpu(
     }
     assert found == {device: count * one for device, count in servers.items()}
     assert plan.kv_tokens == 2 * alone.kv_tokens
-    assert {row.device for row in plan.rows if row.owner == "trainer"} == {0}
+    first = int(visible[0]) if visible and visible[0].isdecimal() else 0
+    assert {row.device for row in plan.rows if row.owner == "trainer"} == {first}
     for unknown in ("0,GPU-c", "0,,1", "²"):
         assert devices.of_servers(trainer().server.model_copy(update={"gpus": unknown})) is None
     two_halves = setup(trainer("lora_only"), share=0.5, devices=devices, replicas=2, gpus=gpus).plan()
     assert bool(two_halves.problems) == (max(servers.values()) == 2)
+
+
+def test_memory_of_gpus_that_cuda_visible_devices_names() -> None:
+    def seen(*visible: str) -> Devices:
+        return Devices("cuda", 141_000_000_000, len(visible), visible)
+
+    config = trainer("lora_only")
+    for gpus, devices in (("0", seen("GPU-a", "GPU-b")), ("1", seen("0", "GPU-b")), ("GPU-c", seen("GPU-a"))):
+        assert devices.of_servers(config.server.model_copy(update={"gpus": gpus})) is None, "may be one of the seen"
+    plan = setup(config, devices=seen("6", "7"), tensor_parallel_size=2).plan()
+    assert {row.device for row in plan.rows if row.owner == "server"} == {6, 7}
+    plan = setup(trainer("lora_only", device="cuda:1"), devices=seen("6", "7")).plan()
+    assert {row.owner: row.device for row in plan.rows} == {"server": 6, "trainer": 7}
+    assert seen("3", "1").first(3) == [3, 1, 4] and seen("GPU-a").first(2) == [0, 1]  # the last is not there
 
 
 def test_activations_and_head() -> None:

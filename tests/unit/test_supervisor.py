@@ -468,30 +468,6 @@ def test_supervisor_shows_notices_at_once_and_waits_for_a_server_once_it_is_ther
     assert told == [f"trainer: {line}" for line in ("WARNING careful", "proved", "WARNING server, 2", "ERROR last")]
 
 
-def test_supervisor_shows_once_what_all_trainer_processes_say(tmp_path: Path) -> None:
-    code = """
-        for _ in range(2):
-            log.warning("all_of_us")
-        log.warning("only_%s", sys.argv[1])
-        if sys.argv[1] == "0":
-            until(sys.argv[2])
-        """
-    over = tmp_path / "over"
-    each = [
-        speaking(tmp_path, name, code, str(rank), str(over), restarts="trainers", ends_run=not rank, may_end=rank > 0)
-        for rank, name in enumerate(("trainer", "trainer-1"))
-    ]
-
-    def show() -> None:
-        if all(any(f"only_{rank}" in line for line in supervisor.said) for rank in (0, 1)):
-            over.touch()
-
-    with Recorded(tmp_path, show=show) as supervisor:
-        supervisor.run([each])
-    said = [line.partition("WARNING ")[2] for line in supervisor.said if "WARNING" in line]
-    assert sorted(said) == ["all_of_us", "all_of_us", "only_0", "only_1"]
-
-
 def test_supervisor_shows_part_of_a_stack(tmp_path: Path) -> None:
     code = """
         from grpo_common.text import Lines
