@@ -232,8 +232,8 @@ def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
 
 def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
     """Write a step's row of metrics; after the first step since the start, report how long the start took."""
-    passed = {f"start/{phase}_reached": Sum(seconds) for phase, seconds in START.passed.items()} if START.waits() else {}
-    desk.metrics.log(step, *rows, passed)
+    passed = START.passed if START.waits() else {}
+    desk.metrics.log(step, *rows, {f"start/{phase}_reached": Sum(seconds) for phase, seconds in passed.items()})
     report_start(_say)
 
 
