@@ -36,9 +36,9 @@ HELD_S: Final = 1.0
 LOOK_S: Final = 0.1
 LOOKS: Final = 5
 """For processes of an episode: each may have started others meanwhile."""
-BETWEEN_LOOKS_S: Final = 0.01
-STARTING_S: Final = 60.0
-"""A process without variables that is younger may still be starting: on a busy machine that takes seconds."""
+BETWEEN_LOOKS_S: Final = 0.1
+CLOCK_S: Final = 1.0
+"""Linux gives the time of a process's start to a second."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -131,14 +131,19 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         direct = ",".join(filter(None, (os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), LOOPBACK)))
         variables = {"NO_PROXY": direct, "no_proxy": direct, "OPENAI_BASE_URL": url}
         variables |= {"OPENAI_API_KEY": own.key, "OPENAI_MODEL": POLICY}
+        began = time.time()
+        start = asyncio.create_subprocess_exec(
+            *(word.replace(TASK_FILE, str(file)) for word in words),
+            env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(word.replace(TASK_FILE, str(file)) for word in words),
-                env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe,
-                start_new_session=True,
-            )  # fmt: skip
+            process = await asyncio.shield(asyncio.create_task(start))
         except OSError as error:
             raise EpisodeFailed(field=words[0], got=error.strerror or error, wanted="a program") from None
+        except asyncio.CancelledError:  # the start, cancelled itself, would wait for what the process has started
+            await asyncio.to_thread(_end_all, own.key, began)
+            raise
         assert process.stdout is not None and process.stderr is not None, "they are pipes"
         outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
 
@@ -155,7 +160,7 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.to_thread(_end_all, own.key)
+            await asyncio.to_thread(_end_all, own.key, began)
             _, held = await asyncio.wait({*reading, asyncio.create_task(process.wait())}, timeout=HELD_S)
             for each in held:
                 each.cancel()
@@ -167,14 +172,18 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
     return said.strip().rpartition("\n")[2]
 
 
-def _end_all(key: str) -> None:
-    """End the processes that have an episode's key among their variables, also in other sessions."""
+def _end_all(key: str, began: float) -> None:
+    """End the processes that have an episode's key among their variables, also in other sessions.
+
+    There are `LOOKS` looks at most: another one after each that ended a process, or saw one without variables that has
+    started since the episode began.
+    """
     for _ in range(LOOKS):
         again = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it has ended, or it is another user's
                 variables = process.environ()
-                if not variables and process.create_time() > time.time() - STARTING_S:
+                if not variables and process.create_time() > began - CLOCK_S:
                     again = True  # Linux shows them only at the end of exec
                 if process.pid != os.getpid() and key in variables.values():
                     again = True  # before the kill, which fails for a number that was used again: the next look ends it

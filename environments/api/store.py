@@ -331,7 +331,11 @@ class Payloads:
                 rows = [await asyncio.wrap_future(self._overflow.submit(query, each)) for each in from_disk]
             except sqlite3.Error as error:
                 raise StoreError("groups that a trainer held cannot be read", got=error, fix="use --store") from error
-            found |= {each: body for each, ((body,),) in zip(from_disk, rows, strict=True)}
+            if lost := [each for each, row in zip(from_disk, rows, strict=True) if not row]:
+                field, wanted = "groups that a trainer held", "their bytes"
+                fix = "ask for the next batch: these were trained, or forgotten by a reset, meanwhile"
+                raise StoreError("the bytes of groups are missing", field=field, got=lost, wanted=wanted, fix=fix)
+            found |= {each: row[0][0] for each, row in zip(from_disk, rows, strict=True)}
         return [body for body in found.values() if body is not None]
 
     async def leave(self, ids: Iterable[int]) -> None:

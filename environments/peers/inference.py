@@ -377,14 +377,14 @@ class InferenceClient:
             if self._detecting is None:
                 self._detecting = asyncio.create_task(detect(self._peer, self._model))
                 self._detecting.add_done_callback(self._note_kind)
-            await asyncio.shield(self._detecting)  # a request that is given up leaves it to the others
-            assert self._kind is not None, "noted before this task continues"
+            kind = await asyncio.shield(self._detecting)  # a request that is given up leaves it to the others
+            self._kind = self._kind or kind  # it is not noted yet if the detection ended in this turn of the loop
         return self._kind
 
     def _note_kind(self, detecting: asyncio.Task[Kind]) -> None:
         self._detecting = None
         if not detecting.cancelled() and detecting.exception() is None:
-            self._kind = detecting.result()
+            self._kind = self._kind or detecting.result()
 
     async def _known_kind(self, temperature: float = 1.0) -> Kind:
         """Return the kind; warn once if its logprobs are not those of this temperature."""

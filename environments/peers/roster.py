@@ -61,7 +61,8 @@ class ListedServers:
     Args:
         config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
             it, the servers are those of its `base_url`, and none leaves or joins.
-        patience: seconds that the list may be empty, or that no server may answer a request after the first did not.
+        patience: seconds that the list may be empty, that no server may say its kind, or that none may answer a request
+            after the first did not.
     """
 
     def __init__(self, config: ServerConfig, *, patience: float) -> None:
@@ -130,16 +131,18 @@ class ListedServers:
                 server = min(every, key=lambda each: (each.ask_at > now, not each.detecting.done(), each.in_flight))
                 if server.detecting.done():
                     break
-                asked = [each.detecting for each in every if not each.detecting.done()]
-                await asyncio.wait(asked, timeout=AWAY_S, return_when=asyncio.FIRST_COMPLETED)
-                continue
+            listed = self._config.roster or self._config.base_url
             if now - since > self._patience:
-                subject = f"inference servers in {self._config.roster}"
-                raise PeerGone(f"none within {self._patience:.0f} s", field=subject, got="no server")
+                got = "no answer" if every else "no server"
+                raise PeerGone(f"none within {self._patience:.0f} s", field=f"inference servers in {listed}", got=got)
             if now - since > SAY_AFTER_S and not is_reported:
                 is_reported = True
-                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, now - since)
-            await asyncio.sleep(POLL_S)
+                log.info("waiting for an inference server in %s (%.0f s so far)", listed, now - since)
+            if every:
+                asked = [each.detecting for each in every if not each.detecting.done()]
+                await asyncio.wait(asked, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(POLL_S)
         if server.ask_at:
             server.ask_at = now + AWAY_S
         return server

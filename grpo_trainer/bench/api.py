@@ -89,7 +89,9 @@ def measure(options: ApiOptions, url: str) -> dict[str, Any]:
         for name in ("poster", "consumer", "poller"):
             roles.result(name)  # it is ready
         cpu, began = used()[0], time.perf_counter()
-        roles.go("poster", "poller", *["consumer"] * (not options.prefill))
+        roles.go("poster", "poller")
+        if not options.prefill:
+            roles.go("consumer")
         posts = roles.result("poster")
         peak = used()[1]
         if options.prefill:
@@ -356,7 +358,7 @@ def _poll(parent: Connection, at: tuple[str, int], env_ids: Sequence[int]) -> li
             return await asyncio.open_connection(*at)
 
     async def ask(
-        number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: asyncio.Future[Any]
+        number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: asyncio.Future[None]
     ) -> None:
         """Send the same few bytes each time: a thousand environments need little CPU time compared with the server."""
         body = f'{{"env_id": {env_ids[number]}}}'
@@ -378,7 +380,13 @@ def _poll(parent: Connection, at: tuple[str, int], env_ids: Sequence[int]) -> li
         loop = asyncio.get_running_loop()
         streams = await asyncio.gather(*(connect() for _ in env_ids))
         await loop.run_in_executor(None, _ready, parent)
-        end = loop.run_in_executor(None, parent.recv)
+        end = loop.create_future()  # a thread that waits for the word would outlive a request that fails
+
+        def note_end() -> None:
+            loop.remove_reader(parent.fileno())
+            end.set_result(None)
+
+        loop.add_reader(parent.fileno(), note_end)
         async with asyncio.TaskGroup() as tasks:
             for number, stream in enumerate(streams):
                 tasks.create_task(ask(number, *stream, end))

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -439,22 +440,34 @@ async def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: p
     assert (await played(command(CURL, "{task_file}"), {"q": "hi"}))[0] == "answer 1"
 
 
-async def test_a_command_that_fails_or_hangs_leaves_no_process(tmp_path: Path) -> None:
+async def test_a_command_that_fails_has_no_answer() -> None:
     with pytest.raises(EpisodeFailed) as failed:
         await played(command("import sys; sys.stderr.write('\\x1b[2Jno'); sys.exit(4)"), {})
     assert "4" in failed.value.got and "\x1b" not in failed.value.got
     with pytest.raises(EpisodeFailed):
         await played(lambda url: load_command("/no/such/program", url), {})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["while it starts", "while it runs"])
+async def test_a_command_that_is_given_up_leaves_no_process(when: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     starts = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '300'])"
     code = f"{starts}; open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(300)"
 
     async with fronted() as (_, front, url):
         own = front.open()
+        before = {*psutil.Process().children()}
         episode = asyncio.ensure_future(command(code, str(note))(url)({}, own))
+        while not {*psutil.Process().children()} - before:
+            assert not episode.done(), episode
+            await asyncio.sleep(0)
         while not (note.exists() and note.read_text()):
             assert not episode.done(), episode
-            await asyncio.sleep(0.02)
+            if when == "while it starts":
+                time.sleep(0.02)  # the loop stands: the process is faster than its own start
+            else:
+                await asyncio.sleep(0.02)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
@@ -477,11 +490,18 @@ def test_a_process_that_the_first_look_misses_is_ended(fault: str, monkeypatch: 
             monkeypatch.setattr(first, "environ", dict)
         looks = chain([[first], [present]], repeat([]))
         monkeypatch.setattr(psutil, "process_iter", lambda: next(looks))
-        end_all("key-of-this-episode")
+        end_all("key-of-this-episode", first.create_time())
         assert process.wait(30) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_older_process_without_variables_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = SimpleNamespace(pid=1, environ=dict, create_time=lambda: 100.0)
+    looks = iter([[hidden]])  # a second look has none left
+    monkeypatch.setattr(psutil, "process_iter", lambda: next(looks))
+    end_all("key-of-this-episode", 102.0)
 
 
 # the environment ---------------------------------------------------------------------------------------------------

@@ -286,7 +286,8 @@ def test_load_keeps_its_connections_busy_until_it_is_refused() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_api_load_ends_with_the_name_of_a_process_that_is_killed() -> None:
+@pytest.mark.parametrize("name", ["consumer", "rollout API"])
+def test_api_load_ends_with_the_name_of_a_process_that_is_killed(name: str) -> None:
     """In the middle of a measurement, while the others wait for it; no process is left."""
     options = build(ApiOptions, {"groups": 8000, "group_size": 1, "tokens": 4, "clients": 2})
     with own_server(None) as url:
@@ -303,9 +304,33 @@ def test_api_load_ends_with_the_name_of_a_process_that_is_killed() -> None:
             environments = httpx.get(f"{url}/status", trust_env=False).json()["environments"]
             return any(each["received_groups"] for each in environments)
 
-        for name in ("consumer", "rollout API"):
-            kill = once(is_under_way, lambda name=name: children()[name].kill())
-            with kill as killed, pytest.raises(ProcessFailedError) as error:
+        kill = once(is_under_way, lambda: children()[name].kill())
+        with kill as killed, pytest.raises(ProcessFailedError) as error:
+            measure(options, url)
+        assert killed and error.value.field.startswith(name)
+        assert not multiprocessing.active_children()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "path"), [("poster", "/scored_data"), ("poller", "/status-env")])
+def test_api_load_ends_with_the_name_of_a_process_that_is_refused(name: str, path: str) -> None:
+    """The others still wait for their answers."""
+    options = build(ApiOptions, {"groups": 8, "group_size": 1, "tokens": 4, "clients": 2})
+    over, paths = threading.Event(), list[str]()
+
+    def answer(asked: Asked) -> Reply:
+        paths.append(asked.path)
+        if len(paths) <= 4:  # reset, trainer, batch, environment: the run is opened
+            return Reply(json={"env_id": 0})
+        if asked.path != path:
+            over.wait(100)
+        return Reply(500)
+
+    with answering(answer) as url:
+        try:
+            with pytest.raises(ProcessFailedError) as error:
                 measure(options, url)
-            assert killed and error.value.field.startswith(name)
-            assert not multiprocessing.active_children()
+        finally:
+            over.set()
+    assert error.value.field.startswith(name) and "500" in error.value.got
+    assert not multiprocessing.active_children()

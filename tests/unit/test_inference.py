@@ -20,7 +20,7 @@ from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.from_verifiers import __main__ as verifiers_venv
 from environments.from_verifiers.__main__ import main
 from environments.from_verifiers.engine import Engine
-from environments.peers import roster
+from environments.peers import inference, roster
 from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
 from environments.peers.inference import Completion, GrpoServer, InferenceClient, Kind, Sampling, Teacher
 from environments.peers.roster import ListedServers, servers
@@ -290,6 +290,20 @@ async def test_requests_wait_while_no_server_is_left(run: Scene) -> None:
     assert (await asked)[0].text == B
 
 
+async def test_a_request_that_comes_as_the_detection_ends_shares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = InferenceClient(ServerConfig(base_url=A), patience=30.0)
+    found = GrpoServer("m")
+    later: list[asyncio.Task[Kind]] = []
+
+    async def detect(*_: object) -> Kind:
+        later.append(asyncio.create_task(client.detected()))  # its turn comes before those that are told of the end
+        return found
+
+    monkeypatch.setattr(inference, "detect", detect)
+    assert await client.detected() is found and await later[0] is found and len(later) == 1
+    await client.close()
+
+
 @pytest.mark.parametrize("run", [0.05], indirect=True)
 async def test_a_list_that_stays_empty_is_an_error(run: Scene) -> None:
     with pytest.raises(PeerGone) as gone:
@@ -385,6 +399,22 @@ async def test_servers_of_unknown_kinds_are_asked_at_once() -> None:
                 assert (await several.generate([3, 4], 2, FIVE))[0].policy_version == 7
             await several.close()
     assert [each[1] for each in (one, two)] == [[b"GET /bridge/info HTTP/1.1\r\n"]] * 2
+
+
+async def test_requests_to_servers_that_are_all_silent_are_reported_and_end_with_the_patience(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roster, "SAY_AFTER_S", 0.0)
+    async with silent() as one, silent() as two, asyncio.timeout(60):
+        urls = f"{one[0]},{two[0]}"
+        several = ListedServers(ServerConfig(base_url=urls, timeout=600.0), patience=600.0)
+        with caplog.at_level(logging.INFO, roster.__name__), pytest.raises(PeerGone) as gone:
+            request = asyncio.create_task(several.generate([3], 1, ONE))
+            await until(lambda: urls in caplog.text)
+            monkeypatch.setattr(several, "_patience", 0.0)
+            await request
+        await several.close()
+    assert urls in gone.value.field and caplog.text.count(urls) == 1
 
 
 async def test_servers_that_stay_silent_are_asked_again_until_the_patience_ends(

@@ -314,6 +314,23 @@ async def test_without_a_store_groups_of_a_trainer_lie_on_disk_beyond_the_memory
     service.close()
 
 
+async def test_without_a_store_groups_that_are_forgotten_while_they_are_read_are_an_error_of_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("environments.api.store.MEMORY_BYTES", 0)
+    payloads = Payloads(None)
+    for each in range(2):
+        payloads.put(each, b"x")
+    await payloads.leave([0, 1])
+    reading = asyncio.create_task(payloads.get([0, 1]))
+    await asyncio.sleep(0)  # the first is asked for
+    payloads.drop([1])
+    with pytest.raises(StoreError) as error:
+        await reading
+    assert error.value.got == "[1]"
+    payloads.close()
+
+
 async def test_without_a_store_groups_that_the_disk_does_not_take_stay_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
