@@ -35,6 +35,7 @@ class FencedEngine(Protocol):
     """The engine's methods that the fence uses; `server.SharedEngine` implements them."""
 
     async def pause(self, mode: str) -> None: ...
+    async def forget(self) -> None: ...
     async def hold(self, *, abort: bool) -> None: ...
     async def renew(self, *, recompute: bool) -> None: ...
     async def release(self) -> None: ...
@@ -72,7 +73,7 @@ class Fence:
         fault: why the state of the weights is unknown; None if it is known.
         updates: number of completed updates.
         paused: a client paused generation: it stays paused after an update ends.
-        asleep: the weights are not in the device's memory: nothing may write them.
+        asleep: the weights are not in the device's memory: adapters are refused.
     """
 
     boot_id: str
@@ -86,8 +87,7 @@ class Fence:
     last_stall_seconds: float = 0.0
     paused: bool = False
     asleep: bool = False
-    _pausing: asyncio.Future[None] | None = None
-    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held until the engine has paused
+    _pausing: asyncio.Event | None = None  # of the latest pause: set when the engine has paused or goes on
     _update: Update | None = None
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
     _tearing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -146,27 +146,25 @@ class Fence:
     async def pause(self, mode: str) -> None:
         """Pause generation until `resume`. If the engine fails to pause, generation resumes.
 
-        An update that begins meanwhile waits. `resume` ends the wait for requests in flight.
+        An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests.
 
         Raises:
-            ServeError: 409, an update is in progress, or generation was resumed meanwhile.
+            ServeError: 409, an update is in progress.
         """
         self.check_idle()
-        async with self._changing:
-            self.check_idle()
-            self._pausing = asyncio.ensure_future(self.engine.pause(mode))
-            try:
-                await self._pausing
-            except asyncio.CancelledError:
+        before, self.paused = self.paused, True
+        pausing = self._pausing = asyncio.Event()
+        try:
+            await self.engine.pause(mode)
+            if mode == "wait" and self.paused:
+                await self.engine.forget()
+        except BaseException:
+            self.paused = self.paused and before  # `resume` may have come meanwhile
+            if not self.updating:
                 await self._release()
-                got, wanted = "generation that was resumed meanwhile", "requests in flight that end first"
-                raise ServeError(409, "pause", got, wanted, "pause again") from None
-            except BaseException:
-                await self._release()
-                raise
-            finally:
-                self._pausing = None
-            self.paused = True
+            raise
+        finally:
+            pausing.set()
 
     async def resume(self) -> None:
         """Resume generation after `pause`.
@@ -176,10 +174,14 @@ class Fence:
         """
         self.check_idle()
         self.check_healthy()
+        before, self.paused = self.paused, False
+        try:
+            await self.engine.release()
+        except BaseException:
+            self.paused = self.paused or before
+            raise
         if self._pausing is not None:
-            self._pausing.cancel()
-        await self.engine.release()
-        self.paused = False
+            self._pausing.set()
 
     async def tear(self, token: str, why: str) -> None:
         """Poison the weights: a write of weights that were sent has failed. If the update has ended, it is torn."""
@@ -199,23 +201,22 @@ class Fence:
         """Hold generation. After this returns, nothing reads the weights before `end`.
 
         Raises:
-            ServeError: 409 nothing is shared, another server was meant, or an update is in progress; 422 no time limit.
+            ServeError: 409 nothing is shared, another server was meant, an update is in progress, or a pause does not
+                end within the time limit; 422 no time limit.
         """
         self.check_writable("update")
         self.check_boot(asked.boot_id)
         check_limit(asked.timeout_s)
-        self.check_awake()
+        await self._wait_for_pauses(asked.timeout_s)
         self.check_idle()
-        async with self._changing:
-            self.check_idle()
-            update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
-            self._update = update  # set before the engine is held: a second update that begins meanwhile is refused
-            self._settled.clear()
-            try:
-                await self.engine.hold(abort=asked.in_flight == "abort")
-            except BaseException:
-                await self._cancel()
-                raise
+        update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
+        self._update = update  # set before the engine is held: a second update that begins meanwhile is refused
+        self._settled.clear()
+        try:
+            await self.engine.hold(abort=asked.in_flight == "abort")
+        except BaseException:
+            await self._cancel()
+            raise
         update.held = True
         update.timer = asyncio.get_running_loop().call_later(asked.timeout_s, self._time_is_up, update)
         return UpdateBeginResponse(token=update.token, pause_seconds=time.monotonic() - update.started)
@@ -245,6 +246,16 @@ class Fence:
         since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
 
+    async def _wait_for_pauses(self, timeout_s: float) -> None:
+        """Wait until the engine has paused: an update would stop requests that a pause waits for."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._pausing is not None and not self._pausing.is_set():
+                    await self._pausing.wait()
+        except TimeoutError:
+            got = f"a pause that has waited more than {timeout_s:g} s for requests in flight"
+            raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None
+
     async def _cancel(self) -> None:
         """Resume generation with the weights as they were: nothing was written."""
         try:
@@ -257,8 +268,9 @@ class Fence:
         if self.fault is None and not self.paused:
             try:
                 await self.engine.release()
-            except BaseException as error:  # new requests would wait for it for ever
-                self.fault = f"generation could not resume ({error!r})"
+            except BaseException as error:  # new requests would wait for it for ever; an update heals it
+                if self.writable:
+                    self.fault = f"generation could not resume ({error!r})"
                 raise
 
     async def _finish(self, update: Update, version: int) -> None:

@@ -94,6 +94,8 @@ async def _outputs(
     except (*request_errors(), *_UNCHECKED, engine_generate_error(), engine_dead_error()) as error:
         await server.check_engine()  # whatever ends the engine's outputs is raised in every request, also a ValueError
         cause = error.__cause__ if isinstance(error, engine_generate_error()) else error
+        if isinstance(cause, ServeError):  # the fence's, since vLLM passes completions to its engine through it
+            raise cause from None
         if not isinstance(cause, (*request_errors(), *_UNCHECKED)):
             raise
         raise ServeError(422, "request", cause, "what this model takes", "correct it") from error

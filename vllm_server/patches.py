@@ -22,6 +22,7 @@ class Patch:
 
     Attributes:
         by: "module:function" of this project that makes it; it raises an IncompatibleError if vLLM lacks the place.
+            "module" alone: it is made there for one engine object.
         process: the kind of process in which it is made. A worker may be in the engine's process.
         why: the reason.
         replaces: the places in vLLM, with a space between them.
@@ -57,6 +58,12 @@ PATCHES = (
         "the engine is forked from a process that imports while the server imports: ready 6 s sooner on 2 cores",
         "vllm.v1.engine.utils.get_mp_context vllm.v1.engine.coordinator.get_mp_context",
         "integration/test_server_life.py", until="a vLLM whose `serve` takes a running fork server",
+    ),
+    Patch(
+        "vllm_server.server", "server",
+        "a completion waits while weights are written, and finds no cache of older ones",
+        "vllm.v1.engine.core_client.AsyncMPClient.add_request_async",
+        "unit/test_engine.py", until="a vLLM whose cache keys have the version of the weights", writable=True,
     ),
     Patch(
         "vllm_server.output_blocks:unpack", "server",
@@ -115,7 +122,7 @@ def patch_vllm(process: Process, *, writable: bool = False) -> None:
     for patch in PATCHES:
         wanted = patch.process == process and patch.device in (None, device) and (writable or not patch.writable)
         module, _, function = patch.by.partition(":")
-        if wanted and patch.by not in _applied:
+        if wanted and function and patch.by not in _applied:
             _applied.add(patch.by)
             getattr(importlib.import_module(module), function)()
 

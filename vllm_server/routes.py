@@ -106,16 +106,18 @@ async def is_sleeping(server: PolicyServer) -> protocol.SleepingState:
 async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
     """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     _check_may_sleep(server)
-    server.fence.asleep = True
-    await server.engine.sleep(1)
+    async with server.channels.changing:  # after a publish that has begun
+        server.fence.asleep = True
+        await server.engine.sleep(1)
     return protocol.BridgeStatus("asleep")
 
 
 @route("POST", protocol.BRIDGE_WAKE_UP_ROUTE)
 async def wake_up(server: PolicyServer) -> protocol.BridgeStatus:
     _check_may_sleep(server)
-    await server.engine.wake_up()
-    server.fence.asleep = server.fence.paused = False  # vLLM resumes generation, too
+    async with server.channels.changing:
+        await server.engine.wake_up()
+        server.fence.asleep = server.fence.paused = False  # vLLM resumes generation, too
     return protocol.BridgeStatus("awake")
 
 
@@ -126,7 +128,6 @@ def _check_may_sleep(server: PolicyServer) -> None:
     if not server.args.enable_sleep_mode:
         fix = "start it with --enable-sleep-mode"
         raise ServeError(409, "sleep", "a server without sleep mode", "one with it", fix)
-    server.fence.check_idle()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Engine(Protocol):
     vllm_config: Any
     renderer: Any
     engine_core: Any
-    fence: Any
+    output_processor: Any
 
     def generate(
         self,
@@ -37,6 +37,7 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Any, None]: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def reset_prefix_cache(self) -> bool: ...
     async def is_paused(self) -> bool: ...
     async def check_health(self) -> None: ...
     async def sleep(self, level: int = 1) -> None: ...
@@ -54,10 +55,7 @@ SEAMS: Seams = {
         "NoSignalServer": (),
         "watchdog_loop": (),
     },
-    "vllm.engine.arg_utils": {
-        "AsyncEngineArgs.from_cli_args": (),
-        "EngineArgs.create_engine_config": ("usage_context",),
-    },
+    "vllm.entrypoints.launchers.api_server.entry": {"build_async_engine_client": ("args",)},
     "vllm.entrypoints.launchers.api_server.app_state": {
         "init_app_state": ("engine_client", "state", "args", "supported_tasks")
     },
@@ -76,11 +74,7 @@ SEAMS: Seams = {
     "vllm.sampling_params": {"SamplingParams": (), "RequestOutputKind": ()},
     "vllm.lora.request": {"LoRARequest": ()},
     "vllm.renderers.base": {"BaseRenderer.render_cmpl_async": ()},
-    "vllm.usage.usage_lib": {"UsageContext": ()},
     "vllm.v1.engine.async_llm": {
-        "AsyncLLM.from_vllm_config": ("vllm_config", "usage_context", "enable_log_requests", "disable_log_stats"),
-    }
-    | {
         f"AsyncLLM.{name}": tuple(inspect.signature(function).parameters)[1:]
         for name, function in vars(Engine).items()
         if not name.startswith("_")
@@ -97,8 +91,9 @@ WRITABLE_SEAMS: Seams = {
         "AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
         "AsyncMPClient.reset_prefix_cache_async": ("reset_running_requests",),
         "AsyncMPClient.reset_encoder_cache_async": (),
+        "AsyncMPClient.add_request_async": ("request",),
     },
-    "vllm.v1.engine.async_llm": {"AsyncLLM._add_request": ("request",)},
+    "vllm.v1.engine.output_processor": {"OutputProcessor.abort_requests": ("request_ids", "internal")},
 }
 """The same for a server whose weights a trainer writes."""
 

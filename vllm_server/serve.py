@@ -4,8 +4,7 @@ import asyncio
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from typing import Any
 
 import uvicorn
@@ -14,23 +13,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 from vllm import envs
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer, setup_server, watchdog_loop
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import decorate_logs
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from grpo_common.gate import Gate, Refusal
 from grpo_common.http import address, connection_limit
 from vllm_server import forking, generate, routes
 from vllm_server.checks import keys_of
 from vllm_server.errors import EngineEndedError, ServeError
-from vllm_server.fence import Fence
 from vllm_server.http import ROUTES, BeforeVllm, error_response
 from vllm_server.patches import patch_vllm, printable_logs
 from vllm_server.server import PolicyServer
@@ -63,7 +59,8 @@ async def _serve(args: Namespace) -> None:
         signal.signal(number, signal.SIG_DFL)
     _, sock = setup_server(args, reuse_port=False)
     with closing(sock):
-        async with _running_engine(args) as engine:
+        async with build_async_engine_client(args) as client:
+            engine: Any = client
             tasks = await engine.get_supported_tasks()
             app = build_app(args, tasks, engine.model_config)
             await init_app_state(engine, app.state, args, tasks)
@@ -76,42 +73,6 @@ async def _serve(args: Namespace) -> None:
                 await _run_until_signal(http, engine, sock)
             finally:
                 server.close()
-
-
-class FencedLLM(AsyncLLM):
-    """vLLM's engine client.
-
-    Attributes:
-        fence: of a server whose weights a trainer writes.
-    """
-
-    fence: Fence | None = None
-
-    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
-        """Pass a completion, from any route, to the engine, with the version of the weights in its cache key.
-
-        A completion that arrives during an update waits, although its HTTP request has passed the fence before: with
-        the old key it would read prefixes that the old weights had computed.
-        """
-        if self.fence is not None:
-            await self.fence.passage()
-            request.cache_salt = f"{self.fence.salt} {request.cache_salt or ''}"
-        await super()._add_request(request, prompt, parent_req, index, queue)
-
-
-@asynccontextmanager
-async def _running_engine(args: Namespace) -> AsyncIterator[Any]:
-    """Start the engine, as vLLM's launcher does, and end it after the block."""
-    given, usage = AsyncEngineArgs.from_cli_args(args), UsageContext.OPENAI_API_SERVER
-    config = given.create_engine_config(usage_context=usage)
-    names = ("enable_log_requests", "aggregate_engine_logging", "disable_log_stats")
-    options = {name: getattr(given, name) for name in names}
-    engine = FencedLLM.from_vllm_config(config, usage_context=usage, **options)
-    try:
-        await engine.reset_mm_cache()  # it has dummies of vLLM's measurement of memory
-        yield engine
-    finally:
-        engine.shutdown(timeout=config.shutdown_timeout)
 
 
 def application(vllms: ASGIApp, server: PolicyServer, args: Namespace) -> ASGIApp:

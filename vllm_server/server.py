@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -134,8 +134,12 @@ class SharedEngine:
 
     async def pause(self, mode: str) -> None:
         """Pause generation; return when vLLM has done with requests in flight what the mode says."""
-        # vLLM's docstring says that "keep" keeps the cache, but its code clears it by default.
-        await self.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
+        # With "wait" vLLM would clear caches when requests have ended, even if generation was resumed meanwhile.
+        await self.engine.pause_generation(mode=mode, clear_cache=mode == "abort")
+
+    async def forget(self) -> None:
+        """Empty the prefix cache."""
+        await self.engine.reset_prefix_cache()
 
     async def hold(self, *, abort: bool) -> None:
         """Hold scheduling.
@@ -171,6 +175,27 @@ class SharedEngine:
     async def release(self) -> None:
         """Resume the scheduler."""
         await self.engine.engine_core.resume_scheduler_async()
+
+    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
+        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
+
+        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
+        fence before: with the old key it would read prefixes that the old weights had computed.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
+        add = core.add_request_async
+
+        async def add_salted(request: Any) -> None:
+            try:
+                await passage()
+            except BaseException:
+                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
+                processor.abort_requests([request.request_id], internal=True)
+                raise
+            request.cache_salt = f"{salt()} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_salted
 
     async def export(self) -> list[Exported]:
         """Have the workers share their parameters, and return their answers by rank.
@@ -234,7 +259,7 @@ class PolicyServer:
             output_blocks.check_experts(engine.vllm_config, workers)
             output_blocks.collect_experts()
         if writable:
-            engine.fence = fence
+            shared.salt_caches(fence.passage, lambda: fence.salt)
         file = await export(shared, args, boot_id, workers) if args.shared_weights else None
         adapters = Adapters(engine, models)
         call = partial(call_workers, engine)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.factories import story
+from tests.unit.factories import refusing, story
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.publisher import Delivery
 from vllm_server.server import Adapters, SharedEngine, describe_workers
@@ -121,64 +122,98 @@ def test_the_device_is_waited_for_after_the_pause_is_confirmed(batches: int, aft
     assert core.events == ["pause, keep, False", *after]
 
 
-async def passed_on(request: Any, fence: Any) -> list[tuple[str, str]]:
-    """Pass a completion to the engine; return those that vLLM's tables and its engine got, each with its cache key."""
-    serve, got = pytest.importorskip("vllm_server.serve"), list[tuple[str, str]]()
-
-    async def add(request: Any) -> None:
-        got.append(("engine", request.cache_salt))
-
-    class LLM(serve.FencedLLM):
-        def __init__(self) -> None:
-            tables = SimpleNamespace(
-                has_request=lambda name: True, add_request=lambda each, *_: got.append(("tables", each.cache_salt))
-            )
-            self.fence, self.engine_core = fence, SimpleNamespace(add_request_async=add)
-            self.output_processor, self.log_requests = tables, False
-
-        def shutdown(self, timeout: float | None = None) -> None: ...
-
-    try:
-        await LLM()._add_request(request, None, None, 0, None)
-    except (ServeError, asyncio.CancelledError) as error:
-        got.append(("error", type(error).__name__))
-    return got
-
-
-class Passage:
-    """A fence that is closed."""
+class Door:
+    """Stands in for the fence, for vLLM's table of requests and for its engine."""
 
     def __init__(self) -> None:
-        self.salt, self.open, self.fault = "old", asyncio.Event(), False
+        self.salt, self.passed, self.fault = "old", asyncio.Event(), False
+        self.begun: list[tuple[str, str]] = []
+        self.forgotten: list[str] = []
+        core = SimpleNamespace(add_request_async=self.add)
+        self.engine: Any = SimpleNamespace(engine_core=core, output_processor=self)
+        SharedEngine(self.engine).salt_caches(self.passage, lambda: self.salt)
 
     async def passage(self) -> None:
-        await self.open.wait()
+        await self.passed.wait()
         if self.fault:
             raise ServeError(503, "weights", got="torn", wanted="whole ones", fix="write them again")
 
+    async def add(self, request: Any) -> None:
+        self.begun.append((request.request_id, request.cache_salt))
 
-@pytest.mark.parametrize(
-    ("end", "got"),
-    [
-        ("written", [("tables", "new mine"), ("engine", "new mine")]),
-        ("torn", [("error", "ServeError")]),
-        ("the client leaves", [("error", "CancelledError")]),
-    ],
-)
+    def abort_requests(self, names: list[str], *, internal: bool) -> None:
+        assert internal
+        self.forgotten += names
+
+    def arrives(self, name: str) -> asyncio.Task[None]:
+        request = SimpleNamespace(request_id=name, cache_salt=None)
+        return asyncio.create_task(self.engine.engine_core.add_request_async(request))
+
+
 @story
-async def test_engine_gets_a_completion_of_an_update_with_the_new_cache_key_or_not_at_all(
-    end: str, got: list[tuple[str, str]]
-) -> None:
-    fence = Passage()
-    arriving = asyncio.create_task(passed_on(SimpleNamespace(request_id="a", cache_salt="mine"), fence))
+async def test_a_completion_that_arrives_during_an_update_gets_the_new_cache_key() -> None:
+    door = Door()
+    arriving = door.arrives("a")
     await asyncio.sleep(0.01)
-    assert not arriving.done()
-    fence.salt, fence.fault = "new", end == "torn"
-    arriving.cancel() if end == "the client leaves" else fence.open.set()
-    assert await arriving == got
+    assert door.begun == []
+    door.salt = "new"
+    door.passed.set()
+    await arriving
+    assert door.begun == [("a", "new ")]
 
 
+@pytest.mark.parametrize("torn", [True, False])
 @story
-async def test_engine_whose_weights_stay_has_the_cache_keys_of_its_clients() -> None:
-    got = await passed_on(SimpleNamespace(request_id="a", cache_salt=None), None)
-    assert got == [("tables", None), ("engine", None)]
+async def test_a_completion_that_may_not_begin_leaves_nothing_in_vllms_tables(torn: bool) -> None:
+    door = Door()
+    arriving = door.arrives("a")
+    await asyncio.sleep(0)
+    door.fault = torn
+    if torn:
+        door.passed.set()
+    else:
+        arriving.cancel()
+    with pytest.raises(ServeError if torn else asyncio.CancelledError):
+        await arriving
+    assert (door.forgotten, door.begun) == (["a"], [])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("torn", [False, True])
+@story
+async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cache_key(n: int, torn: bool) -> None:
+    """vLLM passes the completions of one request to its engine in another way than a single one."""
+    llm = pytest.importorskip("vllm.v1.engine.async_llm").AsyncLLM
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    async def ended(names: list[str]) -> None: ...
+
+    door, table = Door(), OutputProcessor(None, log_stats=False)
+    door.engine.output_processor = table
+    door.engine.engine_core = SimpleNamespace(add_request_async=door.add, abort_requests_async=ended)
+    SharedEngine(door.engine).salt_caches(door.passage, lambda: door.salt)
+    unchecked = SimpleNamespace(
+        apply_watermarking=lambda *_: None, resolve_watermarking=lambda _: None, assign_request_id=lambda _: None
+    )
+    parts: dict[str, Any] = {"errored": False, "log_requests": False, "input_processor": unchecked}
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
+    vllms = SimpleNamespace(**parts, **vars(door.engine), vllm_config=config, check_admission=lambda *_, **__: None)
+    vllms._run_output_handler = lambda: None
+    vllms._add_request, vllms.abort = partial(llm._add_request, vllms), partial(llm.abort, vllms)
+
+    params = SamplingParams(n=n)
+    request = EngineCoreRequest("a", [1], None, params, None, 0.0, None, "mine", None, external_req_id="a")
+    arriving = asyncio.create_task(llm.add_request(vllms, "a", request, params))
+    await asyncio.sleep(0.01)
+    assert (len(table.request_states), door.begun) == (n, [])
+    door.salt, door.fault = "new", torn
+    door.passed.set()
+    if torn:
+        with refusing(ServeError, "weights", 503):
+            await arriving
+        assert not table.request_states and door.begun == []
+    else:
+        await arriving
+        assert door.begun == [(name, "new mine") for name in (["a"] if n == 1 else ["0_a", "1_a"])]

@@ -53,6 +53,9 @@ class Engine:
     async def pause(self, mode: str) -> None:
         await self._do(f"pause, {mode}")
 
+    async def forget(self) -> None:
+        await self._do("forget")
+
     async def hold(self, *, abort: bool) -> None:
         await self._do("hold, abort" if abort else "hold")
 
@@ -215,15 +218,21 @@ class Life(RuleBasedStateMachine):
             self.run(self.fence.pause(mode))
         self.engine.failing = ""
         release = ["release"] if fails and not (before or self.torn) else []
-        assert self.engine.events == [f"pause, {mode}", *release] and self.fence.paused == (before or not fails)
+        forget = ["forget"] if mode == "wait" and not fails else []
+        assert self.engine.events == [f"pause, {mode}", *forget, *release]
+        assert self.fence.paused == (before or not fails)
 
     @precondition(lambda self: not self.token)
-    @rule()
-    def resume_from_outside(self) -> None:
-        with refusing(ServeError, "weights", 503) if self.torn else nullcontext():
+    @rule(fails=st.booleans())
+    def resume_from_outside(self, fails: bool) -> None:
+        """One that fails leaves generation as it was."""
+        self.engine.failing, before = "release" * fails, self.fence.paused
+        refused = refusing(ServeError, "weights", 503) if self.torn else pytest.raises(EngineFault)
+        with refused if self.torn or fails else nullcontext():
             self.run(self.fence.resume())
+        self.engine.failing = ""
         assert self.engine.events == ([] if self.torn else ["release"])
-        assert self.torn or not self.fence.paused
+        assert self.fence.paused == (before and (self.torn or fails))
 
     @invariant()
     def requests_begin_only_with_weights_in_a_known_state(self) -> None:
@@ -330,27 +339,87 @@ async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ends(ended: bool
     fence.check_healthy()
 
 
-@pytest.mark.parametrize("resumed", [True, False])
+class Draining(Engine):
+    """An engine with requests in flight, which end by themselves or by a pause that aborts them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drained = asyncio.Event()
+
+    async def pause(self, mode: str) -> None:
+        if mode == "abort":
+            self.drained.set()
+        if mode != "keep":
+            await self.drained.wait()
+        await super().pause(mode)
+
+
+@pytest.mark.parametrize(
+    ("by", "paused"), [("their end", True), ("pause", True), ("resume", False), ("a failure", False)]
+)
 @story
-async def test_fence_lets_an_update_wait_for_a_pause_and_a_resume_end_it(resumed: bool) -> None:
-    fence = fence_on(engine := Engine())
-    engine.gate.clear()  # requests in flight
+async def test_fence_lets_an_update_wait_until_a_pause_waits_no_longer(by: str, paused: bool) -> None:
+    fence = fence_on(engine := Draining())
     pausing = asyncio.create_task(fence.pause("wait"))
     await asyncio.sleep(0)
     beginning = asyncio.create_task(fence.begin(begin()))
     await asyncio.sleep(0.01)
-    assert not (pausing.done() or beginning.done() or fence.updating)
-    resuming = asyncio.create_task(fence.resume()) if resumed else None
-    await asyncio.sleep(0)
-    engine.gate.set()
-    if resuming is not None:
-        await resuming
-        with refusing(ServeError, "pause", 409):
-            await pausing
+    assert not (pausing.done() or beginning.done() or fence.updating) and fence.paused
+    if by == "pause":
+        await fence.pause("abort")
+    elif by == "resume":
+        await fence.resume()
     else:
+        engine.failing = "pause, wait" if by == "a failure" else ""
+        engine.drained.set()
+    token = (await beginning).token
+    engine.drained.set()
+    with pytest.raises(EngineFault) if by == "a failure" else nullcontext():
         await pausing
-    await fence.end(end((await beginning).token))
-    assert fence.paused is not resumed and (engine.events[-1] == "release") is resumed
+    await fence.end(end(token))
+    assert fence.paused is paused and (engine.events[-1] == "release") is not paused
+    assert ("forget" in engine.events) is paused, "caches stay if generation goes on"
+
+
+@story
+async def test_fence_refuses_an_update_that_a_pause_keeps_waiting() -> None:
+    fence = fence_on(engine := Draining())
+    pausing = asyncio.create_task(fence.pause("wait"))
+    await asyncio.sleep(0)
+    with refusing(ServeError, "pause", 409):
+        await fence.begin(begin(timeout_s=0.02))
+    assert not fence.updating and engine.events == []
+    engine.drained.set()
+    await pausing
+    assert engine.events == ["pause, wait", "forget"]
+
+
+@story
+async def test_fence_of_a_pause_that_fails_within_an_update_stays_closed() -> None:
+    """It was resumed before, and no longer holds up an update."""
+    fence = fence_on(engine := Draining(failing="pause, wait"))
+    pausing = asyncio.create_task(fence.pause("wait"))
+    await asyncio.sleep(0)
+    await fence.resume()
+    await fence.begin(begin())
+    engine.drained.set()
+    with pytest.raises(EngineFault):
+        await pausing
+    assert engine.events == ["release", "hold", "pause, wait"] and not fence.paused
+
+
+@story
+async def test_fence_without_a_trainer_is_not_closed_for_good_by_a_pause_that_fails() -> None:
+    fence = fence_on(engine := Engine(failing="pause, keep"), writable=False)
+
+    async def fails() -> None:
+        raise EngineFault
+
+    engine.release = fails
+    with pytest.raises(EngineFault):
+        await fence.pause("keep")
+    await fence.passage()
+    assert not fence.paused
 
 
 @story
@@ -388,27 +457,6 @@ async def test_fence_of_an_engine_that_neither_holds_nor_goes_on_refuses_request
         await fence.begin(begin())
     with refusing(ServeError, "weights", 503):
         await fence.passage()
-
-
-@story
-async def test_fence_of_a_server_that_sleeps_begins_no_update_and_wakes_with_generation() -> None:
-    async def nothing(level: int = 1) -> None: ...
-
-    fence = fence_on(engine := Engine())
-    args = SimpleNamespace(shared_weights=False, enable_sleep_mode=True)
-    server: Any = SimpleNamespace(fence=fence, args=args, engine=SimpleNamespace(sleep=nothing, wake_up=nothing))
-    await fence.pause("keep")
-    await routes.sleep(server)
-    with refusing(ServeError, "sleep", 409):
-        await fence.begin(begin())
-    assert not fence.updating and engine.events == ["pause, keep"]
-    await routes.wake_up(server)  # vLLM goes on then, although it was paused
-    token = (await fence.begin(begin())).token
-    for step in (routes.sleep, routes.wake_up):
-        with refusing(ServeError, "update", 409):
-            await step(server)
-    await fence.end(end(token))
-    assert engine.events[-1] == "release"
 
 
 HEADER = b64encode(encode_header(lay_out([("w", (2, 2))], "F32"), {})).decode()

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from starlette.requests import ClientDisconnect, Request
 
 from tests.unit.factories import refusing
+from vllm_server import routes
 from vllm_server.adapters import check_config
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
@@ -135,6 +137,30 @@ async def test_publisher_waits_for_a_place_that_requests_hold(made: Publishing) 
         assert not third.done()  # version 1 is being used, version 2 is the newest: no place
     assert (await third).policy_version == 3
     assert made.events.index("remove policy-v1") < made.events.index("add policy-v3")
+
+
+@publishing(keep=1, capacity=2)
+async def test_publisher_of_a_server_that_sleeps_refuses_adapters(made: Publishing) -> None:
+    """And the server does not sleep before a publish that has begun is over."""
+
+    async def nothing(level: int = 1) -> None: ...
+
+    channels, args = made.publisher.channels, SimpleNamespace(shared_weights=False, enable_sleep_mode=True)
+    engine = SimpleNamespace(sleep=nothing, wake_up=nothing)
+    server: Any = SimpleNamespace(fence=channels.fence, channels=channels, args=args, engine=engine)
+    await made.load(1)
+    with made.serving():
+        await made.load(2)
+        third = asyncio.create_task(made.load(3))  # waits for a place
+        await asyncio.sleep(0.01)
+        sleeping = asyncio.ensure_future(routes.sleep(server))
+        await asyncio.sleep(0.01)
+        assert not (third.done() or sleeping.done())
+    await asyncio.gather(third, sleeping)
+    with refusing(ServeError, "sleep", 409):
+        await made.load(4)
+    await routes.wake_up(server)
+    assert (await made.load(4)).policy_version == 4
 
 
 class SlowEngine(StandInEngine):
@@ -320,6 +346,7 @@ def test_publish_of_a_version_or_name_that_is_none_is_refused(
 def test_fence_has_the_same_bound_of_versions() -> None:
     class Engine:
         async def pause(self, mode: str) -> None: ...
+        async def forget(self) -> None: ...
         async def hold(self, *, abort: bool) -> None: ...
         async def release(self) -> None: ...
         async def renew(self, *, recompute: bool) -> None: ...

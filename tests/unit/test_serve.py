@@ -25,8 +25,9 @@ from uvicorn.logging import DefaultFormatter
 
 from grpo_common.text import PrintableRecords
 from tests.processes import ROOT
+from tests.unit.factories import refusing, story
 from vllm_server import generate, patches, protocol, routes, seams
-from vllm_server.errors import EngineEndedError, IncompatibleError
+from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError
 from vllm_server.http import ADAPTERS, CHANGING, GENERATING, ROUTES, SCALING, WITHOUT_VERSIONS, BeforeVllm
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.server import PolicyServer
@@ -274,12 +275,37 @@ def test_every_route_of_the_protocol_has_one_handler() -> None:
     assert sorted(route.path for route in ROUTES) == sorted(wanted)
 
 
+@pytest.mark.parametrize(
+    ("cause", "field", "status"),
+    [
+        (ServeError(503, "weights", "torn", "whole ones", "write them again"), "weights", 503),
+        (ValueError("too long"), "request", 422),
+    ],
+)
+@story
+async def test_generate_answers_by_what_vllm_wraps(cause: Exception, field: str, status: int) -> None:
+    """A completion waits for the fence within vLLM, which wraps the fence's error."""
+    wraps = pytest.importorskip("vllm.v1.engine.exceptions").EngineGenerateError
+
+    async def fails(*_: object) -> AsyncIterator[Any]:
+        raise wraps from cause
+        yield
+
+    async def alive() -> None: ...
+
+    server: Any = SimpleNamespace(generate=fails, check_engine=alive)
+    asked: Any = SimpleNamespace(prompt="a")
+    with refusing(ServeError, field, status):
+        await anext(generate._outputs(server, asked, None, server))
+
+
 # patches and seams ------------------------------------------------------------------------------------------------
 
 
 def test_patches_come_with_no_import_and_each_once(real: str) -> None:
     plain = [name for each in patches.PATCHES if each.writable for name in each.replaces.split()]
-    wanted = {"imported": 0, "unwritable": plain, "untouched": [], "again": 0}
+    objects = [patch.replaces for patch in patches.PATCHES if ":" not in patch.by]  # their classes are as they were
+    wanted = {"imported": 0, "unwritable": plain, "untouched": objects, "again": 0}
     assert json.loads(real.splitlines()[-1])[0] == wanted
 
 
