@@ -98,7 +98,8 @@ class MathJudge:
             # An interrupted worker would answer the next request with this request's verdict.
             self._idle.put_nowait(worker if reply else await self._end(worker))
 
-    async def _start(self) -> Process:
+    async def _start(self, *, again: bool = True) -> Process:
+        """Start a worker; one that is killed during its start, such as for want of memory, is started again once."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         worker = await asyncio.create_subprocess_exec(
@@ -117,10 +118,14 @@ class MathJudge:
         except BaseException:  # also a cancellation: nobody else knows the worker yet
             await self._end(worker)
             raise
-        if not ready:
-            status = await worker.wait()
-            raise RuntimeError(f"the judge ended with status {status} during its start; try python -m {WORKER}")
-        return worker
+        if ready:
+            return worker
+        status = await worker.wait()
+        if status < 0 and again and worker in self.running:  # `close` takes out those that it ends
+            self.running.discard(worker)
+            return await self._start(again=False)
+        self.running.discard(worker)
+        raise RuntimeError(f"the judge ended with status {status} during its start; try python -m {WORKER}")
 
     async def _end(self, worker: Process | None) -> None:
         if worker is not None:

@@ -24,7 +24,7 @@ from grpo_trainer.config.processes import ApiProcess, RunOptions
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.stored import run_file
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.dry_run import as_json, rows_of
+from grpo_trainer.dry_run import Ahead, as_json, rows_of
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.process import Process
 from grpo_trainer.logs.sinks import public
@@ -213,7 +213,7 @@ def test_planted_secrets_are_on_no_page_and_in_no_dry_run_tracker_or_stored_run(
         assert SECRET not in html_of(folder)
     plan = plan_run(config, {"api": 1, "server": 2}, python="python", on_gpu=False)
     rows = rows_of(config, plan, on_gpu=False)
-    assert SECRET not in as_json([*rows], ())
+    assert SECRET not in as_json(Ahead([], [*rows], []))
     assert SECRET not in json.dumps(public(config.trainer))
     assert SECRET.encode() not in run_file(config)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -551,6 +551,32 @@ async def test_what_a_library_prints_is_no_verdict(tmp_path: Path, monkeypatch: 
     async with judging(workers=1, limit_s=60.0) as judge:
         verdicts = [await judge.judge("18", answer, "boxed") for answer in ("\\boxed{18}", "\\boxed{17}", "18")]
     assert verdicts == [BOTH, NEITHER, LENIENT]
+
+
+FRAGILE = """
+import os, pathlib, signal, sys
+from environments.maths import judge_worker
+
+starts = pathlib.Path(__file__).with_name("starts")
+with starts.open("a") as file:
+    file.write("x")
+if starts.stat().st_size <= {killed}:
+    os.kill(os.getpid(), signal.SIGKILL)
+judge_worker.main()
+"""
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+async def test_judge_that_is_killed_during_its_start_starts_once_more(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fragile_worker.py").write_text(FRAGILE.format(killed=killed))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("environments.maths.judge.WORKER", "fragile_worker")
+    async with judging(workers=1, limit_s=60.0) as judge:
+        with nullcontext() if killed == 1 else pytest.raises(RuntimeError):
+            assert await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
+    assert not judge.running
 
 
 async def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
