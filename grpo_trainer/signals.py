@@ -179,7 +179,7 @@ class StepWatch:
     Args:
         seconds: time limit of a block; 0: no limit.
         last_words: called before the process ends, with its own time limit in seconds.
-        end: ends the process with an exit code.
+        grace: seconds between the first report and the end of the process.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class StepWatch:
 
     @staticmethod
     def _ends(ended: threading.Event, seconds: float) -> bool:
-        """Return whether the block ends within the time, which stands still while this process is stopped."""
+        """Return whether the block ends within the time, counted by `running_time`."""
         until = running_time() + seconds
         while (left := until - running_time()) > 0:
             if ended.wait(min(left, LOOK_SECONDS)):

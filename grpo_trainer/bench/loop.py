@@ -226,8 +226,7 @@ def fenced(row: Row) -> float:
 def start_figures(began: float, first: Row) -> dict[str, float | None]:
     """Return when each phase of the start was reached, in seconds since the command.
 
-    `server_ready` is when the trainer, which has imports of its own to do first, had found the server; None: it waited
-    for none.
+    `server_ready` is when the trainer had found the server, after its imports; None: it waited for no server.
 
     Args:
         first: the first step. It was over when its row was written; before that it published, trained and waited.

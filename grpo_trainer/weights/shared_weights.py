@@ -5,7 +5,7 @@ it computed from the old weights and resumes as the next version. If a write fai
 trainer reports that to the server; if the trainer has died, the server detects it by a timeout. Then the server refuses
 to generate until another write is complete.
 
-With several trainer processes, each maps the memory of its own server (a pair), or of its own worker of the only server
+With several trainer processes, each maps the memory of one server (a pair), or of one worker of the only server
 (tensor parallel). All call the bridge together. Rank 0 opens and closes the fences of all servers, and all ranks write
 between two barriers, so all servers get the same version, and none resumes before every rank has written:
 

@@ -138,7 +138,7 @@ def test_an_adapter_that_is_not_finite_leaves_the_slots_as_they_were(replayed: b
 
 
 def test_an_adapter_whose_file_is_gone_is_refused_by_name() -> None:
-    """After the server has looked at it. An exception would count as a fault of the engine."""
+    """The server has checked it before. An exception would count as a fault of the engine."""
     worker = PolicyWorker()
     slots, files = AdapterSlots(Manager(), torch.device("cpu")), AdapterFiles(torch.device("cpu"))
     vars(worker)["_grpo_state"] = slots, files

@@ -90,7 +90,7 @@ def test_attach_computes_the_same(tmp_path: Path, architecture: str, caplog: pyt
     counted, described = (record.args for record in caplog.records if record.name == attach.__name__)
     assert counted == (count,)
     assert described == (str(server.folder), "float32", CPU)
-    # no parameter has memory of its own: all are in the one file
+    # all parameters are in one file
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

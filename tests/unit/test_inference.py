@@ -296,7 +296,7 @@ async def test_a_request_that_comes_as_the_detection_ends_shares_it(monkeypatch:
     later: list[asyncio.Task[Kind]] = []
 
     async def detect(*_: object) -> Kind:
-        later.append(asyncio.create_task(client.detected()))  # its turn comes before those that are told of the end
+        later.append(asyncio.create_task(client.detected()))  # it runs before the tasks that wait for the end
         return found
 
     monkeypatch.setattr(inference, "detect", detect)
