@@ -23,7 +23,6 @@ from grpo_trainer import background
 from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
-from grpo_trainer.quick_post import Answer, QuickPost
 from vllm_server import protocol
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
 
@@ -67,7 +66,6 @@ class ServerClient:
             limits=httpx.Limits(keepalive_expiry=CLIENT_IDLE_S),
             trust_env=False,
         )
-        self._quick = QuickPost(config.url, headers, ANSWER_SECONDS)
         self._config = config
         self._check_stop = check_stop
         self._is_silent = False
@@ -133,11 +131,11 @@ class ServerClient:
 
     def begin_update(self, request: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
         """Pause generation while the shared weights are written."""
-        return self._ask_quickly(protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
+        return self._ask("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
 
     def end_update(self, request: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
         """Resume generation on the new weights."""
-        return self._ask_quickly(protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
+        return self._ask("POST", protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
 
     def stage_weights(self, request: protocol.WeightsStageRequest) -> protocol.WeightsDone:
         """Have the server receive a version while it generates."""
@@ -198,17 +196,6 @@ class ServerClient:
         headers = {"Content-Type": "application/json"} if content else {}
         return self._send(method, route, answer_type, content, headers, repeatable=repeatable or method == "GET")
 
-    def _ask_quickly(self, route: str, answer_type: type[T], body: Any) -> T:
-        """One POST while generation is held; never sent again. See `_ask`."""
-        content = msgspec.json.encode(body)
-
-        def ask() -> Answer:
-            if not self._quick.is_open:
-                _attempts(NEVER_SENT)(self._quick.open)
-            return self._quick.post(route, content)
-
-        return self._answer("POST", route, answer_type, ask)
-
     def _send(
         self,
         method: str,
@@ -222,10 +209,6 @@ class ServerClient:
     ) -> T:
         attempts = _attempts(UNANSWERED if repeatable else NEVER_SENT)
         ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
-        return self._answer(method, route, answer_type, ask)
-
-    def _answer(self, method: str, route: str, answer_type: type[T], ask: Callable[[], httpx.Response | Answer]) -> T:
-        """Return the answer that `ask` gets; see `_ask`."""
         try:
             answer = ask() if self._config.roster is None else self._unless_silent(ask)
         except httpx.TransportError as error:
@@ -273,7 +256,6 @@ class ServerClient:
 
     def close(self) -> None:
         self._http.close()
-        self._quick.close()
 
 
 def at_url(config: Server, url: str) -> Server:
@@ -343,7 +325,7 @@ def _attempts(errors: tuple[type[Exception], ...]) -> Retrying:
     )
 
 
-def _refusal(request: str, answer: httpx.Response | Answer) -> ServerError:
+def _refusal(request: str, answer: httpx.Response) -> ServerError:
     """Return the server's error, with field, got, wanted and fix if the answer has them."""
     said = complaint(answer.content, answer.headers.get("content-type"))
     return ServerError(

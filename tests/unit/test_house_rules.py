@@ -98,7 +98,7 @@ ROOMS = {
     "grpo_trainer": (
         *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
         *("locked_memory", "machine"),
-        *("config", "metrics", "losses", "rollouts", "batch", "quick_post", "server_client", "optim"),
+        *("config", "metrics", "losses", "rollouts", "batch", "server_client", "optim"),
         *("model", "memory", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "feed", "logs"),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ import pytest
 import uvicorn
 
 from grpo_common.http import CLIENT_IDLE_S
-from grpo_trainer import quick_post, server_client
+from grpo_trainer import server_client
 from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START
@@ -127,23 +126,24 @@ def test_client_updates_on_one_connection_and_sends_the_key() -> None:
 
 
 def test_client_updates_on_no_connection_that_the_server_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_post, "CLIENT_IDLE_S", 999.0)
+    monkeypatch.setattr(server_client, "CLIENT_IDLE_S", 999.0)
     with replies(reply(BEGUN, closes=True), reply(ENDED)) as (client, heard):
         client.begin_update(BEGIN)
-        while client._quick.is_open:
+        kept: Any = client._http._transport
+        while not all(connection.has_expired() for connection in kept._pool.connections):
             time.sleep(0.01)
         client.end_update(protocol.UpdateEndRequest(token="t", version=1))
     assert connections(heard) == len(heard) == 2
 
 
-@pytest.mark.parametrize(("module", "ask"), [(quick_post, update), (server_client, by_name_twice)])
+@pytest.mark.parametrize("ask", [update, by_name_twice])
 def test_client_uses_no_connection_that_was_idle_for_long(
-    module: ModuleType, ask: Callable[[ServerClient], None], monkeypatch: pytest.MonkeyPatch
+    ask: Callable[[ServerClient], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvicorn's and vLLM's own default is 5 s; a server of ours waits longer."""
     assert uvicorn.Config("app").timeout_keep_alive / 2 >= CLIENT_IDLE_S
     for idle, used in ((CLIENT_IDLE_S, 1), (-1.0, 2)):  # in the second case each has been idle for longer
-        monkeypatch.setattr(module, "CLIENT_IDLE_S", idle)
+        monkeypatch.setattr(server_client, "CLIENT_IDLE_S", idle)
         with served(well) as (client, heard):
             ask(client)
         assert connections(heard) == used and len(heard) == 2
