@@ -56,6 +56,8 @@ def test_a_run_passes_its_proof_and_trains(tmp_path: Path, architecture: str, mo
         options["lora-target-modules"] = ",".join(adapted_modules(architecture))
     if architecture in IN_16_BITS:
         options["dtype"] = "bfloat16"
+    if architecture == "deepseek_v2":  # on CPUs with AMX vLLM prefers a backend that has 16 bits only
+        options["server.extra-args"] += ",--attention-backend,CPU_MLA"
     done = trained(folder, tmp_path / "run", **options)
     assert [row["step"] for row in done] == [1, 2]
     limit = 0.1 if architecture in IN_16_BITS else 1e-3
