@@ -29,9 +29,11 @@ trap 'rm -f "$types"; kill "${pyright:-}" 2>/dev/null || true' EXIT
 pyright=$!
 failed=0
 # Three processes on two cores: those that start servers wait for half of their time. The folders with the longest files
-# come first; xdist would begin with the files that have the most tests.
+# come first; xdist would begin with the files that have the most tests. A test's own time-out is an alarm, which Python
+# code can miss: while it waits for a thread, say. 25 minutes end the process, with its stacks, and then the session.
 "$PYTHON" -m pytest tests/bridges tests/integration tests/gpu tests/contract tests/unit \
-    --numprocesses 3 --dist loadfile --no-loadscope-reorder "${lane[@]}" || failed=$?
+    --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+    -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true "${lane[@]}" || failed=$?
 wait "$pyright" || failed=$?
 cat "$types"
 exit "$failed"

@@ -22,7 +22,7 @@ from tests.processes import alive, family, tail
 from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_step
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = pytest.mark.timeout(1200)
 
 STEPS, GROUPS, WINDOW = 140, 16, 10
 ENVIRONMENTS = '[[environments]]\nname = "tests.integration.odd_environment"\nenv = { group_size = 8 }\n'

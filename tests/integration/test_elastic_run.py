@@ -27,7 +27,7 @@ from tests.integration.odd_environment import FAST
 from tests.processes import ROOT, tail, wait_for
 from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_step
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(900)
 
 GROUPS = 4
 MODULES = {"api": "environments.api", "env": "odd_environment serve", "trainer": "grpo_trainer train"}

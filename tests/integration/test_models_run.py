@@ -29,7 +29,7 @@ from tests.processes import ROOT
 from tests.quantised_models import METHODS
 from tests.runs import of_mode, rows, trained
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(900)
 
 WITHOUT_TORCHVISION = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="vLLM serves conditional models with torchvision only"
