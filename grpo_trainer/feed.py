@@ -25,6 +25,7 @@ from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter, Judged, judge
 from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.signals import running_time
 from grpo_trainer.versions import NO_OFFSETS
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class _Search:
     """The search for a batch that can be trained on, over all calls of `next` that it takes."""
 
     started: float = field(default_factory=time.perf_counter)
+    limited: float = field(default_factory=lambda: running_time())  # its start on the clock of `--rollout-timeout`
     dropped: int = 0  # groups
     refused: int = 0
     unfit: int = 0  # batches in a row
@@ -172,7 +174,7 @@ class BatchFeed:
             if search.unfit == UNFIT_IN_A_ROW:
                 summary = f"{search.unfit} batches in a row can't be trained on"
                 raise TrainingError.of([replace(self._groups.last, summary=summary)])
-            if 0 < self._config.rollout_timeout < (waited := time.perf_counter() - search.started):
+            if 0 < self._config.rollout_timeout < (waited := running_time() - search.limited):
                 old = "let the environments ask a server that gets this trainer's versions, or raise --max-staleness"
                 raise TrainingError(
                     f"no batch could be trained on for {waited:.0f} s",
@@ -203,6 +205,7 @@ class BatchFeed:
         if ahead is None:
             ahead = self._thread.submit(self._fetch, version)
         while not wait([ahead], POLL_SECONDS).done:
+            running_time()  # the clock of the other thread's limit runs on while a request takes long
             try:
                 self._check_stop()
                 interrupted = self._is_needed()

@@ -23,6 +23,7 @@ from grpo_trainer import background
 from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
+from grpo_trainer.signals import running_time
 from vllm_server import protocol
 from vllm_server.protocol.channels import ChannelCloseRequest, ChannelRequest, ChannelResponse
 
@@ -89,11 +90,11 @@ class ServerClient:
 
     @START.of(SERVER)
     def _wait_for(self, route: str) -> protocol.BridgeInfo:
-        started = time.monotonic()
+        started = running_time()
         said = 0.0
         while not self._answers(route):
             self._check_stop()
-            waited = time.monotonic() - started
+            waited = running_time() - started
             if waited > self._config.startup_timeout:
                 raise ServerError(
                     f"no inference server at {self._config.url} after {waited:.0f} s",
@@ -235,12 +236,13 @@ class ServerClient:
         Raises:
             httpx.TransportError: no answer came, and the server is silent.
         """
-        heard = time.monotonic() - (SILENT_SECONDS if self._is_silent else 0.0)
+        heard = running_time() - (SILENT_SECONDS if self._is_silent else 0.0)
         answer = background.begin(ask)
         while not wait([answer], KNOCK_SECONDS).done:
+            knocked = running_time()  # the clock is also read before the knock, which may take `KNOCK_SECONDS`, too
             if self._is_there():
-                heard = time.monotonic()
-            elif time.monotonic() - heard > SILENT_SECONDS and not answer.done():
+                heard = knocked
+            elif running_time() - heard > SILENT_SECONDS and not answer.done():
                 self._is_silent = True
                 raise httpx.ReadTimeout(f"the server is silent for more than {SILENT_SECONDS:.0f} s")
         self._is_silent = False

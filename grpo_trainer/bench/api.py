@@ -40,6 +40,7 @@ from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.train import API_KEY_VARIABLE
 from grpo_trainer.errors import ProcessFailedError, ServerError
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.signals import running_time
 
 LEASE_S = 300
 GIVE_UP_S = 30.0
@@ -132,9 +133,9 @@ def own_server(store: Path | None) -> Iterator[str]:
     keyless = {**os.environ, API_KEY_VARIABLE: ""}  # the clients of a benchmark send no key
     process = subprocess.Popen(command, env=keyless, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + GIVE_UP_S
+        deadline = running_time() + GIVE_UP_S
         while listener(port) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or running_time() > deadline:
                 raise ProcessFailedError("not ready", field="environments.api", got=f"exit code {process.poll()}")
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
@@ -327,8 +328,8 @@ def _consume(parent: Connection, at: tuple[str, int], options: ApiOptions) -> tu
     times: list[float] = []
     seen: Counter[int] = Counter()
     _ready(parent)
-    last = time.monotonic()
-    while len(seen) < options.groups and time.monotonic() - last < GIVE_UP_S:
+    last = running_time()
+    while len(seen) < options.groups and running_time() - last < GIVE_UP_S:
         start = time.perf_counter()
         content, headers = _call(connection, "GET", path, None, accepted)
         took = time.perf_counter() - start
@@ -339,7 +340,7 @@ def _consume(parent: Connection, at: tuple[str, int], options: ApiOptions) -> tu
             time.sleep(0.02)
             continue
         times.append(took)
-        last = time.monotonic()
+        last = running_time()
         if len(batch.batch) != BATCH_GROUPS:
             raise RuntimeError(f"a batch of {len(batch.batch)} groups, expected {BATCH_GROUPS}")
         seen.update(group.tokens[0][0] for group in batch.batch)

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 
 from grpo_trainer.errors import ProcessFailedError, ServerError
+from grpo_trainer.signals import running_time
 from vllm_server.protocol import GENERATE_ROUTE
 
 RUNNING = "vllm:num_requests_running"
@@ -81,10 +82,10 @@ def generating(demand: Demand) -> Iterator[None]:
     process = multiprocessing.get_context("spawn").Process(target=keep_busy, args=(demand,), daemon=True)
 
     def wait_for(busy: bool) -> None:
-        deadline = time.monotonic() + DRAIN_SECONDS
+        deadline = running_time() + DRAIN_SECONDS
         while bool(running := total(demand.url, RUNNING)) != busy:
             check(busy)
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 got, wanted = f"{running:.0f} after {DRAIN_SECONDS:.0f} s", "one" if busy else "none without a client"
                 raise ServerError(field="running requests", got=got, wanted=wanted)
             time.sleep(0.05)

@@ -101,13 +101,13 @@ class RayCluster:
             raise
 
     def _connect(self, address: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = running_time() + seconds
         while True:
             try:
                 _knock(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
                 self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (OSError, RuntimeError, ValueError) as error:
-                if time.monotonic() > deadline:
+                if running_time() > deadline:
                     raise ConfigError(
                         f"no Ray cluster answers: {error}",
                         field="--cluster",
@@ -121,9 +121,9 @@ class RayCluster:
 
     def _joined(self, wanted: int, seconds: float) -> list[Node]:
         """Return the nodes, the head first, once there are enough."""
-        deadline = time.monotonic() + seconds
+        deadline = running_time() + seconds
         while len(nodes := self._alive()) < wanted:
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 raise ConfigError(
                     f"after {seconds:.0f} s",
                     field="--cluster-nodes",

@@ -29,6 +29,7 @@ from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.phases import ENVIRONMENTS_VARIABLE, report_at
 from grpo_trainer.rollouts.groups import RolloutBatch, to_group
+from grpo_trainer.signals import running_time
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ class RolloutClient:
 
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until the environments have left that leave after the last step, once they have evaluated it."""
-        deadline = time.monotonic() + seconds
+        deadline = running_time() + seconds
         there: list[str] = []
         while True:
             status = self._ask("/status", NO_STATUS)
@@ -207,7 +208,7 @@ class RolloutClient:
             if found and not there:
                 log.info("waiting for the last evaluation of %s", ", ".join(found))
             there = found
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 log.warning("no longer waiting for the last evaluation of %s", ", ".join(there) or "the environments")
                 return
             self._check_stop()
@@ -350,7 +351,7 @@ class RolloutClient:
         self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None], *, is_batch: bool = False
     ) -> T:
         """Repeat an attempt until it succeeds, log the wait, and raise an error after `--rollout-timeout`."""
-        started = time.monotonic()
+        started = running_time()
         said = 0.0
         while True:
             began = time.monotonic()
@@ -358,7 +359,7 @@ class RolloutClient:
             if not isinstance(result, _Wait):
                 return result
             check_stop()
-            waited = time.monotonic() - started
+            waited = running_time() - started
             if waited >= report_at(said):
                 said = waited
                 OWN.update(lacks_batch=is_batch)

@@ -96,11 +96,11 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 BUILT_IN_ROOMS = [found.module.split(".")[1] for found in BUILT_IN.values()]
 ROOMS = {
     "grpo_trainer": (
-        *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
+        *("errors", "signals", "files", "cache", "phases", "suggestions", "import_paths", "versions", "background"),
         *("locked_memory", "machine"),
         *("config", "metrics", "losses", "rollouts", "batch", "server_client", "optim"),
         *("model", "memory", "engine", "shared", "parallel", "policy"),
-        *("saving", "signals", "launch", "alignment", "weights"),
+        *("saving", "launch", "alignment", "weights"),
         *("trainer", "feed", "logs"),
         *("shutdown", "loop", "run_defaults", "doctor", "bench", "report"),
         *("record", "run", "slurm", "dry_run", "servers", "cli"),

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from environments.api.queue import RolloutQueue
 from environments.config import BaseEnvConfig
 from environments.running.groups import EQUAL_IN_A_ROW, GroupMaker
 from grpo_trainer import feed as feed_module
+from grpo_trainer import signals
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
@@ -257,8 +257,8 @@ def test_feed_ends_the_run_for_an_environment_of_another_vocabulary() -> None:
 
 
 def test_feed_ends_the_run_for_an_environment_whose_groups_are_all_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.count(time.perf_counter(), 25)
-    monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    seconds = itertools.count(0.0, 25.0)
+    monkeypatch.setattr(feed_module, "running_time", lambda: next(seconds))
     api = Api(iter([(group(1, 1),)] * 200))
     with pytest.raises(TrainingError) as ended:
         feed(api, RolloutConfig(prefetch=False, max_staleness=2, rollout_timeout=1000.0)).next(9)
@@ -417,10 +417,10 @@ def environment(size: int) -> wire.RegisterEnv:
     return wire.RegisterEnv(max_token_length=9, desired_name="sums", weight=1.0, group_size=size)
 
 
-def client_of(answer: Callable[[httpx.Request], httpx.Response], lease_seconds: float = 8.0) -> RolloutClient:
+def client_of(answer: Callable[[httpx.Request], httpx.Response], **options: float) -> RolloutClient:
     told = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": 0}
     registration = wire.Register(**told, batch_size=4, max_token_len=9, starting_step=0, num_steps=9)  # type: ignore[arg-type]
-    client = RolloutClient(RolloutConfig(lease_seconds=lease_seconds), registration, lambda: None)
+    client = RolloutClient(RolloutConfig.model_validate({"lease_seconds": 8.0, **options}), registration, lambda: None)
     client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://api")
     return client
 
@@ -455,6 +455,26 @@ def test_leases_are_extended_once_less_than_half_of_their_time_is_left(monkeypat
         *((5, "a/extend"), (6, "a/extend"), (6, "b/extend"), (8, "c/extend")),
         *((11, "c/release"), (11, "a/extend"), (11, "b/extend")),
     ]
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(86_400.0, False), (4.0, True)])
+def test_client_counts_no_time_for_which_the_trainer_was_stopped(
+    seconds: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four requests within the 14 s of `--rollout-timeout`: a stop of a day during two of them, or 4 s for each."""
+    now, requests = [0.0], itertools.count()
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(client_module, "running_time", signals.RunningTime())
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/batch" and (next(requests) < 2 or ends):
+            now[0] += seconds
+        return httpx.Response(200, content=NO_BATCH, headers={"content-type": wire.MSGPACK})
+
+    client, asked = client_of(answer, rollout_timeout=14.0), iter(range(5))
+    with pytest.raises(TrainingError if ends else StopIteration) as ended:
+        client.lease(lambda: print(next(asked)))
+    assert not ends or getattr(ended.value, "field", "") == "--rollout-timeout"
 
 
 def test_trained_batches_wait_in_their_order_until_they_end() -> None:

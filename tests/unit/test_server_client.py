@@ -7,8 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ import pytest
 import uvicorn
 
 from grpo_common.http import CLIENT_IDLE_S
-from grpo_trainer import server_client
+from grpo_trainer import server_client, signals
 from grpo_trainer.config.server import Server
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START
@@ -207,6 +209,31 @@ def test_client_gives_up_a_server_that_is_silent_but_none_that_works_for_long(
         finally:
             take.set()
             awake.set()
+
+
+def test_client_counts_no_time_for_which_the_trainer_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop of a day during the wait for an answer, and one during a knock, which therefore gets none."""
+    now, done, knocks = [0.0], threading.Event(), iter((False, False, True))
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(server_client, "running_time", signals.RunningTime())
+    monkeypatch.setattr(server_client, "wait", lambda futures, _: waited(futures, 0.1))
+    config = Server(port=free_port(), roster=tmp_path)
+
+    def waited(futures: list[Future[bool]], seconds: float) -> Any:
+        now[0] += 86_400.0
+        return wait(futures, seconds)
+
+    def is_there() -> bool:
+        now[0] += 86_400.0
+        if next(knocks):
+            done.set()
+        return done.is_set()
+
+    with closing(ServerClient(config)) as client:
+        monkeypatch.setattr(client, "_is_there", is_there)
+        assert client._unless_silent(lambda: done.wait(60))
 
 
 @pytest.mark.parametrize(
