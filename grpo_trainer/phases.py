@@ -24,8 +24,6 @@ FIRST_STEP = "step"
 """The last phase; before it there is nothing to save."""
 COMMAND_VARIABLE = "GRPO_COMMAND_TIME"
 """Environment variable with the start time, in Unix seconds, of the command that started this process."""
-ENVIRONMENTS_VARIABLE = "GRPO_ENVIRONMENTS"
-"""Environment variable with the number of environments that `grpo run` has started."""
 PATIENCE_SECONDS = 10.0
 """Seconds of a wait after which a process reports what it waits for."""
 LONGEST_SILENCE_SECONDS = 60.0

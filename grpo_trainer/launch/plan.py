@@ -27,7 +27,6 @@ from grpo_trainer.config.processes import EnvironmentProcess, RunConfig, environ
 from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, arguments
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Place, Places, meeting_address, trainer_names
-from grpo_trainer.phases import ENVIRONMENTS_VARIABLE
 from grpo_trainer.server_client import answers
 from vllm_server.protocol.bridge_config import FILE_NAME
 
@@ -340,7 +339,6 @@ def _trainer_processes(
     def variables(rank: int, name: str) -> dict[str, str]:
         """Also of a single process, whatever a job scheduler has set."""
         env = {"WORLD_SIZE": str(len(names)), "RANK": str(rank)}
-        env[ENVIRONMENTS_VARIABLE] = str(len(config.environments))
         if len(names) > 1:
             env |= {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
             # The number of its GPU among those that it sees: on a cluster a process sees only its own.

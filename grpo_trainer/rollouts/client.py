@@ -7,7 +7,6 @@ batches again, in the same order, from the step of its checkpoint on.
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import threading
 import time
@@ -27,7 +26,7 @@ from grpo_common.http import CONNECT_S, complaint, may_pass
 from grpo_common.status import NOTICE, OWN, WAITS
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
-from grpo_trainer.phases import ENVIRONMENTS_VARIABLE, report_at
+from grpo_trainer.phases import report_at
 from grpo_trainer.rollouts.groups import RolloutBatch, to_group
 from grpo_trainer.signals import running_time
 
@@ -83,7 +82,6 @@ class RolloutClient:
         self._deadlines: dict[str, float] = {}  # of leased batches
         self._trained: list[str] = []  # leased batches that wait for a checkpoint, in the order of training
         self._evaluated = 0
-        self._environments = int(os.environ.get(ENVIRONMENTS_VARIABLE) or 0)  # 0: others may still come
         self._has_warned = False
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -384,33 +382,21 @@ class RolloutClient:
         return f"environment {names[env_id]}" if env_id in names else f"environment {env_id}"
 
     def _explanation(self) -> str | None:
-        """Return the API's own reason why no batch comes, or None.
-
-        Raises:
-            TrainingError: no batch can ever come.
-        """
+        """Return the API's own reason why no batch comes, or None."""
         status = self._ask("/status", NO_STATUS) or NO_STATUS  # without an answer the caller has its own reason
         if status.unfit_sizes:
             self._warn_of_sizes(status)
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
 
     def _warn_of_sizes(self, status: wire.Status) -> None:
-        """Warn, once, that no sum of the environments' groups is a batch.
-
-        Raises:
-            TrainingError: all environments of the run are there, and enough of their groups wait.
-        """
+        """Warn, once, that no sum of the environments' groups is a batch; an environment that comes may change that."""
+        if self._has_warned:
+            return
+        self._has_warned = True
         wanted, size = f"sizes that add up to {status.batch_size}, the sequences of a step", status.batch_size
         fix = f"use --env.group_size {size} or a divisor of it, or other --prompts-per-step and --batch-size"
-        problem = Problem(
-            "--env.group_size", f"groups of {', '.join(map(str, status.unfit_sizes))}", wanted, fix, "no batch can come"
-        )
-        is_full = status.queued_sequences >= size and not status.buffered_groups
-        if 0 < self._environments <= sum(each.alive for each in status.environments) and is_full:
-            raise TrainingError.of([problem])
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("%s", problem)
+        sizes = ", ".join(map(str, status.unfit_sizes))
+        log.warning("%s", Problem("--env.group_size", f"groups of {sizes}", wanted, fix, "no batch can come"))
 
     def _ask(self, path: str, otherwise: T) -> T | None:
         """Return an answer of the API; `otherwise`: it is of another kind, or a refusal; None: no answer came."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.phases import ENVIRONMENTS_VARIABLE
 from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter, judge, misfit
@@ -269,32 +269,30 @@ def test_feed_ends_the_run_for_an_environment_whose_groups_are_all_too_old(monke
 
 
 @pytest.mark.parametrize(
-    ("sizes", "alive", "started_by_run", "ends"),
+    ("sizes", "registered", "limit", "warns"),
     [
-        ((6, 6), 1, 1, True),  # 12 sequences wait, and 8 is no sum of 6s
-        ((6, 6), 1, 2, False),  # another environment has still to come
-        ((6, 6), 1, 0, False),  # who knows what comes: not started by `grpo run`
-        ((6,), 1, 1, False),  # the environment may post groups of other sizes than it has registered
-        ((6, 2), 2, 2, None),
+        ((6, 6), [6], 0.0, True),  # 12 sequences wait, and 8 is no sum of 6s; an environment with groups of 2 may come
+        ((6, 6), [6, 6], 0.0, True),  # also where as many environments are there as the run has started
+        ((6, 6), [6], 1e-9, True),
+        ((6, 2), [6, 2], 0.0, False),
     ],
 )
-def test_client_says_that_no_sum_of_the_environments_groups_is_a_batch(
+def test_client_warns_once_that_no_sum_of_the_groups_is_a_batch_and_ends_with_the_time_limit_only(
     sizes: tuple[int, ...],
-    alive: int,
-    started_by_run: int,
-    ends: bool | None,
+    registered: list[int],
+    limit: float,
+    warns: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     queue = RolloutQueue()
     queue.register(registration(8))
     queue.next_batch(0.0, 60.0)
-    for size in sorted({*sizes})[-alive:]:
+    for size in registered:
         queue.register_environment(environment(size), 0.0)
     for size in sizes:
         queue.offer(None, size, 100, 0.5, now=0.0)
     status = msgspec.json.encode(Explainer(queue).status(0.0))
-    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(started_by_run))
     monkeypatch.setattr(client_module, "report_at", lambda said: said)  # at each attempt
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -302,15 +300,14 @@ def test_client_says_that_no_sum_of_the_environments_groups_is_a_batch(
             return httpx.Response(200, content=status)
         return httpx.Response(200, content=NO_BATCH, headers={"content-type": wire.MSGPACK})
 
-    client, asked = client_of(answer), iter(range(4))
-    with caplog.at_level(logging.WARNING), pytest.raises((TrainingError, StopIteration)) as ended:
+    client, asked = client_of(answer, rollout_timeout=limit), iter(range(4))
+    with caplog.at_level(logging.WARNING), pytest.raises(TrainingError if limit else StopIteration) as ended:
         client.lease(lambda: print(next(asked)))
-    said = [record.args for record in caplog.records if record.name == client_module.__name__]
-    if ends:
-        assert isinstance(ended.value, TrainingError) and not said
-        assert ended.value.field == "--env.group_size" and "6" in ended.value.got and "8" in ended.value.wanted
-    else:
-        assert len(said) == (ends is not None), "once"
+    (*said,) = (record.getMessage() for record in caplog.records if record.name == client_module.__name__)
+    assert len(said) == warns
+    shown = [*said, *([ended.value.got] if isinstance(ended.value, TrainingError) else [])]
+    assert all({"6", "8"} <= {*re.findall(r"\d+", each)} for each in shown)
+    assert not limit or getattr(ended.value, "field", "") == "--rollout-timeout"
 
 
 def test_environment_warns_once_that_it_sends_nothing_since_all_scores_are_equal(
