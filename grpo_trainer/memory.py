@@ -284,7 +284,11 @@ class MemoryPlan:
 
 
 def device_name(devices: Devices, index: int) -> str:
-    return f"GPU {index}" if devices.kind == "cuda" else "this machine"
+    """Return a device's name, as CUDA_VISIBLE_DEVICES has it."""
+    if devices.kind != "cuda":
+        return "this machine"
+    names = devices.visible or ()
+    return f"GPU {names[index] if devices._numbers is None and index < len(names) else index}"
 
 
 @dataclass(frozen=True)

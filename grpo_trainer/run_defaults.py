@@ -21,7 +21,7 @@ from grpo_trainer.config.train import usual_rates
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import CACHE_FLAG
 from grpo_trainer.machine import Machine
-from grpo_trainer.memory import CACHE, GB, Devices, Setup, other_share
+from grpo_trainer.memory import CACHE, GB, Devices, Setup, device_name, other_share
 from grpo_trainer.model.shape import ModelShape, read_model, read_shape
 
 SMALLEST_PASS = 2048
@@ -175,5 +175,5 @@ def _paragraph(config: RunConfig, machine: Machine, shape: ModelShape | None) ->
         f"{owner} {sum(row.nbytes for row in rows if row.owner == owner) / GB:.1f} GB"
         for owner in dict.fromkeys(row.owner for row in rows)
     )
-    where = f"GPU {plan.fullest}" if machine.on_gpu else "this machine"
-    return f"{text}; memory planned: {', '.join(held)} of {plan.devices.total / GB:.1f} GB on {where}"
+    where = f"{plan.devices.total / GB:.1f} GB on {device_name(plan.devices, plan.fullest)}"
+    return f"{text}; memory planned: {', '.join(held)} of {where}"

@@ -295,6 +295,18 @@ def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, s
     return setup(config, shape, share, devices, max_model_len=4096)
 
 
+@pytest.mark.parametrize(
+    ("visible", "device", "name"),
+    [(None, 0, "0"), (("5", "6"), 1, "6"), (("GPU-5", "GPU-6"), 1, "GPU-6"), (("5", "GPU-6"), 0, "5")],
+)
+def test_problems_name_a_gpu_as_cuda_visible_devices_does(
+    visible: tuple[str, ...] | None, device: int, name: str
+) -> None:
+    config = trainer(seq_len=4096, device=f"cuda:{device}")
+    plan = planned(config, devices=Devices("cuda", 20_000_000_000, 2, visible)).plan()
+    assert plan.problems[0].field == f"GPU {name}"
+
+
 def test_what_does_not_fit_is_said_with_the_largest_rows() -> None:
     plan = planned(trainer(seq_len=4096)).plan()
     assert plan.problems[0].field == "GPU 0" and "141.0 GB" in plan.problems[0].wanted
