@@ -72,7 +72,7 @@ class Fence:
         on_version: called with the weights' version after each completed update.
         fault: why the state of the weights is unknown; None if it is known.
         updates: number of completed updates.
-        paused: a client paused generation: it stays paused after an update ends.
+        pauses: pauses by clients, in progress or completed, that hold generation: it stays paused after an update ends.
         asleep: the weights are not in the device's memory: adapters are refused.
     """
 
@@ -85,9 +85,9 @@ class Fence:
     updates: int = 0
     last_update_time: float = 0.0
     last_stall_seconds: float = 0.0
-    paused: bool = False
+    pauses: set[asyncio.Event] = field(default_factory=set)
     asleep: bool = False
-    _pausing: asyncio.Event | None = None  # of the latest pause: set when the engine has paused or goes on
+    _pausing: set[asyncio.Event] = field(default_factory=set)  # those for which an update waits; set when they end
     _update: Update | None = None
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
     _tearing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -96,6 +96,11 @@ class Fence:
     def salt(self) -> str:
         """Return the current part of cache keys; it changes with each update."""
         return f"{self.boot_id[:8]}-{self.updates}"
+
+    @property
+    def paused(self) -> bool:
+        """Return whether a client paused generation."""
+        return bool(self.pauses)
 
     @property
     def updating(self) -> bool:
@@ -144,7 +149,7 @@ class Fence:
             raise ServeError(409, "sleep", "a server that sleeps", "one that is awake", "POST /bridge/wake_up first")
 
     async def pause(self, mode: str) -> None:
-        """Pause generation until `resume`. If the engine fails to pause, generation resumes.
+        """Pause generation until `resume`. If the engine fails to pause, generation resumes unless another pause holds.
 
         An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests.
 
@@ -152,18 +157,20 @@ class Fence:
             ServeError: 409, an update is in progress.
         """
         self.check_idle()
-        before, self.paused = self.paused, True
-        pausing = self._pausing = asyncio.Event()
+        pausing = asyncio.Event()
+        self.pauses.add(pausing)
+        self._pausing.add(pausing)
         try:
             await self.engine.pause(mode)
-            if mode == "wait" and self.paused:
+            if mode == "wait" and pausing in self.pauses:
                 await self.engine.forget()
         except BaseException:
-            self.paused = self.paused and before  # `resume` may have come meanwhile
+            self.pauses.discard(pausing)  # `resume` may have come meanwhile
             if not self.updating:
                 await self._release()
             raise
         finally:
+            self._pausing.discard(pausing)
             pausing.set()
 
     async def resume(self) -> None:
@@ -174,14 +181,15 @@ class Fence:
         """
         self.check_idle()
         self.check_healthy()
-        before, self.paused = self.paused, False
+        ended, self.pauses = self.pauses, set()
         try:
             await self.engine.release()
         except BaseException:
-            self.paused = self.paused or before
+            self.pauses |= ended
             raise
-        if self._pausing is not None:
-            self._pausing.set()
+        self._pausing -= ended
+        for pausing in ended:
+            pausing.set()
 
     async def tear(self, token: str, why: str) -> None:
         """Poison the weights: a write of weights that were sent has failed. If the update has ended, it is torn."""
@@ -201,13 +209,14 @@ class Fence:
         """Hold generation. After this returns, nothing reads the weights before `end`.
 
         Raises:
-            ServeError: 409 nothing is shared, another server was meant, an update is in progress, or a pause does not
-                end within the time limit; 422 no time limit.
+            ServeError: 409 nothing is shared, another server was meant, it sleeps, an update is in progress, or a pause
+                does not end within the time limit; 422 no time limit.
         """
         self.check_writable("update")
         self.check_boot(asked.boot_id)
         check_limit(asked.timeout_s)
         await self._wait_for_pauses(asked.timeout_s)
+        self.check_awake()
         self.check_idle()
         update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
         self._update = update  # set before the engine is held: a second update that begins meanwhile is refused
@@ -247,11 +256,11 @@ class Fence:
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
 
     async def _wait_for_pauses(self, timeout_s: float) -> None:
-        """Wait until the engine has paused: an update would stop requests that a pause waits for."""
+        """Wait until no pause is in progress: an update would stop requests that a pause waits for."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._pausing is not None and not self._pausing.is_set():
-                    await self._pausing.wait()
+                while self._pausing:
+                    await next(iter(self._pausing)).wait()
         except TimeoutError:
             got = f"a pause that has waited more than {timeout_s:g} s for requests in flight"
             raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None

@@ -107,6 +107,7 @@ async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
     """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     _check_may_sleep(server)
     async with server.channels.changing:  # after a publish that has begun
+        server.fence.check_idle()
         server.fence.asleep = True
         await server.engine.sleep(1)
     return protocol.BridgeStatus("asleep")
@@ -116,8 +117,10 @@ async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
 async def wake_up(server: PolicyServer) -> protocol.BridgeStatus:
     _check_may_sleep(server)
     async with server.channels.changing:
+        server.fence.check_idle()
         await server.engine.wake_up()
-        server.fence.asleep = server.fence.paused = False  # vLLM resumes generation, too
+        server.fence.asleep = False
+        server.fence.pauses.clear()  # vLLM resumes generation, too
     return protocol.BridgeStatus("awake")
 
 

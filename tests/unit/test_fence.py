@@ -169,8 +169,8 @@ class Life(RuleBasedStateMachine):
     @rule(failing=st.sampled_from(["renew", "release"]))
     def end_on_an_engine_that_does_not_go_on(self, failing: str) -> None:
         self.engine.failing = failing if self.asked != "recompute" or failing == "release" else "renew, recompute"
-        if failing == "release" and self.fence.paused:
-            self.fence.paused = False
+        if failing == "release":
+            self.fence.pauses.clear()
         with pytest.raises(EngineFault):
             self.run(self.fence.end(end(self.token)))
         self.engine.failing = ""
@@ -406,6 +406,75 @@ async def test_fence_of_a_pause_that_fails_within_an_update_stays_closed() -> No
     with pytest.raises(EngineFault):
         await pausing
     assert engine.events == ["release", "hold", "pause, wait"] and not fence.paused
+
+
+@pytest.mark.parametrize("second", ["completed", "in progress", "after resume", "failed"])
+@story
+async def test_fence_of_a_pause_that_fails_stays_closed_while_another_pause_holds(second: str) -> None:
+    fence = fence_on(engine := Draining(failing="pause, wait"))
+    first = asyncio.create_task(fence.pause("wait"))
+    await asyncio.sleep(0)
+    if second == "after resume":
+        await fence.resume()
+        engine.events.clear()
+    other = asyncio.create_task(fence.pause("wait" if second == "failed" else "keep"))
+    if second != "in progress":
+        await asyncio.sleep(0.01)
+    engine.drained.set()
+    with pytest.raises(EngineFault):
+        await first
+    with pytest.raises(EngineFault) if second == "failed" else nullcontext():
+        await other
+    assert fence.paused == ("release" not in engine.events) == (second != "failed")
+    begun = await fence.begin(begin())
+    await fence.end(end(begun.token))
+    assert fence.paused == (second != "failed") == (engine.events[-1] != "release")
+
+
+@story
+async def test_fence_lets_an_update_wait_for_each_of_several_pauses() -> None:
+    """The first one fails, and its release of the engine comes before the update holds it."""
+    fence = fence_on(engine := Draining(failing="pause, wait"))
+    pausing = asyncio.create_task(fence.pause("wait"))
+    await asyncio.sleep(0)
+    await fence.pause("keep")
+    beginning = asyncio.create_task(fence.begin(begin()))
+    await asyncio.sleep(0.01)
+    assert not (beginning.done() or fence.updating)
+    engine.drained.set()
+    await beginning
+    assert pausing.done() and engine.events == ["pause, keep", "pause, wait", "hold"]
+    with pytest.raises(EngineFault):
+        await pausing
+
+
+@story
+async def test_server_neither_sleeps_nor_wakes_up_within_an_update_and_none_begins_while_it_sleeps() -> None:
+    """vLLM resumes generation as it wakes up."""
+    fence = fence_on(engine := Engine())
+
+    async def do(*_: object) -> None:
+        await asyncio.sleep(0)
+
+    server: Any = SimpleNamespace(
+        fence=fence,
+        args=SimpleNamespace(shared_weights=False, enable_sleep_mode=True),
+        channels=SimpleNamespace(changing=asyncio.Lock()),
+        engine=SimpleNamespace(sleep=do, wake_up=do),
+    )
+    begun = await fence.begin(begin())
+    for route in (routes.sleep, routes.wake_up):
+        with refusing(ServeError, "update", 409):
+            await route(server)
+    await fence.end(end(begun.token))
+    await routes.sleep(server)
+    waking = asyncio.ensure_future(routes.wake_up(server))
+    await asyncio.sleep(0)
+    with refusing(ServeError, "sleep", 409):
+        await fence.begin(begin())
+    await waking
+    await fence.begin(begin())
+    assert engine.events.count("hold") == 2
 
 
 @story
