@@ -7,6 +7,7 @@ Each message names the field, what came, what was wanted and the fix. `exit_code
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -139,3 +140,11 @@ def _free_space(filename: str | bytes | None) -> str:
     path = Path(filename)
     folder = next(each for each in (path, *path.parents) if each.is_dir())
     return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"
+
+
+def warn_once(log: logging.Logger, text: str, *values: object) -> None:
+    """Log what all processes of the trainer find; only rank 0 warns of it, so that a user sees it once."""
+    import torch.distributed as dist  # loaded already, where there are several
+
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    log.log(logging.WARNING if leads else logging.INFO, text, *values, stacklevel=2)

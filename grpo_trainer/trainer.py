@@ -32,7 +32,7 @@ from grpo_trainer.batch.microbatches import MicroBatch, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import check_teacher
 from grpo_trainer.engine.head import TokenScores
-from grpo_trainer.errors import TrainingError, WeightsError
+from grpo_trainer.errors import TrainingError, WeightsError, warn_once
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.model.reference import Reference, build_reference
@@ -349,7 +349,7 @@ class Trainer:
         """Log once that samples have teachers' logprobs which the options do not use."""
         if batch.counts.teacher_tokens and not self.config.distill_coef and not self._said_unused:
             self._said_unused = True
-            log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
+            warn_once(log, "samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
     def _is_bad(self, loss: float, norm: float) -> bool:
         """Return whether to skip the step; raise an error after too many such steps in a row."""
@@ -361,7 +361,7 @@ class Trainer:
             self._bad_steps = 0
             return False
         self._bad_steps += 1
-        log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
+        warn_once(log, "step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
         if self._bad_steps >= self.config.max_bad_steps:
             sound = not any(self._world.gather(self._first_not_finite(self.parameters)))
             raise self._world.common(

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.recompute import Kept, Recomputation
+from grpo_trainer.errors import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -226,5 +227,5 @@ def compile_layers(
     reason = compiled.try_out(Recomputation(), trial)
     if reason is None:
         return compiled
-    log.warning("decoder layers are not compiled: %s", reason)
+    warn_once(log, "decoder layers are not compiled: %s", reason)
     return None

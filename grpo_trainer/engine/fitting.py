@@ -36,6 +36,7 @@ from grpo_trainer.engine.recompute import (
     recompute,
 )
 from grpo_trainer.engine.tensor_shards import shard_of
+from grpo_trainer.errors import warn_once
 from grpo_trainer.memory import gathered_bytes, head_bytes, update_bytes
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter, use_few_kernels
@@ -229,11 +230,12 @@ class Fitting:
             "%s: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
             *(describe(plan, count), rest / 1e9, tokens, memory.token_bytes[Kept.ALL] / 1e3, (rest - needed) / 1e9),
         )
-        if needed > rest:
-            log.warning(
-                "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
-                *(tokens, needed / 1e9, rest / 1e9),
-            )
+        lacking = int(needed - rest)
+        if dist.is_initialized():
+            lacking = self._largest(lacking)  # rank 0 warns for the GPU that has the least room
+        if lacking > 0:
+            text = "a pass of %d tokens may not fit: %.1f GB are lacking; lower --max-tokens-per-microbatch"
+            warn_once(log, text, tokens, lacking / 1e9)
 
     def _common(self, plan: Recomputation) -> Recomputation:
         """Return a plan of all processes that compute each layer together: they must recompute the same layers."""
@@ -259,7 +261,7 @@ class Fitting:
         if compiled is not None:
             reason = compiled.try_out(plan, self.trial)
             if reason is not None:
-                log.warning("compiled layers can't recompute: %s", reason)
+                warn_once(log, "compiled layers can't recompute: %s", reason)
                 compiled.plan = Recomputation()
                 compiled = None
         if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
@@ -279,7 +281,7 @@ class Fitting:
                 break
             reason = compiled.try_out(Recomputation(len(self.layers), kept), self.trial)
             if reason is not None:
-                log.warning("compiled layers keep all or their input: %s", reason)
+                warn_once(log, "compiled layers keep all or their input: %s", reason)
                 break
             token, fixed = self.measure()
             memory = replace(

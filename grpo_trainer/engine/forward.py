@@ -29,7 +29,7 @@ from grpo_trainer.engine.compiled import CompiledLayers
 from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, TokenScores, head_scores, token_scores
 from grpo_trainer.engine.recompute import Recomputation, known_layers
 from grpo_trainer.engine.routing import Routing
-from grpo_trainer.errors import ConfigError, TrainingError
+from grpo_trainer.errors import ConfigError, TrainingError, warn_once
 from grpo_trainer.model.load import computing_dtype
 from grpo_trainer.rollouts.groups import Sample
 
@@ -249,7 +249,7 @@ def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device
     if asked == "on":
         summary = f"{type(parts.whole).__name__}: {why}"
         raise ConfigError(summary, field="--packing", got="on", fix="leave it out")
-    log.warning("microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
+    warn_once(log, "microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
     return False
 
 
@@ -268,7 +268,7 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
         return True
     if asked == "on":
         raise ConfigError(why, field="--share-prompts", got="on", fix="leave it out")
-    log.warning("shared prompts are computed once per sequence: %s", why)
+    warn_once(log, "shared prompts are computed once per sequence: %s", why)
     return False
 
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from grpo_trainer.config.train import ModelConfig
-from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.errors import ConfigError, ModelError, warn_once
 from grpo_trainer.model.quantised import is_read, not_read, quantised_by
 from grpo_trainer.model.text_part import NAMED_OTHERWISE, PREFIX, causal_lm_of, load_causal_lm, text_config_of
 
@@ -162,7 +162,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     )
     if config.load_in_4bit:
         if device.type == "cpu":
-            log.warning("--load-in-4bit on a CPU saves memory and costs time: each pass expands every matrix again")
+            warn_once(log, "--load-in-4bit on a CPU saves memory and costs time: each pass expands every matrix again")
         _check_kernel(model, device)
         _keep_one_layout(model)
     freeze(model, config)

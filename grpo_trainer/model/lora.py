@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.bridge import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, BridgeConfig, read_adapter
-from grpo_trainer.errors import ModelError
+from grpo_trainer.errors import ModelError, warn_once
 from grpo_trainer.files import write_bytes
 from grpo_trainer.model.export import PEFT_PREFIX
 from grpo_trainer.model.text_part import PREFIX, in_part, in_whole, whole_config
@@ -80,7 +80,7 @@ def _start_from(model: PeftModel, file: AdapterFile) -> None:
             parameters[name].copy_(tensor)
     name = getattr(model.config, "name_or_path", None)
     if file.base_model and name and file.base_model not in (name, from_anywhere(name)):
-        log.warning("--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
+        warn_once(log, "--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
     log.info("starting from the adapter %s: rank %d, %d modules", file.path, file.r, len(file.modules))
 
 

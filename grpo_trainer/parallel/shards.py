@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.recompute import known_layers
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, warn_once
 from grpo_trainer.model.export import own_rows, stored_tensors
 from grpo_trainer.model.text_part import load_causal_lm, published, weight_files
 from grpo_trainer.parallel.world import World
@@ -38,7 +38,7 @@ def is_sharded(world: World, config: TrainConfig) -> bool:
     if world.alone or not config.wants_parts:
         return False
     if why := config.why_whole:
-        log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
+        warn_once(log, "weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from grpo_common.errors import Problem
 from grpo_trainer.engine.forward import evaluating
+from grpo_trainer.errors import warn_once
 from grpo_trainer.metrics.types import Metric, Metrics, Sum
 from grpo_trainer.parallel.world import World
 from vllm_server.protocol import BridgeInfo
@@ -152,7 +153,6 @@ def problems_of(
     *,
     by: str = "start it with",
     model: nn.Module | None = None,
-    warns: bool = True,
 ) -> list[Problem]:
     """Return the problems that prevent training, and log a warning for settings that may be intended.
 
@@ -160,12 +160,11 @@ def problems_of(
         seq_len: longest sequence of the training.
         by: first words of a fix: how the user passes the server an argument.
         model: the trainer's model, if the user started the server separately; else None.
-        warns: False: another process of the trainer logs the warnings.
     """
-    if info.max_model_len < seq_len and warns:
-        log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
+    if info.max_model_len < seq_len:
+        warn_once(log, "the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
     if model is not None and info.logits_dtype is not None:
-        _compare_logits(info, model, warns=warns)
+        _compare_logits(info, model)
     if info.logprobs_mode == "processed_logprobs":
         return []
     wanted = "processed_logprobs"
@@ -180,7 +179,7 @@ def problems_of(
     ]
 
 
-def _compare_logits(info: BridgeInfo, model: nn.Module, *, warns: bool) -> None:
+def _compare_logits(info: BridgeInfo, model: nn.Module) -> None:
     """Warn if only one side rounds its logits to 16 bits: their logprobs then differ more than if both sides did.
 
     A server in fp32 has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
@@ -189,8 +188,9 @@ def _compare_logits(info: BridgeInfo, model: nn.Module, *, warns: bool) -> None:
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
     dtype = str(logits_BTV.dtype).removeprefix("torch.")
-    if warns and (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
-        log.warning(
+    if (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
+        warn_once(
+            log,
             "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
             "server with --logits-dtype %s, or give the trainer the other",
             *(info.logits_dtype, dtype, "float32" if dtype == "float32" else "model"),

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, ServerError, warn_once
 from grpo_trainer.locked_memory import LockedMemory, bytes_for
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.parallel.world import World
@@ -238,7 +238,7 @@ class BroadcastBridge(WeightBridge):
 
     def prove(self) -> float | None:
         if not self._config.proof:
-            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is sent")
+            warn_once(log, "bridge proof skipped (--no-proof): nothing shows that the server uses what is sent")
             return None
         assert self._info is not None, "connect comes first"
         model = self._policy.model

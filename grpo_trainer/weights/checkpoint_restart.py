@@ -28,7 +28,7 @@ from grpo_common.status import NOTICE
 from grpo_trainer.alignment.proof import Change, Proof
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import BridgeError
+from grpo_trainer.errors import BridgeError, warn_once
 from grpo_trainer.files import folders_named, remove_remains, whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
@@ -202,7 +202,7 @@ class RestartBridge(WeightBridge):
         assert self._served is not None, "connect comes first"
         gaps = self._prove(self._served)
         if not gaps:
-            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
+            warn_once(log, "bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
         return max(gaps, default=None)
 
     def _prove(self, served: _Served) -> list[float]:

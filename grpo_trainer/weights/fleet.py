@@ -22,7 +22,7 @@ import msgspec
 
 from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_served
 from grpo_trainer.config.server import Server, server_names
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, ServerError, warn_once
 from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.parallel.world import World
@@ -234,7 +234,7 @@ class Fleet(WeightBridge):
 
     def _part(self, url: str, why: str) -> None:
         """Close the bridge to a server. What can't be closed because the server is gone is not an error."""
-        self._say("server %s leaves: %s", url, why)
+        warn_once(log, "server %s leaves: %s", url, why)
         bridge, boot = self._bridges.pop(url), self._boots.pop(url)
         with suppress(ServerError, BridgeError):
             bridge.close()
@@ -281,7 +281,7 @@ class Fleet(WeightBridge):
         if wanted <= version:
             self._bridges[url], self._boots[url] = bridge, member.boot
             self._waiting.pop(url, None)
-            self._say("server %s joins with version %d, after %.1f s", url, version, time.monotonic() - started)
+            warn_once(log, "server %s joins with version %d, after %.1f s", url, version, time.monotonic() - started)
             return
         if not self._bridges:
             raise OnlyAheadError(
@@ -301,12 +301,8 @@ class Fleet(WeightBridge):
         if not for_ever:
             known = before is not None and before.boot == member.boot
             pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and known else FIRST_PAUSE_SECONDS
-        self._say("server %s can't join%s: %s", member.url, " until it restarts" if for_ever else "", why)
+        warn_once(log, "server %s can't join%s: %s", member.url, " until it restarts" if for_ever else "", why)
         self._waiting[member.url] = _Waiting(member.boot, time.monotonic() + pause, pause, why, version)
-
-    def _say(self, text: str, *values: object) -> None:
-        """Log what all processes do; only rank 0 warns of it, so that a user sees it once."""
-        log.log(logging.WARNING if self._world.leads else logging.INFO, text, *values)
 
     def _note(self) -> None:
         """Write which servers environments may ask."""

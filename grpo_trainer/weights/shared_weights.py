@@ -32,7 +32,7 @@ from grpo_common.errors import Problem
 from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.engine.tensor_shards import shard_of
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, ServerError, warn_once
 from grpo_trainer.metrics.types import Metric, Sum, reduce
 from grpo_trainer.optim.steps import sampled
 from grpo_trainer.parallel.world import World
@@ -144,8 +144,7 @@ class SharedBridge(WeightBridge):
                     wanted=boot,
                     fix="start the trainer again",
                 )
-        model, leads = self._policy.model, self._world.leads
-        found = [problems_of(info, self._seq_len, model=model, warns=leads) for info in self._infos]
+        found = [problems_of(info, self._seq_len, model=self._policy.model) for info in self._infos]
         if problems := self._named(dict(zip(self._servers, found, strict=True))):
             raise BridgeError.of(problems)
 
@@ -233,7 +232,7 @@ class SharedBridge(WeightBridge):
             WeightsError: weights that must be the same on all ranks differ afterwards.
         """
         if not self._config.proof:
-            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is written")
+            warn_once(log, "bridge proof skipped (--no-proof): nothing shows that the server uses what is written")
             return None
         assert self._infos, "connect comes first"
         model = self._policy.model

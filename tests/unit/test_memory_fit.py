@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.engine import allocator, fitting
+from grpo_trainer.engine import allocator, attention, fitting
 from grpo_trainer.engine.allocator import shareable, with_segments
+from grpo_trainer.engine.compiled import compile_layers
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, known_layers, measure
+from grpo_trainer.parallel.shards import is_sharded
+from grpo_trainer.parallel.world import World
 from tests.unit.factories import TinyModel
 from tests.unit.test_packing import one_step, settings, tiny
 from tests.unit.test_trainer import assert_same
@@ -177,6 +183,31 @@ def test_as_few_layers_as_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog:
         assert (forward.plan.kept_bytes > 0) == (count == 0)
     assert counts[0] == 0 and counts[-1] == 4 and counts == sorted(counts) and len(set(counts)) > 2
     assert "lower --max-tokens-per-microbatch" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_warns_of_what_all_processes_find(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of memory, it warns for the process that lacks most: here another one, which lacks 7 GB."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(fitting, "reduced", lambda own, by: torch.full_like(own, 7e9))
+    Gpu(monkeypatch, 1e9)
+    options = attention.arguments
+    deaf = {"shared_prompts": attention.NONE_SHARED}
+    with caplog.at_level(logging.INFO):
+        forward = fitted(settings(packing="on", checkpointing=None))
+        layers = known_layers(forward.decoder)
+        assert layers is not None and compile_layers(layers, mock.Mock(side_effect=RuntimeError)) is None
+        monkeypatch.setattr(attention, "arguments", lambda packed: {**options(packed), **deaf})
+        build_forward(tiny("qwen2"), settings(packing="on"))
+        assert not is_sharded(World(rank, 2), TrainConfig(model_name="tiny", sharding="full", kl_beta=0.1))
+    said = [record.levelno for record in caplog.records for word in WARNED if word in record.getMessage()]
+    assert said == [logging.WARNING if rank == 0 else logging.INFO] * len(WARNED)
+
+
+WARNED = ("7.0 GB", "are not compiled", "shared prompts", "--sharding full")
 
 
 def test_fit_does_what_was_asked_for_and_a_limit_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
