@@ -117,26 +117,39 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; the negative number of the signal that killed it; None: it runs."""
-        return self.popen.poll()
+        """Exit code; the negative number of the signal that killed it; None: it runs.
+
+        It stays a zombie until `kill`: another process could get its number, and be killed in its place.
+        """
+        if self.popen.returncode is not None:
+            return self.popen.returncode
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # another thread is in `kill`
+            return self.popen.poll()
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def note_family(self) -> None:
         """Note its descendants of this moment, so that `kill` reaches those that leave it later."""
+        if self.popen.returncode is not None:
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             self._family |= {process, *process.children(recursive=True)}
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        if self.popen.poll() is None:
-            self.popen.terminate()
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGTERM)  # `Popen.terminate` would wait for one that has ended
 
     def kill(self) -> None:
         """Kill the rest of its process group and of its family, and wait until they are gone."""
-        if self.popen.poll() is None:
-            self.note_family()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self.note_family()
+        if self.popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         for relative in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 relative.kill()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
+import psutil
 import pytest
 
 from grpo_common import status
@@ -275,10 +276,14 @@ def test_supervisor_shows_the_cause_though_much_was_said_after_it(tmp_path: Path
 
 
 def test_supervisor_names_a_killed_process_before_its_victims(tmp_path: Path) -> None:
-    victim = "import os, sys, time\nwhile os.path.exists(f'/proc/{sys.argv[1]}'): time.sleep(0.01)\nsys.exit('lost it')"
+    victim = """
+        import sys, time
+        while ") Z " not in open(f"/proc/{sys.argv[1]}/stat").read(): time.sleep(0.01)
+        sys.exit("lost it")
+    """
     with pytest.raises(ProcessFailedError) as error, Recorded(tmp_path) as supervisor:
         server = supervisor.start(spec("server", SLEEPER))
-        threading.Timer(0.5, os.kill, (server.pid, signal.SIGKILL)).start()
+        threading.Timer(0.5, server.popen.kill).start()
         supervisor.run([[trainer(victim, str(server.pid))]])
     assert error.value.field == "server" and "SIGKILL" in error.value.got
 
@@ -442,6 +447,30 @@ def test_supervisor_leaves_what_the_kernel_holds(tmp_path: Path, monkeypatch: py
         child.kill()
     assert f"process {child.pid}" in child.last_words()
     child.end(1.0)
+
+
+def test_process_keeps_its_number_until_it_is_killed_and_ends_nothing_that_has_it_afterwards(tmp_path: Path) -> None:
+    """A process in its group, which it leaves behind, is ended."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid)"
+    child = Process(spec("env", code), tmp_path / "env.log")
+    wait_for("its end", lambda: child.exit_code is not None, child.log_path, 60)
+    assert child.exit_code == 0 and psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    wait_for("its line", lambda: child.progress.isdecimal(), child.log_path, 60)
+    left = int(child.progress)
+    child.terminate()
+    assert alive([left]) and child.exit_code == 0
+    child.kill()
+    wait_for("the end of what it left", lambda: not alive([left]), child.log_path, 60)
+    assert child.exit_code == 0 and not psutil.pid_exists(child.pid)
+    another = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    child.pid = another.pid
+    try:
+        child.end(1.0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            another.wait(1.0)
+    finally:
+        another.kill()
+        another.wait()
 
 
 # what processes say --------------------------------------------------------------------------------------------
