@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
@@ -289,12 +290,21 @@ def _make_ready() -> None:
 
 
 def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:
-    """Fork a child of the process that asked: one whose parent, between, ends at once."""
+    """Fork a child of the process that asked: one whose parent, between, ends at once.
+
+    The child waits for that end, which else would end a child that asks the kernel to be killed with its parent.
+    """
     reading, writing = os.pipe()
     between = os.fork()
     if not between:
+        number = os.getpid()
+
+        def wait_for_parent() -> None:
+            while os.getppid() == number:
+                time.sleep(0.001)
+
         try:
-            os.write(writing, _fork(wanted, given).to_bytes(8))
+            os.write(writing, _fork(wanted, given, wait_for_parent).to_bytes(8))
         finally:
             os._exit(0)
     os.waitpid(between, 0)
