@@ -35,6 +35,8 @@ from queue import Queue
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
+import psutil
+
 LIBC = ctypes.CDLL(None)
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("mutations.toml")
@@ -224,8 +226,10 @@ def _end(pytest: subprocess.Popen[bytes]) -> None:
             with suppress(subprocess.TimeoutExpired):
                 pytest.wait(END_S)
     finally:  # also if this program is interrupted again
-        with suppress(ProcessLookupError):
-            os.killpg(pytest.pid, signal.SIGKILL)
+        # If it has ended, a process that has its number now is another one.
+        if pytest.returncode is None or not psutil.pid_exists(pytest.pid):
+            with suppress(ProcessLookupError):
+                os.killpg(pytest.pid, signal.SIGKILL)
         pytest.wait()
 
 

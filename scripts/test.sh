@@ -24,7 +24,7 @@ esac
 "$PYTHON" -m ruff format --check .
 # pyright uses one core for minutes, and runs beside the tests.
 types=$(mktemp)
-trap 'rm -f "$types"; kill "${pyright:-}" 2>/dev/null || true' EXIT
+trap 'rm -f "$types"; kill %1 2>/dev/null || true' EXIT
 "$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
 pyright=$!
 failed=0

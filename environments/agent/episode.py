@@ -158,8 +158,10 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
                 if not (await asyncio.wait(reading, timeout=LOOK_S))[1]:
                     await process.wait()
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # A process that has ended may have left others in its group, but its number to a process of someone else.
+            if process.returncode is None or not psutil.pid_exists(process.pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             await asyncio.to_thread(_end_all, own.key, began)
             _, held = await asyncio.wait({*reading, asyncio.create_task(process.wait())}, timeout=HELD_S)
             for each in held:

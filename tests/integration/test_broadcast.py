@@ -294,7 +294,7 @@ def test_broadcast_server_killed_half_way(tmp_path: Path, transport: str, monkey
         parts = ModelLayout.parts
 
         def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
-            if number == 2:
+            if number == 2 and server.process.poll() is None:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
             return parts(self, number, stored)

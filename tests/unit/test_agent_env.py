@@ -432,6 +432,33 @@ async def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+async def test_a_command_that_has_ended_ends_no_process_that_has_got_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    class Reused:
+        def __init__(self, process: Any, pid: int) -> None:
+            self._process, self.pid = process, pid
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._process, name)
+
+    another = subprocess.Popen(["sleep", "300"], start_new_session=True)
+
+    async def started(*words: str, **options: Any) -> Reused:
+        return Reused(await start(*words, **options), another.pid)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    try:
+        assert (await played(command("print(7)"), {}, seconds=60.0))[0] == "7"
+        with pytest.raises(subprocess.TimeoutExpired):
+            another.wait(1.0)
+    finally:
+        another.kill()
+        another.wait()
+
+
 async def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

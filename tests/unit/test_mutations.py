@@ -130,3 +130,17 @@ def test_mutation_check_leaves_no_pytest_when_it_is_killed(tmp_path: Path) -> No
         while tests.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_tests_that_have_ended_end_no_process_that_has_got_their_number() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    another = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    ended.pid = another.pid
+    try:
+        mutation_check._end(ended)
+        with pytest.raises(subprocess.TimeoutExpired):
+            another.wait(1.0)
+    finally:
+        another.kill()
+        another.wait()

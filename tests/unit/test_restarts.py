@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -448,12 +450,13 @@ def server(
 
 
 @pytest.fixture
-def engines() -> Iterator[list[int]]:
-    """Pids to be ended if a test fails to."""
-    pids: list[int] = []
-    yield pids
-    for pid in alive(pids):
-        os.kill(pid, signal.SIGKILL)
+def engines() -> Iterator[list[psutil.Process]]:
+    """Processes to be ended if a test fails to."""
+    processes: list[psutil.Process] = []
+    yield processes
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # nor is one ended that has got its number
+            process.kill()
 
 
 def engine_of(owned: OwnedServer) -> int:
@@ -521,14 +524,14 @@ def test_owned_server_that_dies_later(tmp_path: Path) -> None:
             owned.check()
 
 
-def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[int]) -> None:
+def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[psutil.Process]) -> None:
     with server(tmp_path) as owned:
         owned.start("deaf-engine", 0)
         owned.wait_ready()
-        engines.append(engine_of(owned))
+        engines.append(psutil.Process(engine_of(owned)))
         pid = owned.pid
         owned.stop()
-        assert pid is not None and not alive([pid, *engines])
+        assert pid is not None and not alive([pid, *(engine.pid for engine in engines)])
         assert owned.pid is None
         owned.check()  # nothing runs: nothing is wrong
 
