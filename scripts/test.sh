@@ -29,11 +29,10 @@ trap 'rm -f "$types"; kill %1 2>/dev/null || true' EXIT
 pyright=$!
 failed=0
 # Three processes on two cores: those that start servers wait for half of their time. The folders with the longest files
-# come first; xdist would begin with the files that have the most tests. A test's own time-out is an alarm, which Python
-# code can miss: while it waits for a thread, say. 25 minutes end the process, with its stacks, and then the session.
+# come first; xdist would begin with the files that have the most tests. It would also repeat a test that ended its
+# process (tests/conftest.py).
 "$PYTHON" -m pytest tests/bridges tests/integration tests/gpu tests/contract tests/unit \
-    --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-    -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true "${lane[@]}" || failed=$?
+    --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${lane[@]}" || failed=$?
 wait "$pyright" || failed=$?
 cat "$types"
 exit "$failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import faulthandler
 import inspect
 import os
 import shutil
@@ -63,6 +64,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lane = LANES[item.path.relative_to(Path(__file__).parent).parts[0]]
         if lane:
             item.add_marker(lane)
+
+
+END_S = 120.0
+"""Seconds that a test which was interrupted by its time-out has to end."""
+_stderr = 2  # of a captured test it is a file
+
+
+def pytest_configure() -> None:
+    global _stderr
+    _stderr = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process, and show the stacks of its threads, for a test that its time-out does not end.
+
+    The time-out is an alarm, which raises an error. Code that waits again on the way out then waits for ever:
+    `asyncio.run` for tasks and threads, `with subprocess.Popen` for the process. pytest-xdist names the crashed test.
+    """
+    marked = item.get_closest_marker("timeout")
+    limit = marked.args[0] if marked else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + END_S, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import ssl
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from threading import Thread
+from typing import Any, Final
 
 import psutil
 
@@ -33,13 +35,16 @@ LAST_BYTES: Final = 64 * 1024
 SHOWN: Final = 300
 HELD_S: Final = 1.0
 """What the output of a command that has ended may be held by a process of another user."""
-LOOK_S: Final = 0.1
 LOOKS: Final = 5
 """For processes of an episode: each may have started others meanwhile."""
 BETWEEN_LOOKS_S: Final = 0.1
 CLOCK_S: Final = 1.0
 """Linux gives the time of a process's start to a second."""
 LOOPBACK: Final = "127.0.0.1"
+
+
+_THREADS: Final = Threads(sys.maxsize)
+"""A thread for each call: no episode waits for another that hangs."""
 
 
 class EpisodeFailed(UserError, RuntimeError):
@@ -87,7 +92,6 @@ def load_function(name: str, url: str) -> Agent:
     is_async = inspect.iscoroutinefunction(function)
     kind = openai.AsyncOpenAI if is_async else openai.OpenAI
     http = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
-    threads = Threads(sys.maxsize)  # of their own: no other episode waits for one that hangs
     certificates = ssl.create_default_context()  # loading them takes 50 ms, as long as ten calls
 
     async def run(task: Mapping[str, Any], own: Session) -> Any:
@@ -98,7 +102,7 @@ def load_function(name: str, url: str) -> Agent:
             async with client:
                 return await function(task, client)
         with client:
-            return await threads.call(function, task, client)
+            return await _THREADS.call(function, task, client)
 
     return run
 
@@ -127,46 +131,44 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
     with tempfile.TemporaryDirectory(prefix="grpo-agent-") as folder:
         file = Path(folder) / "task.json"
         file.write_text(json.dumps(dict(task), default=str))
-        pipe = asyncio.subprocess.PIPE
         direct = ",".join(filter(None, (os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), LOOPBACK)))
         variables = {"NO_PROXY": direct, "no_proxy": direct, "OPENAI_BASE_URL": url}
         variables |= {"OPENAI_API_KEY": own.key, "OPENAI_MODEL": POLICY}
         began = time.time()
-        start = asyncio.create_subprocess_exec(
-            *(word.replace(TASK_FILE, str(file)) for word in words),
-            env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            process = await asyncio.shield(asyncio.create_task(start))
+        try:  # here: a process of asyncio that is cancelled during its start keeps the event loop from ending
+            process = subprocess.Popen(
+                [word.replace(TASK_FILE, str(file)) for word in words],
+                env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise EpisodeFailed(field=words[0], got=error.strerror or error, wanted="a program") from None
-        except asyncio.CancelledError:  # the start, cancelled itself, would wait for what the process has started
-            await asyncio.to_thread(_end_all, own.key, began)
-            raise
-        assert process.stdout is not None and process.stderr is not None, "they are pipes"
-        outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
+        outputs: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
 
-        async def keep_last(stream: asyncio.StreamReader, kept: bytearray) -> None:
-            while piece := await stream.read(LAST_BYTES):
+        def keep_last(stream: Any, kept: bytearray) -> None:
+            while piece := stream.read1(LAST_BYTES):
                 kept += piece
                 del kept[:-LAST_BYTES]
+            stream.close()
 
-        reading = {asyncio.create_task(keep_last(*each)) for each in outputs.items()}
-        try:
-            while process.returncode is None:  # a child that it left behind may hold its output for ever
-                if not (await asyncio.wait(reading, timeout=LOOK_S))[1]:
-                    await process.wait()
-        finally:
+        readers = [Thread(target=keep_last, args=each, daemon=True) for each in outputs.items()]
+        for reader in readers:
+            reader.start()
+
+        def end() -> None:
             # A process that has ended may have left others in its group, but its number to a process of someone else.
             if process.returncode is None or not psutil.pid_exists(process.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.to_thread(_end_all, own.key, began)
-            _, held = await asyncio.wait({*reading, asyncio.create_task(process.wait())}, timeout=HELD_S)
-            for each in held:
-                each.cancel()
-            cast("Any", process)._transport.close()  # its pipes, which such a process still holds
+            _end_all(own.key, began)
+            process.wait()
+            for reader in readers:
+                reader.join(HELD_S)
+
+        try:
+            await _THREADS.call(process.wait)
+        finally:
+            await _THREADS.call(end)
     said, complaint = (bytes(each).decode(errors="replace") for each in outputs.values())
     if process.returncode:
         shown = printable((complaint.strip() or said.strip())[-SHOWN:], SHOWN)

@@ -6,16 +6,17 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, Final
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
+from environments.scoring import Threads
 
 WORKER: Final = "environments.maths.judge_worker"
 START_LIMIT_S: Final = 120.0
@@ -45,6 +46,8 @@ class MathJudge:
     """A few worker processes (`environments.maths.judge_worker`); each judges one answer, or searches a group's
     answers, at a time.
 
+    Threads wait for them: a process of asyncio that is cancelled during its start keeps its event loop from ending.
+
     Attributes:
         limit_s: seconds after which a worker is killed and its answer stays unjudged.
         running: the running workers.
@@ -61,8 +64,9 @@ class MathJudge:
                 "is not installed; it judges the answers", field="math-verify", fix="pip install 'math-verify>=0.8'"
             )
         self.limit_s = limit_s
-        self.running: set[Process] = set()
-        self._idle: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
+        self.running: set[Popen[bytes]] = set()
+        self._threads = Threads(sys.maxsize)
+        self._idle: asyncio.LifoQueue[Popen[bytes] | None] = asyncio.LifoQueue()
         for _ in range(workers):
             self._idle.put_nowait(None)
 
@@ -87,23 +91,20 @@ class MathJudge:
         worker, reply = await self._idle.get(), b""
         try:
             worker = worker or await self._start()
-            assert worker.stdin is not None and worker.stdout is not None, "started with pipes"
-            with suppress(TimeoutError, ConnectionError):  # a worker that has ended closes the pipe
+            with suppress(TimeoutError, OSError):  # a worker that has ended closes the pipe
                 async with asyncio.timeout(self.limit_s):
-                    worker.stdin.write(json.dumps(request).encode() + b"\n")
-                    await worker.stdin.drain()
-                    reply = await worker.stdout.readline()
+                    reply = await self._threads.call(_ask, worker, json.dumps(request).encode() + b"\n")
             return reply
         finally:
             # An interrupted worker would answer the next request with this request's verdict.
             self._idle.put_nowait(worker if reply else await self._end(worker))
 
-    async def _start(self, *, again: bool = True) -> Process:
+    async def _start(self, *, again: bool = True) -> Popen[bytes]:
         """Start a worker; one that is killed during its start, such as for want of memory, is started again once."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", WORKER),
+        worker = Popen(  # here, and not in a thread: the kernel ends a worker with the thread that started it
+            [sys.executable, "-m", WORKER],
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,  # math-verify prints whole answers there
@@ -111,30 +112,44 @@ class MathJudge:
             start_new_session=True,  # Ctrl-C must reach only the environment, which stops the worker
         )
         self.running.add(worker)
-        assert worker.stdout is not None, "started with a pipe"
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                ready = await worker.stdout.readline()
+                ready = await self._threads.call(_ask, worker)
         except BaseException:  # also a cancellation: nobody else knows the worker yet
             await self._end(worker)
             raise
         if ready:
             return worker
-        status = await worker.wait()
-        if status < 0 and again and worker in self.running:  # `close` takes out those that it ends
-            self.running.discard(worker)
-            return await self._start(again=False)
+        was_closed = worker not in self.running  # `close` takes out those that it ends
         self.running.discard(worker)
-        raise RuntimeError(f"the judge ended with status {status} during its start; try python -m {WORKER}")
+        await self._threads.call(_finish, worker)
+        if worker.returncode < 0 and again and not was_closed:
+            return await self._start(again=False)
+        raise RuntimeError(f"the judge ended with status {worker.returncode} during its start; try python -m {WORKER}")
 
-    async def _end(self, worker: Process | None) -> None:
+    async def _end(self, worker: Popen[bytes] | None) -> None:
         if worker is not None:
             self.running.discard(worker)
-            with suppress(ProcessLookupError):
-                worker.kill()
-            await worker.wait()
+            worker.kill()
+            await self._threads.call(_finish, worker)
 
     async def close(self) -> None:
         """Stop the workers."""
         for worker in list(self.running):
             await self._end(worker)
+
+
+def _ask(worker: Popen[bytes], request: bytes = b"") -> bytes:
+    """Return a worker's next line, after a request; nothing if it has ended."""
+    assert worker.stdin is not None and worker.stdout is not None, "started with pipes"
+    worker.stdin.write(request)
+    worker.stdin.flush()
+    return worker.stdout.readline()
+
+
+def _finish(worker: Popen[bytes]) -> None:
+    """Wait for the end of a worker that has closed its output or was killed, and close its pipes."""
+    worker.wait()
+    for pipe in filter(None, (worker.stdout, worker.stdin)):
+        with suppress(OSError):  # a request that it has not read
+            pipe.close()

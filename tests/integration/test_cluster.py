@@ -40,10 +40,12 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     """Two raylets: the head with a core and a GPU, another with two cores and two GPUs. The GPUs are numbers only."""
+    before = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
     cluster.add_node(num_cpus=2, num_gpus=2)
     yield cluster
     cluster.shutdown()
+    signal.signal(signal.SIGTERM, before)  # Ray leaves its own, which processes that are forked here would have
 
 
 @pytest.fixture

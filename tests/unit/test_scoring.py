@@ -579,6 +579,22 @@ async def test_judge_that_is_killed_during_its_start_starts_once_more(
     assert not judge.running
 
 
+async def test_judge_that_is_given_up_during_its_start_leaves_nothing() -> None:
+    """At any moment: a process of asyncio whose pipes are not connected yet would never be waited for."""
+    async with judging(workers=1) as judge:
+        started: list[Any] = []
+        for moments in range(5):
+            judging_one = asyncio.create_task(judge.judge("18", "\\boxed{18}", "boxed"))
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            started = [*judge.running]
+            judging_one.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await judging_one
+            assert not judge.running and all(worker.returncode is not None for worker in started)
+        assert started and await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
+
+
 async def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
     async with judging(workers=2) as judge:
         answers = ["\\boxed{9^{9^{9^{9}}}}", *["\\boxed{18}"] * 3]
