@@ -163,7 +163,7 @@ class Threads:
         if inspect.iscoroutinefunction(function):
             return await within(function(*args))
         async with self.slot():
-            result = await within(_in_thread(function, args))
+            result = await within(in_thread(function, *args, reports=True))
         return await within(result) if inspect.isawaitable(result) else result
 
 
@@ -196,8 +196,12 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
             await asyncio.wait({task}, timeout=GRACE_S)
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function in a new daemon thread."""
+async def in_thread(function: Callable[..., Any], *args: Any, reports: bool = False) -> Any:
+    """Call a function in a new daemon thread, which stays behind if the caller is cancelled.
+
+    Args:
+        reports: log the stack of a thread that stays behind because of a time limit.
+    """
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # so that its result may come after the caller has given up
 
@@ -215,7 +219,7 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
         return await asyncio.wrap_future(done)
     except asyncio.CancelledError as error:
         frame = sys._current_frames().get(thread.ident or 0)
-        if str(error) == LATE and frame is not None:  # and not the end of the program
+        if reports and str(error) == LATE and frame is not None:  # and not the end of the program
             stack = Lines(_stack(frame))
             log.warning("%s did not return in time, its thread stays behind. Its stack:\n%s", name, stack)
         raise

@@ -205,7 +205,6 @@ class BatchFeed:
         if ahead is None:
             ahead = self._thread.submit(self._fetch, version)
         while not wait([ahead], POLL_SECONDS).done:
-            running_time()  # the clock of the other thread's limit runs on while a request takes long
             try:
                 self._check_stop()
                 interrupted = self._is_needed()

@@ -239,9 +239,8 @@ class ServerClient:
         heard = running_time() - (SILENT_SECONDS if self._is_silent else 0.0)
         answer = background.begin(ask)
         while not wait([answer], KNOCK_SECONDS).done:
-            knocked = running_time()  # the clock is also read before the knock, which may take `KNOCK_SECONDS`, too
             if self._is_there():
-                heard = knocked
+                heard = running_time()
             elif running_time() - heard > SILENT_SECONDS and not answer.done():
                 self._is_silent = True
                 raise httpx.ReadTimeout(f"the server is silent for more than {SILENT_SECONDS:.0f} s")

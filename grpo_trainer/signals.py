@@ -26,30 +26,43 @@ ONCE_SECONDS = 1.0
 SIGTERM for each thread of a parent that is killed."""
 
 
+READ_SECONDS = 1.0
+"""Between two readings of `running_time` by its own thread."""
 LONGEST_GAP_SECONDS = 5.0
-"""What `running_time` counts, at most, of the time between two readings. The supervisor of `grpo run` and `StepWatch`
-read it about once a second, so of the time of a stop they count no more than this. Where it is read less often (by
-`grpo doctor` during a long check, or during a request that gets its answer late), time without a stop is left out,
-too: a limit is then longer than was asked for, never shorter."""
+"""What `running_time` counts, at most, of the time between two readings: of a stop no more than this. Where code holds
+the interpreter for longer, time without a stop is left out, too: a limit is then longer than was asked for."""
 
 
 class RunningTime:
     """A clock, in seconds, that stops `LONGEST_GAP_SECONDS` after it was read, until it is read again: so it stops
     while this process is stopped, by SIGSTOP, as a suspended job, or in a paused container. The system's own clock
-    stops only while the machine sleeps."""
+    stops only while the machine sleeps.
 
-    def __init__(self) -> None:
+    Args:
+        reads_itself: from its first reading on a thread reads it, too.
+    """
+
+    def __init__(self, *, reads_itself: bool = False) -> None:
         self._lock, self._read, self._stopped = threading.Lock(), time.monotonic(), 0.0
+        self._has_no_thread = reads_itself
+
+    def _read_on(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        while True:
+            sleep(READ_SECONDS)
+            self()
 
     def __call__(self) -> float:
         with self._lock:
+            if self._has_no_thread:
+                self._has_no_thread = False
+                threading.Thread(target=self._read_on, name="running time", daemon=True).start()
             now = time.monotonic()
             self._stopped += max(0.0, now - self._read - LONGEST_GAP_SECONDS)
             self._read = now
             return now - self._stopped
 
 
-running_time = RunningTime()
+running_time = RunningTime(reads_itself=True)
 
 
 class Arrivals:

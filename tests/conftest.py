@@ -76,20 +76,20 @@ def pytest_configure() -> None:
     _stderr = os.dup(2)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
     """End the process, and show the stacks of its threads, for a test that its time-out does not end.
 
     The time-out is an alarm, which raises an error. Code that waits again on the way out then waits for ever:
     `asyncio.run` for tasks and threads, `with subprocess.Popen` for the process. pytest-xdist names the crashed test.
     """
-    marked = item.get_closest_marker("timeout")
-    limit = marked.args[0] if marked else float(item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(limit + END_S, exit=True, file=_stderr)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    if not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(settings.timeout + END_S, exit=True, file=_stderr)
+    return (yield)
+
+
+def pytest_runtest_logfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

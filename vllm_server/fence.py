@@ -177,9 +177,10 @@ class Fence:
         """Resume generation after `pause`.
 
         Raises:
-            ServeError: 409, an update is in progress; 503, the state of the weights is unknown.
+            ServeError: 409, an update is in progress, or the server sleeps; 503, the state of the weights is unknown.
         """
         self.check_idle()
+        self.check_awake()
         self.check_healthy()
         ended, self.pauses = self.pauses, set()
         try:
@@ -273,8 +274,8 @@ class Fence:
             self._settle()
 
     async def _release(self) -> None:
-        """Let the engine compute, unless a client paused it or the state of the weights is unknown."""
-        if self.fault is None and not self.paused:
+        """Let the engine compute, unless a client paused it, it sleeps, or the state of the weights is unknown."""
+        if self.fault is None and not self.paused and not self.asleep:
             try:
                 await self.engine.release()
             except BaseException as error:  # new requests would wait for it for ever; an update heals it

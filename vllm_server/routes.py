@@ -109,7 +109,11 @@ async def sleep(server: PolicyServer) -> protocol.BridgeStatus:
     async with server.channels.changing:  # after a publish that has begun
         server.fence.check_idle()
         server.fence.asleep = True
-        await server.engine.sleep(1)
+        try:
+            await server.engine.sleep(1)
+        except BaseException:
+            server.fence.asleep = await server.engine.is_sleeping()
+            raise
     return protocol.BridgeStatus("asleep")
 
 
@@ -118,9 +122,10 @@ async def wake_up(server: PolicyServer) -> protocol.BridgeStatus:
     _check_may_sleep(server)
     async with server.channels.changing:
         server.fence.check_idle()
+        ended = {*server.fence.pauses}
         await server.engine.wake_up()
         server.fence.asleep = False
-        server.fence.pauses.clear()  # vLLM resumes generation, too
+        server.fence.pauses -= ended  # vLLM resumes generation, too
     return protocol.BridgeStatus("awake")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import select
 import shlex
 import signal
 import ssl
@@ -17,14 +18,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Final
 
 import psutil
 
 from environments.agent.front import POLICY, Session
 from environments.config import ConfigError
-from environments.scoring import Threads, error_of_code, limited
+from environments.scoring import Threads, error_of_code, in_thread, limited
 from environments.user_modules import function_of, module_of
 from grpo_common.errors import UserError
 from grpo_common.text import printable
@@ -33,6 +34,7 @@ TASK_FILE: Final = "{task_file}"
 LAST_BYTES: Final = 64 * 1024
 """Of a command's output, that are kept."""
 SHOWN: Final = 300
+LOOK_MS: Final = 200
 HELD_S: Final = 1.0
 """What the output of a command that has ended may be held by a process of another user."""
 LOOKS: Final = 5
@@ -41,10 +43,6 @@ BETWEEN_LOOKS_S: Final = 0.1
 CLOCK_S: Final = 1.0
 """Linux gives the time of a process's start to a second."""
 LOOPBACK: Final = "127.0.0.1"
-
-
-_THREADS: Final = Threads(sys.maxsize)
-"""A thread for each call: no episode waits for another that hangs."""
 
 
 class EpisodeFailed(UserError, RuntimeError):
@@ -92,6 +90,7 @@ def load_function(name: str, url: str) -> Agent:
     is_async = inspect.iscoroutinefunction(function)
     kind = openai.AsyncOpenAI if is_async else openai.OpenAI
     http = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
+    threads = Threads(sys.maxsize)  # of their own: no other episode waits for one that hangs
     certificates = ssl.create_default_context()  # loading them takes 50 ms, as long as ten calls
 
     async def run(task: Mapping[str, Any], own: Session) -> Any:
@@ -102,7 +101,7 @@ def load_function(name: str, url: str) -> Agent:
             async with client:
                 return await function(task, client)
         with client:
-            return await _THREADS.call(function, task, client)
+            return await threads.call(function, task, client)
 
     return run
 
@@ -144,16 +143,20 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         except OSError as error:
             raise EpisodeFailed(field=words[0], got=error.strerror or error, wanted="a program") from None
         outputs: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+        over = Event()
 
         def keep_last(stream: Any, kept: bytearray) -> None:
-            while piece := stream.read1(LAST_BYTES):
-                kept += piece
-                del kept[:-LAST_BYTES]
+            waiting = select.poll()
+            waiting.register(stream, select.POLLIN)
+            while not over.is_set():  # a process of another user may hold it for ever
+                if waiting.poll(LOOK_MS):
+                    if not (piece := stream.read1(LAST_BYTES)):
+                        break
+                    kept += piece
+                    del kept[:-LAST_BYTES]
             stream.close()
 
         readers = [Thread(target=keep_last, args=each, daemon=True) for each in outputs.items()]
-        for reader in readers:
-            reader.start()
 
         def end() -> None:
             # A process that has ended may have left others in its group, but its number to a process of someone else.
@@ -162,13 +165,17 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
                     os.killpg(process.pid, signal.SIGKILL)
             _end_all(own.key, began)
             process.wait()
+            until = time.monotonic() + HELD_S
             for reader in readers:
-                reader.join(HELD_S)
+                reader.join(max(0.0, until - time.monotonic()))
+            over.set()
 
         try:
-            await _THREADS.call(process.wait)
+            for reader in readers:
+                reader.start()
+            await in_thread(process.wait)
         finally:
-            await _THREADS.call(end)
+            await in_thread(end)
     said, complaint = (bytes(each).decode(errors="replace") for each in outputs.values())
     if process.returncode:
         shown = printable((complaint.strip() or said.strip())[-SHOWN:], SHOWN)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from environments.config import ConfigError
 from environments.maths.answer_form import AnswerForm
-from environments.scoring import Threads
+from environments.scoring import in_thread
 
 WORKER: Final = "environments.maths.judge_worker"
 START_LIMIT_S: Final = 120.0
@@ -65,7 +65,6 @@ class MathJudge:
             )
         self.limit_s = limit_s
         self.running: set[Popen[bytes]] = set()
-        self._threads = Threads(sys.maxsize)
         self._idle: asyncio.LifoQueue[Popen[bytes] | None] = asyncio.LifoQueue()
         for _ in range(workers):
             self._idle.put_nowait(None)
@@ -91,9 +90,11 @@ class MathJudge:
         worker, reply = await self._idle.get(), b""
         try:
             worker = worker or await self._start()
-            with suppress(TimeoutError, OSError):  # a worker that has ended closes the pipe
+            with suppress(
+                TimeoutError, OSError, ValueError
+            ):  # a worker that has ended closes the pipe, as `close` does
                 async with asyncio.timeout(self.limit_s):
-                    reply = await self._threads.call(_ask, worker, json.dumps(request).encode() + b"\n")
+                    reply = await in_thread(_ask, worker, json.dumps(request).encode() + b"\n")
             return reply
         finally:
             # An interrupted worker would answer the next request with this request's verdict.
@@ -114,7 +115,7 @@ class MathJudge:
         self.running.add(worker)
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                ready = await self._threads.call(_ask, worker)
+                ready = await in_thread(_ask, worker)
         except BaseException:  # also a cancellation: nobody else knows the worker yet
             await self._end(worker)
             raise
@@ -122,7 +123,7 @@ class MathJudge:
             return worker
         was_closed = worker not in self.running  # `close` takes out those that it ends
         self.running.discard(worker)
-        await self._threads.call(_finish, worker)
+        await in_thread(_finish, worker)
         if worker.returncode < 0 and again and not was_closed:
             return await self._start(again=False)
         raise RuntimeError(f"the judge ended with status {worker.returncode} during its start; try python -m {WORKER}")
@@ -131,7 +132,7 @@ class MathJudge:
         if worker is not None:
             self.running.discard(worker)
             worker.kill()
-            await self._threads.call(_finish, worker)
+            await in_thread(_finish, worker)
 
     async def close(self) -> None:
         """Stop the workers."""

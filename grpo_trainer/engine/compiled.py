@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.recompute import Kept, Recomputation
-from grpo_trainer.errors import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -227,5 +226,5 @@ def compile_layers(
     reason = compiled.try_out(Recomputation(), trial)
     if reason is None:
         return compiled
-    warn_once(log, "decoder layers are not compiled: %s", reason)
+    log.warning("decoder layers are not compiled: %s", reason)
     return None

@@ -261,7 +261,7 @@ class Fitting:
         if compiled is not None:
             reason = compiled.try_out(plan, self.trial)
             if reason is not None:
-                warn_once(log, "compiled layers can't recompute: %s", reason)
+                log.warning("compiled layers can't recompute: %s", reason)
                 compiled.plan = Recomputation()
                 compiled = None
         if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
@@ -281,7 +281,7 @@ class Fitting:
                 break
             reason = compiled.try_out(Recomputation(len(self.layers), kept), self.trial)
             if reason is not None:
-                warn_once(log, "compiled layers keep all or their input: %s", reason)
+                log.warning("compiled layers keep all or their input: %s", reason)
                 break
             token, fixed = self.measure()
             memory = replace(

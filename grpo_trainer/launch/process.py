@@ -147,7 +147,8 @@ class Process:
     def kill(self) -> None:
         """Kill the rest of its process group and of its family, and wait until they are gone."""
         self.note_family()
-        if self.popen.returncode is None:
+        # Where SIGCHLD is ignored the kernel keeps no zombie: its number may be that of another process by now.
+        if self.popen.returncode is None or not psutil.pid_exists(self.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         for relative in self._family:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -435,7 +436,7 @@ async def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child
 async def test_a_command_that_has_ended_ends_no_process_that_has_got_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start = asyncio.create_subprocess_exec
+    start = subprocess.Popen
 
     class Reused:
         def __init__(self, process: Any, pid: int) -> None:
@@ -446,10 +447,7 @@ async def test_a_command_that_has_ended_ends_no_process_that_has_got_its_number(
 
     another = subprocess.Popen(["sleep", "300"], start_new_session=True)
 
-    async def started(*words: str, **options: Any) -> Reused:
-        return Reused(await start(*words, **options), another.pid)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: Reused(start(*words, **options), another.pid))
     try:
         assert (await played(command("print(7)"), {}, seconds=60.0))[0] == "7"
         with pytest.raises(subprocess.TimeoutExpired):
@@ -457,6 +455,29 @@ async def test_a_command_that_has_ended_ends_no_process_that_has_got_its_number(
     finally:
         another.kill()
         another.wait()
+
+
+async def test_a_command_over_its_time_limit_is_ended_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EpisodeFailed):
+        await played(command("import time; time.sleep(600)"), {}, seconds=5.0)
+    assert not caplog.records, "a thread that stays behind would be one"
+
+
+HOLDER = "import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session=True, env={}).pid)"
+
+
+async def test_a_command_whose_output_is_held_by_another_process_leaves_no_thread() -> None:
+    """One that has none of the episode's variables is not ended, as one of another user."""
+    before = {*threading.enumerate()}
+    holder = psutil.Process(int((await played(command(HOLDER), {}, seconds=60.0))[0]))
+    try:
+        until = time.monotonic() + 60.0
+        while {each for each in threading.enumerate() if "keep_last" in each.name} - before:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.1)
+        assert holder.is_running()
+    finally:
+        holder.kill()
 
 
 async def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -453,25 +453,38 @@ async def test_server_neither_sleeps_nor_wakes_up_within_an_update_and_none_begi
     """vLLM resumes generation as it wakes up."""
     fence = fence_on(engine := Engine())
 
-    async def do(*_: object) -> None:
+    faults = [EngineFault]
+
+    async def sleep(level: int) -> None:
+        if faults:
+            raise faults.pop()
+
+    async def is_sleeping() -> bool:
+        return False
+
+    async def wake_up() -> None:
         await asyncio.sleep(0)
 
     server: Any = SimpleNamespace(
         fence=fence,
         args=SimpleNamespace(shared_weights=False, enable_sleep_mode=True),
         channels=SimpleNamespace(changing=asyncio.Lock()),
-        engine=SimpleNamespace(sleep=do, wake_up=do),
+        engine=SimpleNamespace(sleep=sleep, is_sleeping=is_sleeping, wake_up=wake_up),
     )
     begun = await fence.begin(begin())
     for route in (routes.sleep, routes.wake_up):
         with refusing(ServeError, "update", 409):
             await route(server)
     await fence.end(end(begun.token))
+    with pytest.raises(EngineFault):
+        await routes.sleep(server)
+    assert not fence.asleep
     await routes.sleep(server)
     waking = asyncio.ensure_future(routes.wake_up(server))
     await asyncio.sleep(0)
-    with refusing(ServeError, "sleep", 409):
-        await fence.begin(begin())
+    for ask in (fence.begin(begin()), fence.resume()):
+        with refusing(ServeError, "sleep", 409):
+            await ask
     await waking
     await fence.begin(begin())
     assert engine.events.count("hold") == 2

@@ -191,6 +191,24 @@ def test_time_in_which_a_process_was_stopped_does_not_count(monkeypatch: pytest.
     assert not seen.events
 
 
+def test_a_clock_that_reads_itself_counts_the_time_of_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, and with it the limits of a process that waits for one answer for long."""
+    readings: list[float] = []
+
+    def monotonic() -> float:
+        readings.append(4.0)  # less than a gap that does not count
+        return sum(readings)
+
+    monkeypatch.setattr(signals, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=monotonic))
+    clock = signals.RunningTime(reads_itself=True)
+    began, until = clock(), time.monotonic() + 60
+    while len(readings) < 20:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert clock() - began >= 4.0 * 18
+
+
 HANGS = """
 import logging, threading
 from grpo_trainer.signals import StepWatch
