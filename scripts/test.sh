@@ -28,9 +28,8 @@ trap 'rm -f "$types"; kill %1 2>/dev/null || true' EXIT
 "$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
 pyright=$!
 failed=0
-# Three processes on two cores: those that start servers wait for half of their time. The folders with the longest files
-# come first; xdist would begin with the files that have the most tests. It would also repeat a test that ended its
-# process (tests/conftest.py).
+# Three processes on two cores: those that start servers wait for half of their time. tests/conftest.py has the longest
+# files first; xdist would begin with those that have the most tests. It would also repeat a test that ended its process.
 "$PYTHON" -m pytest tests/bridges tests/integration tests/gpu tests/contract tests/unit \
     --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${lane[@]}" || failed=$?
 wait "$pyright" || failed=$?

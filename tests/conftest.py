@@ -64,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lane = LANES[item.path.relative_to(Path(__file__).parent).parts[0]]
         if lane:
             item.add_marker(lane)
+    long = {item.path for item in items if item.get_closest_marker("complete")}
+    items.sort(key=lambda item: item.path not in long)  # a long file that came last would occupy one of two cores
 
 
 END_S = 120.0
