@@ -35,6 +35,7 @@ LAST_BYTES: Final = 64 * 1024
 """Of a command's output, that are kept."""
 SHOWN: Final = 300
 LOOK_MS: Final = 200
+"""Between two looks, by who reads a command's output, whether its episode is over."""
 HELD_S: Final = 1.0
 """What the output of a command that has ended may be held by a process of another user."""
 LOOKS: Final = 5

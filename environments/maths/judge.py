@@ -90,9 +90,7 @@ class MathJudge:
         worker, reply = await self._idle.get(), b""
         try:
             worker = worker or await self._start()
-            with suppress(
-                TimeoutError, OSError, ValueError
-            ):  # a worker that has ended closes the pipe, as `close` does
+            with suppress(OSError, ValueError):  # it took too long; or the pipe is closed, by its end or by `close`
                 async with asyncio.timeout(self.limit_s):
                     reply = await in_thread(_ask, worker, json.dumps(request).encode() + b"\n")
             return reply
