@@ -70,6 +70,9 @@ class SyncOptions(ModelOptions):
     )
     proof: bool = option(True, help="Prove the server's weights before the measurement.")
     gpu_memory_utilization: float = option(0.5, help="Share of the GPU's memory for vLLM.", gt=0, le=1)
+    kv_cache_gb: float | None = option(
+        None, help="GB of the server's KV cache (default: what that share leaves, as vLLM measures it).", gt=0
+    )
     tensor_parallel_size: int = option(1, help="Tensor parallel size of the server.", ge=1)
     server_gpus: str | None = option(None, help="CUDA_VISIBLE_DEVICES of the server (default: as the trainer's).")
     quantization: Quantization = option("none", help="Quantisation of the server's weights; needs a GPU.")
@@ -196,8 +199,11 @@ def trainer_config(options: SyncOptions, folder: Path, model: Path, *, on_gpu: b
         "vllm_gpus": options.server_gpus,
     }
     config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
-    cache = (CACHE_FLAG, str(CACHE_BYTES_TINY)) if options.shape == "tiny" and not on_gpu else ()
-    return config.model_copy(update={"server": config.server.model_copy(update={"extra_args": cache})})
+    cache = CACHE_BYTES_TINY if options.shape == "tiny" and not on_gpu else None
+    if options.kv_cache_gb is not None:
+        cache = int(options.kv_cache_gb * 1e9)
+    flags = () if cache is None else (CACHE_FLAG, str(cache))
+    return config.model_copy(update={"server": config.server.model_copy(update={"extra_args": flags})})
 
 
 def server_of(config: TrainConfig, folder: Path, *, on_gpu: bool) -> OwnedServer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -367,6 +369,18 @@ def test_train_refuses_a_folder_that_holds_a_run_before_the_others_are_met(tmp_p
     config = build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match=rf"--log-dir\b.* {tmp_path}\b.*--resume auto"):
         loop.train(config, lambda _: pytest.fail("it has met them"))
+
+
+def test_a_thread_that_prepares_a_batch_keeps_the_interpreter_for_a_short_time(tmp_path: Path) -> None:
+    """Requests that hold generation wait for it."""
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        with pytest.raises(InterruptedError):
+            loop.train(build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)}), Mock(side_effect=InterruptedError))
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_registration_has_an_interval_in_steps() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import allocator, attention, fitting
@@ -27,6 +28,17 @@ from tests.unit.factories import TinyModel
 from tests.unit.test_packing import one_step, settings, tiny
 from tests.unit.test_trainer import assert_same
 from tests.unit.tiny_lora import tiny_qwen
+
+
+@pytest.mark.parametrize(("architecture", "compiles"), [("qwen2", True), ("qwen3_5_text", False)])
+def test_auto_compiles_attention_but_no_recurrence(architecture: str, compiles: bool) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "vocab_size": 1000}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
+    asked = {"training_steps": 20}
+    assert fitting.is_compiled(settings(**asked), model, on_gpu=True) == compiles
+    assert fitting.is_compiled(settings(**asked, compile="on"), model, on_gpu=True)
+    assert not fitting.is_compiled(settings(training_steps=19), model, on_gpu=True)  # too short to be worth it
 
 
 def test_recomputed_layers_by_hand() -> None:
