@@ -1,4 +1,4 @@
-"""Logits on a GPU at the size of a real vocabulary: the product on both sides."""
+"""Logits on a GPU at the size of a real vocabulary: the product on both sides, and the sampled tokens' logprobs."""
 
 from __future__ import annotations
 
@@ -65,3 +65,27 @@ def test_scores_are_exact_and_gradients_those_of_16_bits(compiled: bool, trains_
     assert (scores.logprobs_N - logprobs).abs().max() < 2e-4
     for gradient, plain in zip(got, wanted, strict=False):
         assert gradient.dtype == torch.bfloat16 and (gradient - plain).norm() < 0.01 * plain.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 250])
+def test_logprobs_and_ranks_of_sampled_tokens_are_vllms(rows: int, dtype: torch.dtype) -> None:
+    from vllm.v1.worker.gpu.sample import sampler
+
+    from vllm_server.worker import speed
+
+    name = speed.NAME
+    vllms = getattr(sampler, name)
+    generator = torch.Generator("cuda").manual_seed(1)
+    logits = (torch.randn(rows, V, device="cuda", generator=generator) * 8).to(dtype)
+    logits[:, :1000] = -torch.inf
+    tokens = logits.float().softmax(-1).multinomial(1, generator=generator)[:, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, name, vllms)  # put back after `prepare_worker`
+        speed.compute_logprobs_once()
+        ours = getattr(sampler, name)(logits, 0, tokens, None, max_per_req_token_ids=0)
+    theirs = vllms(logits, 0, tokens, None, max_per_req_token_ids=0)
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=2e-5)
+    for field in ("logprob_token_ids", "selected_token_ranks", "cu_num_generated_tokens"):
+        one, other = getattr(ours, field), getattr(theirs, field)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other is None, field
