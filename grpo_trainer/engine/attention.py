@@ -311,11 +311,6 @@ def arguments(packed: Packed) -> dict[str, Any]:
     }
 
 
-def layer_kinds(config: Any) -> set[str]:
-    """Return the kinds of a text model's decoder layers that its configuration names, such as `linear_attention`."""
-    return set(getattr(config, "layer_types", None) or ())
-
-
 def why_not(config: Any, seq_len: int) -> str | None:
     """Return the feature of a model that packed attention does not support, or None.
 
@@ -326,7 +321,8 @@ def why_not(config: Any, seq_len: int) -> str | None:
     window = getattr(config, "sliding_window", None)
     if window is not None and window < seq_len and getattr(config, "use_sliding_window", True):
         return f"its attention has a sliding window of {window} tokens"
-    if others := sorted(layer_kinds(config) - {"full_attention", "sliding_attention"}):
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
         return f"it has layers of another kind ({', '.join(others)})"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"

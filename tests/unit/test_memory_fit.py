@@ -31,7 +31,7 @@ from tests.unit.tiny_lora import tiny_qwen
 
 
 @pytest.mark.parametrize(("architecture", "compiles"), [("qwen2", True), ("qwen3_5_text", False)])
-def test_auto_compiles_attention_but_no_recurrence(architecture: str, compiles: bool) -> None:
+def test_auto_compiles_attention_but_no_gated_delta_net(architecture: str, compiles: bool) -> None:
     sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "vocab_size": 1000}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
