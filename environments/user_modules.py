@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from traceback import FrameSummary
 from types import ModuleType
@@ -113,11 +114,12 @@ def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]
 
 def users_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
     """Return the frames of the user's code: neither Python's, nor of an installed package, nor ours."""
+    return [frame for frame in frames if _is_users(frame.filename)]
 
-    def is_users(file: str) -> bool:
-        return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
 
-    return [frame for frame in frames if is_users(frame.filename)]
+@cache
+def _is_users(file: str) -> bool:
+    return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(each) for each in LIBRARIES)
 
 
 def place(frame: FrameSummary) -> str:

@@ -80,9 +80,11 @@ class Report:
         path = os.environ.get(REPORT_VARIABLE)
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
+        self._over = threading.Event()
         self._facts: dict[str, Any] = {"doing": "", "at": "", "problems": [], "found": None, "group_size": None}
         if self._path is not None:
-            threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
+            watch = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="trial", daemon=True)
+            watch.start()
 
     def doing(self, step: str) -> None:
         """Begin a step."""
@@ -96,18 +98,19 @@ class Report:
     def write(self, **facts: Any) -> None:
         """Write facts, unless the trial has ended."""
         with self._lock:
-            is_over = self._facts["problems"] or self._facts["found"] is not None
+            is_over = self._over.is_set()
             self._facts |= facts
             if self._path is not None and not is_over:
                 partial = self._path.with_suffix(".partial")
                 with suppress(OSError):  # its reader is gone
                     partial.write_text(json.dumps(self._facts))
                     partial.replace(self._path)
+            if self._facts["problems"] or self._facts["found"] is not None:
+                self._over.set()
 
     def _watch(self, loop_thread: int) -> None:
-        """Write which line of the user's code runs, again and again: a step may never end."""
-        pause = threading.Event()
-        while not pause.wait(LOOK_EVERY_S):
+        """Write which line of the user's code runs, again and again until the trial has ended: a step may never end."""
+        while not self._over.wait(LOOK_EVERY_S):
             # Functions such as `score` run in other threads than the event loop, which waits for them.
             threads = sorted(sys._current_frames().items(), key=lambda each: each[0] == loop_thread)
             stacks = filter(None, (users_frames(traceback.extract_stack(frame)) for _, frame in threads))

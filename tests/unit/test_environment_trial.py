@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,6 +136,9 @@ def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options
     finally:
         report.cache_clear()
         sys.modules.pop("mine", None)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "trial"]:
+        thread.join(60)  # it looks at the stacks of all threads, which takes the time of all that come later
+        assert not thread.is_alive()
     return json.loads(Path("report.json").read_text())
 
 
