@@ -178,8 +178,8 @@ class ComputeConfig(Section):
     """Compute a prompt once for all sequences of a microbatch that begin with it; auto: if sequences are packed."""
     compile: Choice = option("auto")
     """torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and runs of at
-    least 20 steps (compiling takes about a minute), but not for a tensor-parallel server's weights or
-    models with gated delta nets."""
+    least 20 steps (compiling takes about a minute), but not for a tensor-parallel server's weights or models with
+    gated delta nets."""
     trainer_memory_gb: float | None = option(None, gt=0)
     """GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the free
     memory)."""
