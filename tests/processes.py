@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -146,6 +146,11 @@ def alive(pids: list[int]) -> list[int]:
             if is_alive(psutil.Process(pid)):
                 living.append(pid)
     return living
+
+
+def assert_ended(pids: Iterable[int]) -> None:
+    """A killed process that had much memory takes a while to end on a busy machine."""
+    wait_for("all have ended", lambda: not alive(list(pids)), Path(os.devnull), 20)
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -6,14 +6,14 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.processes import alive, running, tail, wait_for
+from tests.processes import assert_ended, running, tail, wait_for
 
 KV_CACHE = f"--kv-cache-memory-bytes,{64 << 20}"
 OF_MODE: dict[str, dict[str, object]] = {
@@ -103,6 +103,19 @@ def finished(process: subprocess.Popen[bytes], log: Path, seconds: float = 300) 
     return process.wait()
 
 
+def family_until_the_end(process: subprocess.Popen[bytes], log: Path) -> set[int]:
+    """Wait until a run is over. Returns its processes that were seen, also those that it ended before."""
+    members, run = set[int](), psutil.Process(process.pid)
+
+    def is_over() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            members.update(child.pid for child in run.children(recursive=True))
+        return process.poll() is not None
+
+    wait_for("the run is over", is_over, log, 400, every=0.5)
+    return members
+
+
 def member(process: subprocess.Popen[bytes], module: str) -> int:
     """The process of the run that runs a module."""
     (pid,) = [
@@ -112,16 +125,18 @@ def member(process: subprocess.Popen[bytes], module: str) -> int:
 
 
 def newest(run_dir: Path) -> int:
-    """The step of the newest whole checkpoint."""
-    return max(int(path.parent.name.rpartition("_")[2]) for path in run_dir.glob("checkpoints/*step_*/state.json"))
+    """The step of the newest whole checkpoint of a run or a trainer, whose thread writes them; 0 without one."""
+    states = [*run_dir.glob("*/state.json"), *run_dir.glob("checkpoints/*/state.json")]
+    names = [re.fullmatch(r"(?:adapter_)?step_(\d+)", path.parent.name) for path in states]  # others are not whole
+    return max((int(name[1]) for name in names if name), default=0)
 
 
-def assert_ended_with(log: Path, pattern: str, members: Mapping[int, str], run_dir: Path) -> None:
+def assert_ended_with(log: Path, pattern: str, members: Iterable[int], run_dir: Path) -> None:
     """A run says at its end why, in one message without a traceback; nothing of it is left."""
     said = log.read_text()
     assert said.count("\ngrpo: ") == 1 and "Traceback" not in said, tail(log)
     assert re.search(pattern, said.partition("\ngrpo: ")[2], re.MULTILINE | re.IGNORECASE | re.DOTALL), tail(log)
-    wait_for("all have ended", lambda: not alive(list(members)), log, 20)
+    assert_ended(members)
     assert not list(run_dir.rglob(".*.tmp")), "a half-written file"
 
 

@@ -105,7 +105,7 @@ def test_checkpoint_copied_during_the_next_step(tmp_path: Path, dtype: torch.dty
     kept = state(one)
     stream = snapshot.stream(one.device)
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(2 * 10**9)  # about a second
+        torch.cuda._sleep(2 * 10**10)  # about ten seconds
     assert "train/save_time" in checkpoints.maybe_save(Progress(2, 2))
     assert not stream.query(), "training has waited for the copy"
     one.step(batch(GROUP), 2)

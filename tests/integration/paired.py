@@ -47,8 +47,9 @@ CPU = torch.device("cpu")
 
 def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], options: dict[str, str]) -> None:
     torch.set_num_threads(1)
-    shared_weights.WRITE_SECONDS = FENCE_SECONDS
     fault, on_one_gpu = options.pop("fault", ""), options.pop("gpus", "") == "1"
+    if fault:
+        shared_weights.WRITE_SECONDS = FENCE_SECONDS
     workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}

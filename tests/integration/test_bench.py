@@ -35,7 +35,8 @@ def measured(folder: Path, *words: str) -> dict[str, Any]:
         timeout=380,
     )
     assert done.returncode == 0, done.stderr
-    assert not list(temporary.glob("grpo*")) and not mentioning(str(temporary))
+    assert not list(temporary.glob("grpo*"))
+    wait_for("all have ended", lambda: not mentioning(str(temporary)), Path(os.devnull), 20)
     return json.loads(done.stdout)
 
 
@@ -72,7 +73,8 @@ def test_loop_ends_all_that_it_started_at_a_signal(tmp_path: Path) -> None:
         wait_for("the server starts", lambda: any("-m vllm_server " in line for line in lines()), log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM, tail(log)
-    assert not lines() and not list(tmp_path.glob("grpo*"))
+    wait_for("all have ended", lambda: not lines(), log, 20)
+    assert not list(tmp_path.glob("grpo*"))
 
 
 def test_loop_says_why_a_run_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from tests.integration.odd_environment import NAME
-from tests.processes import ROOT, alive, found_in, free_port, mentioning, once, tail, wait_for
+from tests.processes import ROOT, alive, assert_ended, found_in, free_port, mentioning, once, tail, wait_for
 from tests.runs import arguments, of_mode, rows
 from tests.unit.factories import refusing
 from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, UNTIL, spec
@@ -104,7 +104,7 @@ def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCl
     assert "Step 1 200" in said
     logs = [(tmp_path / f"{name}.log").read_text() for name in ("server", "trainer", "env")]
     assert all(log.startswith("$ ") for log in logs) and "server up" in logs[0] and "asleep" in logs[2]
-    assert not alive([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
+    assert_ended([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path
     ):
         running.run([stubborn])
     assert time.monotonic() - sent[0] < SHUTDOWN_SECONDS + 1.0  # what is promised to users, not a benchmark
-    assert not alive([pid_in(log, word) for log in logs for word in ("pid", "child")])
+    assert_ended([pid_in(log, word) for log in logs for word in ("pid", "child")])
 
 
 def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp_path: Path) -> None:

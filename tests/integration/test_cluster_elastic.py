@@ -18,7 +18,7 @@ from tests.integration.test_elastic_run import (
     assert_environments_kept_their_names,
     assert_every_group_counted_once,
 )
-from tests.processes import alive, family, tail
+from tests.processes import assert_ended, family, tail
 from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_step
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
@@ -106,7 +106,7 @@ def test_run_survives_the_loss_of_nodes(demo_model: Path, tmp_path: Path, cluste
         members |= family(process.pid)
         started_servers |= servers(cluster)
         assert finished(process, log, 900) == 0, tail(log)
-    assert not alive([*members, *started_servers])
+    assert_ended([*members, *started_servers])
     assert_every_group_counted_once(run_dir, STEPS, GROUPS)
     assert_environments_kept_their_names(run_dir, 2)
     assert_fresh(rows(run_dir))

@@ -22,10 +22,9 @@ import pytest
 from environments.api.queue import Group, Run
 from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
-from grpo_trainer.saving.manifest import STATE_FILE
 from tests.integration.odd_environment import FAST
 from tests.processes import ROOT, tail, wait_for
-from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_step
+from tests.runs import assert_fresh, finished, newest, of_mode, rows, started, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -158,7 +157,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
         run.steps(3)  # one server is left, and the run continues
         run.wait("it is back", lambda: run.serving() == {first: 1, second: 2})
 
-        run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
+        run.wait("a checkpoint to restart from", lambda: newest(run_dir) > 0)
         run.kill(run.pid("trainer"))
         run.wait("the trainer has restarted", lambda: "--resume auto" in run.log.read_text() or bool(run.pids("auto")))
         before = run.step
@@ -210,7 +209,7 @@ def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, t
         os.kill(run.server_pid(second), signal.SIGSTOP)
         run.wait("the silent server has left", lambda: list(run.serving()) == [first], 300)
         run.steps(3)
-        run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
+        run.wait("a checkpoint to restart from", lambda: newest(run_dir) > 0)
         run.kill(run.pid("trainer"))
         run.steps(3)
         os.kill(run.server_pid(second), signal.SIGCONT)

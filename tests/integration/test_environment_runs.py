@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 from pyarrow import parquet
 
-from tests.processes import ROOT, running, tail
+from tests.processes import ROOT, assert_ended, family, running, tail
 from tests.runs import finished, jsonl, rows, trained, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,8 +84,10 @@ def test_a_run_of_a_toml_file_is_killed_and_continues_with_the_next_rows(demo_mo
     command, log = ["-m", "grpo_trainer", "run", "--config", str(file), "--run-dir", str(run_dir)], tmp_path / "log"
     with running(*command, log=log) as process:
         wait_for_step(run_dir, 5, process, log)
+        members = family(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait()
+    assert_ended(members)  # they get a signal when `grpo run` is gone, and may save
 
     def resumed(*words: str) -> int:
         with running(*command, "--resume", "auto", *words, log=log) as process:
@@ -97,7 +99,7 @@ def test_a_run_of_a_toml_file_is_killed_and_continues_with_the_next_rows(demo_mo
     assert "reward_even" in said.read_text() and "reward_brief" in said.read_text()
     states = {int(p.stem.removeprefix("step-")): p for p in run_dir.glob("checkpoints/environments/*/step-*.json")}
     positions = [json.loads(states[step].read_text())["position"] for step in sorted(states)]
-    assert len(positions) > 1 and positions == sorted(set(positions))  # later steps have later rows
+    assert positions == sorted(positions) and positions[-1] > positions[0]  # later steps have later rows
 
     parquet.write_table(pyarrow.Table.from_pylist(sums(499)), folder / "train.parquet")
     assert resumed("--training-steps", "14") != 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import ROOT, alive, family, running, tail, wait_for
+from tests.processes import ROOT, assert_ended, family, running, tail, wait_for
 from tests.runs import (
     arguments,
     assert_fresh,
@@ -43,7 +43,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
             assert f"-m {module}" in commands
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130
-    assert not alive(list(members)), members
+    assert_ended(members)
     assert f"grpo run --resume {run_dir}" in log.read_text()
     before, stopped_at = rows(run_dir), newest(run_dir)
     assert before[-1]["step"] == stopped_at
@@ -109,7 +109,7 @@ def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Pa
     # Either may write first: the trainer its checkpoint, or the API its queue.
     assert os.strerror(errno.ENOSPC) in said or re.search(r"\bdisk\b.*\bfull\b", said)
     assert str(small_disk) in said
-    assert not alive(list(members))
+    assert_ended(members)
 
 
 LIMIT = 20.0
@@ -159,7 +159,7 @@ def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -
         members = family(process.pid)
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130, tail(log)
-    assert not alive(list(members)), members
+    assert_ended(members)
     done = rows(run_dir)
     assert (run_dir / "checkpoints" / f"adapter_step_{done[-1]['step']}" / "adapter_model.safetensors").exists()
     fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
@@ -174,5 +174,5 @@ def test_a_trainer_process_that_dies_ends_the_run_with_its_name(demo_model: Path
         members = family(process.pid)
         os.kill(follower(process.pid), signal.SIGKILL)
         assert finished(process, log, 60) not in (0, 130), tail(log)
-    assert not alive(list(members)), members
+    assert_ended(members)
     assert re.search(r"trainer-1: .*SIGKILL", log.read_text(), re.IGNORECASE)

@@ -18,7 +18,7 @@ from grpo_trainer.errors import BridgeError
 from grpo_trainer.policy import build_policy
 from tests.integration.serving import Serving, serving
 from tests.processes import answers, free_port, running, tail, wait_for
-from tests.runs import arguments, finished, of_mode, rows, wait_for_step
+from tests.runs import arguments, finished, newest, of_mode, rows, wait_for_step
 from tests.shared_contract import PROMISES, WRITES, SharedContract
 
 pytestmark = pytest.mark.timeout(600)
@@ -88,10 +88,11 @@ def test_a_trainer_that_was_killed_attaches_anew_to_the_server_that_lived_on(dem
         stack.enter_context(running("-m", "environments.arithmetic", "serve", *environment, log=logs["env"]))
         with running(*words, "--training-steps", "500", log=logs["train"]) as trainer:
             wait_for_step(run_dir, 5, trainer, logs["train"])
+            wait_for("a checkpoint is whole", lambda: newest(run_dir) > 0, logs["train"])
             os.kill(trainer.pid, signal.SIGKILL)
             trainer.wait()
         assert server.poll() is None and answers(f"http://127.0.0.1:{port}/health")
-        saved = max(int(path.name.split("_")[1]) for path in run_dir.glob("step_*"))
+        saved = newest(run_dir)
         last = rows(run_dir)[-1]
         steps = str(saved + 3)
         with running(*words, "--training-steps", steps, "--resume", "auto", log=logs["train"]) as trainer:

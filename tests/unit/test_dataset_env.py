@@ -310,7 +310,7 @@ def test_dataset_evaluation_counts_failed_rows(folder: Path, tokenizer: Qwen2Tok
     held_out = written(folder / "test.jsonl", [*ROWS[:10], {"prompt": "1" * 70, "answer": "1"}])
     env = environment(
         tokenizer, written(folder / "rows.jsonl"), "judged", answers=["1" + END],
-        options={"held_out_split": str(held_out)}, score_timeout=0.2, max_token_length=64,
+        options={"held_out_split": str(held_out)}, score_timeout=2.0, max_token_length=64,
     )  # fmt: skip
 
     async def scene() -> dict[str, float]:

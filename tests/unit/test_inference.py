@@ -326,7 +326,7 @@ async def test_requests_go_to_the_server_with_the_fewest_completions_under_way(m
 
     async def ask(n: int) -> None:
         waiting.append(asyncio.create_task(several.generate([1], n, ONE)))
-        await asyncio.sleep(0.001)
+        await until(lambda: sum(len(server.asked) for server in every) == len(waiting))
 
     for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
         await ask(n)

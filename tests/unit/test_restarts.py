@@ -30,7 +30,7 @@ from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.servers import change, rows
-from tests.processes import alive, free_port, wait_for
+from tests.processes import alive, assert_ended, free_port, wait_for
 from tests.unit.factories import refusing
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, Recorded, spec
 
@@ -477,7 +477,7 @@ def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
             wait_for(line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30)
         assert not alive(pids[:1]) and alive(pids[1:])
         assert "serving locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
-    assert not alive(pids)
+    assert_ended(pids)
 
 
 def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
@@ -509,7 +509,8 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
             owned.wait_ready()
     assert error.value.field == "server" and got in error.value.got
     assert all(each in str(error.value) for each in helps)
-    assert pid is not None and not alive([pid])
+    assert pid is not None
+    assert_ended([pid])
 
 
 def test_owned_server_that_dies_later(tmp_path: Path) -> None:
@@ -531,7 +532,8 @@ def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path,
         engines.append(psutil.Process(engine_of(owned)))
         pid = owned.pid
         owned.stop()
-        assert pid is not None and not alive([pid, *(engine.pid for engine in engines)])
+        assert pid is not None
+        assert_ended([pid, *(engine.pid for engine in engines)])
         assert owned.pid is None
         owned.check()  # nothing runs: nothing is wrong
 

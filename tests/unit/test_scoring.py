@@ -108,7 +108,12 @@ async def test_scoring_an_interrupt_of_the_code_is_an_error_of_its_group(error: 
 
 async def test_threads_limit_their_number_and_leave_the_loop_free() -> None:
     threads, most, lock, full = Threads(3), [0, 0], threading.Lock(), threading.Event()
-    asyncio.get_running_loop().call_later(0.05, full.set)  # never, if a function blocked the loop
+
+    async def let_go() -> None:  # never, if a function blocked the loop
+        while most[1] < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)  # a fourth would begin meanwhile
+        full.set()
 
     def work() -> None:
         with lock:
@@ -118,7 +123,7 @@ async def test_threads_limit_their_number_and_leave_the_loop_free() -> None:
         with lock:
             most[0] -= 1
 
-    await asyncio.gather(*(threads.call(work) for _ in range(9)))
+    await asyncio.gather(let_go(), *(threads.call(work) for _ in range(9)))
     assert most[1] == 3
 
 

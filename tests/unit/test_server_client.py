@@ -203,6 +203,7 @@ def test_client_gives_up_a_server_that_is_silent_but_none_that_works_for_long(
             awake.set()
             if silent:
                 take.set()
+                monkeypatch.setattr(server_client, "SILENT_SECONDS", 60.0)
             else:
                 threading.Timer(1.5 * limit, take.set).start()
             by_name(client)

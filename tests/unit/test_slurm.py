@@ -30,7 +30,7 @@ from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on,
 from grpo_trainer.launch.places import Node, Place
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
-from tests.processes import alive, wait_for
+from tests.processes import assert_ended, wait_for
 from tests.unit.test_supervisor import SAYS, STUBBORN
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "runs/a", "cluster": "auto"}
@@ -318,7 +318,8 @@ def ended_family(folder: Path) -> list[int]:
 
 def test_a_kill_reaches_grandchildren(tmp_path: Path) -> None:
     pids = in_a_process(ended_family, tmp_path)
-    assert pids and not alive(pids)
+    assert pids
+    assert_ended(pids)
 
 
 def test_agent_environment() -> None:

@@ -34,7 +34,7 @@ from grpo_trainer.launch.process import START_STOP_SECONDS, Process
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from grpo_trainer.phases import SERVER as WAITS_FOR_SERVER
-from tests.processes import alive, found_in, free_port, once, wait_for
+from tests.processes import alive, assert_ended, found_in, free_port, once, wait_for
 from tests.unit.factories import refusing
 
 SERVER = """
@@ -117,7 +117,7 @@ class Recorded(Supervisor):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert not alive([pid for pids in self.pids.values() for pid in pids])
+        assert_ended([pid for pids in self.pids.values() for pid in pids])
 
 
 def failed(folder: Path, *processes: ProcessSpec) -> ProcessFailedError:
@@ -363,7 +363,8 @@ def test_supervisor_signal_ends_every_child_and_grandchild(number: signal.Signal
     assert error.value.exit_code == 128 + number
     assert [line for line in supervisor.said if number.name in line] == supervisor.said[-1:]
     grandchild = found_in(log, CHILD)
-    assert grandchild and not alive([int(grandchild[1])])
+    assert grandchild
+    assert_ended([int(grandchild[1])])
 
 
 def test_supervisor_second_signal_kills_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,8 +380,11 @@ def test_supervisor_second_signal_kills_at_once(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_supervisor_signal_twice_at_once_leaves_time_to_save(number: int, tmp_path: Path) -> None:
+def test_supervisor_signal_twice_at_once_leaves_time_to_save(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a closed terminal and `timeout` send it."""
+    monkeypatch.setattr(signals, "ONCE_SECONDS", 60.0)  # on a busy machine much may lie between the two
     saves = """
         import os, signal, sys, time
         def send():
