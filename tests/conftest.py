@@ -23,7 +23,7 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
 from tests import warm
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 
 # Before torch is imported. Models of tests are tiny: waking a second thread for an operation takes them longer than the
 # operation, 2.5 times in all where weights are tried one by one. Idle threads sleep: spinning ones take the cores from
@@ -120,9 +120,9 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
-    """A port at which this process listens."""
+    """A port at which this process listens, among those of this worker: its neighbours are free."""
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
+        holder.bind(("127.0.0.1", free_port()))
         holder.listen()
         yield holder.getsockname()[1]
 
