@@ -148,9 +148,9 @@ def alive(pids: list[int]) -> list[int]:
     return living
 
 
-def assert_ended(pids: Iterable[int]) -> None:
+def assert_ended(pids: Iterable[int], log: Path = Path(os.devnull)) -> None:
     """A killed process that had much memory takes a while to end on a busy machine."""
-    wait_for("all have ended", lambda: not alive(list(pids)), Path(os.devnull), 20)
+    wait_for("all have ended", lambda: not alive(list(pids)), log, 20)
 
 
 def is_alive(process: psutil.Process) -> bool:

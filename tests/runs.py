@@ -136,7 +136,7 @@ def assert_ended_with(log: Path, pattern: str, members: Iterable[int], run_dir: 
     said = log.read_text()
     assert said.count("\ngrpo: ") == 1 and "Traceback" not in said, tail(log)
     assert re.search(pattern, said.partition("\ngrpo: ")[2], re.MULTILINE | re.IGNORECASE | re.DOTALL), tail(log)
-    assert_ended(members)
+    assert_ended(members, log)
     assert not list(run_dir.rglob(".*.tmp")), "a half-written file"
 
 

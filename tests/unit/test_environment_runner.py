@@ -125,10 +125,9 @@ async def running(
 
 
 @pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine stalls the rollout API for longer than an environment waits for its goodbye."""
-    if "away" not in request.node.name:
-        monkeypatch.setattr(runner, "GOODBYE_S", 60.0)
+    monkeypatch.setattr(runner, "GOODBYE_S", 60.0)
 
 
 async def test_runner_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +212,13 @@ async def test_runner_registers_again_with_an_api_that_begins_anew() -> None:
     assert sorted(version for batch in taken for version in batch) == list(range(5, 17))
 
 
-@pytest.mark.parametrize("away", [False, True], ids=["there", "away"])
-async def test_runner_stops_when_asked(away: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("away", [False, True])
+async def test_runner_stops_when_asked(
+    away: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It hands over what is scored; where nobody answers any more it stops without."""
+    if away:
+        monkeypatch.setattr(runner, "GOODBYE_S", 0.8)
     service, stop = await started(), asyncio.Event()
 
     async def one_in_two(item: int) -> wire.ScoredData:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import ROOT, alive, family, wait_for
+from tests.processes import ROOT, alive, assert_ended, family, wait_for
 from vllm_server import forking
 
 MODULE = """
@@ -166,7 +166,7 @@ def test_it_ends_with_the_server_even_in_the_midst_of_its_imports(tmp_path: Path
         started = list(family(server.pid))
         assert len(alive(started)) >= 1
         os.kill(server.pid, signal.SIGKILL)
-    wait_for("all have ended", lambda: not alive(started), log, 20)
+    assert_ended(started, log)
 
 
 ORPHAN = """
