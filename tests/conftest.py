@@ -25,6 +25,9 @@ from hypothesis import settings
 from tests import warm
 from tests.processes import ROOT, free_port
 
+# Their assertions show their values, as those of the tests that call them do.
+pytest.register_assert_rewrite("tests.bridge_contract", "tests.shared_contract")
+
 # Before torch is imported. Models of tests are tiny: waking a second thread for an operation takes them longer than the
 # operation, 2.5 times in all where weights are tried one by one. Idle threads sleep: spinning ones take the cores from
 # the servers that tests start.

@@ -185,8 +185,9 @@ def _compare_logits(info: BridgeInfo, model: nn.Module) -> None:
     A server in fp32 has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
     """
     device = next(model.parameters()).device
+    ids_BT = torch.zeros(1, 16, dtype=torch.int64, device=device)  # cuDNN has no convolution of a single token
     with torch.no_grad(), evaluating(model):
-        logits_BTV = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     dtype = str(logits_BTV.dtype).removeprefix("torch.")
     if (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
         warn_once(

@@ -63,16 +63,6 @@ def test_the_parameters_are_the_servers_own_memory(server: Serving, tmp_path: Pa
     assert taken < 0.01 * weights + 4096, "attaching took additional memory"
 
 
-@pytest.mark.parametrize("promise", PROMISES)
-def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> None:
-    getattr(contract(server, tmp_path), promise)()
-
-
-@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adamw_8bit"}], ids=str)
-def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
-    contract(server, tmp_path).writes_while_requests_run(**options)
-
-
 def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_path: Path) -> None:
     words = [sys.executable, "-c", DIES_ATTACHED, server.url, str(server.model_folder), str(tmp_path)]
     died = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path()}, capture_output=True, check=False)
@@ -82,6 +72,16 @@ def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_
         version = made.bridge.connect(0)
         assert made.step()
         made.assert_serves(version + 1)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> None:
+    getattr(contract(server, tmp_path), promise)()
+
+
+@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adamw_8bit"}], ids=str)
+def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
+    contract(server, tmp_path).writes_while_requests_run(**options)
 
 
 def path() -> str:
