@@ -185,7 +185,8 @@ def _compare_logits(info: BridgeInfo, model: nn.Module) -> None:
     A server in fp32 has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
     """
     device = next(model.parameters()).device
-    ids_BT = torch.zeros(1, 16, dtype=torch.int64, device=device)  # cuDNN has no convolution of a single token
+    # 16 tokens: a cuDNN without its precompiled engines has no convolution of one (gated delta nets)
+    ids_BT = torch.zeros(1, 16, dtype=torch.int64, device=device)
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     dtype = str(logits_BTV.dtype).removeprefix("torch.")
