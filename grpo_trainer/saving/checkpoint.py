@@ -37,9 +37,7 @@ from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
-from grpo_trainer.parallel.strategies import ShardedStates
-from grpo_trainer.parallel.strategy import Divided
-from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.strategies import Divided, ShardedStates, TensorShards
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.background import BackgroundWriter, Schedule, Snapshot
