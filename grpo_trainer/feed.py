@@ -63,35 +63,28 @@ class _FeedClosedError(Exception):
     """Ends the wait for a batch when the feed is closing."""
 
 
+@dataclass(eq=False)
 class BatchFeed:
-    """Feeds the loop. A context manager: its exit releases a prefetched batch.
+    """Feeds the loop. A context manager: its exit releases a prefetched batch."""
 
-    Args:
-        groups: leaves out those that can't be trained on.
-        make_ready: turns scored groups into tensors; runs in a thread during a step.
-        check_stop: called while waiting; raises to end the wait.
-        device: for a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous.
-        is_needed: called in `next` while it waits for a batch; returns whether the wait is to be interrupted.
-    """
+    client: RolloutClient
+    config: RolloutConfig
+    groups: GroupFilter
+    """Leaves out those that can't be trained on."""
+    make_ready: Callable[[RolloutBatch], ReadyBatch]
+    """Turns scored groups into tensors; runs in a thread during a step."""
+    check_stop: Callable[[], None]
+    """Called while waiting; raises to end the wait."""
+    device: torch.device | None = None
+    """For a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous."""
+    is_needed: Callable[[], bool] = lambda: False
+    """Called in `next` while it waits for a batch; returns whether the wait is to be interrupted."""
 
-    def __init__(
-        self,
-        client: RolloutClient,
-        config: RolloutConfig,
-        groups: GroupFilter,
-        make_ready: Callable[[RolloutBatch], ReadyBatch],
-        check_stop: Callable[[], None],
-        device: torch.device | None = None,
-        is_needed: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._client = client
-        self._config = config
-        self._groups = groups
-        self._make_ready = make_ready
-        self._check_stop = check_stop
-        self._is_needed = is_needed
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
+    def __post_init__(self) -> None:
+        self._gpu = self.device if self.device is not None and self.device.type == "cuda" else None
+        # A new thread uses the first GPU, and would allocate memory there.
+        select = {} if self._gpu is None else {"initializer": torch.cuda.set_device, "initargs": (self._gpu,)}
+        self._thread = ThreadPoolExecutor(1, "prefetch", **select)
         self._ahead: Future[_Fetched] | None = None
         self._closing = False
         self._numbering = NO_OFFSETS
@@ -104,7 +97,7 @@ class BatchFeed:
         self._closing = True
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.cancel() and ahead.exception() is None:
-            self._client.release(ahead.result().rollouts)
+            self.client.release(ahead.result().rollouts)
         self._thread.shutdown()
 
     def begin(self, progress: Progress) -> None:
@@ -114,12 +107,12 @@ class BatchFeed:
         before it could.
         """
         self._numbering = progress.numbering
-        self._client.settle(progress.batches, resumed=True)
-        self._client.register()
+        self.client.settle(progress.batches, resumed=True)
+        self.client.register()
 
     def trained(self, batch: ReadyBatch) -> tuple[str, ...]:
         """Record that a batch was trained on, and return all trained batches that are not acknowledged yet."""
-        return self._client.trained(batch.rollouts)
+        return self.client.trained(batch.rollouts)
 
     def report(self, step: int, *, last: bool = False) -> dict[str, Metric]:
         """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts.
@@ -127,26 +120,26 @@ class BatchFeed:
         Args:
             last: it is the run's last step; wait for evaluations of it, or for a signal.
         """
-        self._client.report(step)
+        self.client.report(step)
         metrics: dict[str, Metric] = {}
-        if last and (self._config.eval_every or self._client.has_evaluations):
+        if last and (self.config.eval_every or self.client.has_evaluations):
             started = time.perf_counter()
             with suppress(StoppedError):
-                self._client.wait_until_alone(LAST_EVALUATION_SECONDS)
+                self.client.wait_until_alone(LAST_EVALUATION_SECONDS)
             metrics["train/evaluation_time"] = Sum(time.perf_counter() - started)
-        for each in self._client.evaluations():
+        for each in self.client.evaluations():
             metrics |= {f"eval/{each.name}/{key}": Mean(value) for key, value in each.metrics.items()}
             metrics[f"eval/{each.name}/step"] = Mean(each.step)
         return metrics
 
     def settle(self, batches: Sequence[str], *, patient: bool = True) -> None:
         """Acknowledge those of `batches` that are not acknowledged yet; see `RolloutClient.settle`."""
-        unsettled = set(self._client.unsettled)
+        unsettled = set(self.client.unsettled)
         own = [batch_id for batch_id in batches if batch_id in unsettled]
-        (self._client.settle if patient else self._client.settle_at_once)(own)
+        (self.client.settle if patient else self.client.settle_at_once)(own)
 
     def release(self, batch: ReadyBatch) -> None:
-        self._client.release(batch.rollouts)
+        self.client.release(batch.rollouts)
 
     def next(self, version: int, *, last: bool = False) -> ReadyBatch | None:
         """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
@@ -170,11 +163,11 @@ class BatchFeed:
                 break
             search.dropped += len(fetched.rollouts.groups)
             search.unfit = 0 if fetched.rollouts.groups else search.unfit + 1
-            self._client.drop(fetched.rollouts, self._why(fetched.rollouts))
+            self.client.drop(fetched.rollouts, self._why(fetched.rollouts))
             if search.unfit == UNFIT_IN_A_ROW:
                 summary = f"{search.unfit} batches in a row can't be trained on"
-                raise TrainingError.of([replace(self._groups.last, summary=summary)])
-            if 0 < self._config.rollout_timeout < (waited := running_time() - search.limited):
+                raise TrainingError.of([replace(self.groups.last, summary=summary)])
+            if 0 < self.config.rollout_timeout < (waited := running_time() - search.limited):
                 old = "let the environments ask a server that gets this trainer's versions, or raise --max-staleness"
                 raise TrainingError(
                     f"no batch could be trained on for {waited:.0f} s",
@@ -188,7 +181,7 @@ class BatchFeed:
         if ready is None or judged.shares != fetched.judged.shares:
             ready = self._ready(fetched.rollouts, judged)
         waited = time.perf_counter() - search.started
-        if self._config.prefetch and self._config.max_staleness != 0 and not last:
+        if self.config.prefetch and self.config.max_staleness != 0 and not last:
             self._ahead = self._thread.submit(self._fetch, version + 1)
         metrics = judged.metrics | {
             "train/data_fetch_time": Sum(waited),
@@ -206,8 +199,8 @@ class BatchFeed:
             ahead = self._thread.submit(self._fetch, version)
         while not wait([ahead], POLL_SECONDS).done:
             try:
-                self._check_stop()
-                interrupted = self._is_needed()
+                self.check_stop()
+                interrupted = self.is_needed()
             except BaseException:
                 self._ahead = ahead
                 raise
@@ -219,7 +212,7 @@ class BatchFeed:
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
         with stage("fetch", version=version):
-            rollouts = self._groups.sift(self._client.lease(self._check_wanted))
+            rollouts = self.groups.sift(self.client.lease(self._check_wanted))
         came = time.perf_counter()
         with stage("prepare", batch=rollouts.batch_id, version=version):
             judged = self._judge(rollouts, version)
@@ -228,24 +221,19 @@ class BatchFeed:
 
     def _why(self, unused: RolloutBatch) -> str:
         if unused.groups:
-            return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
-        return f"no group of it can be trained on, the last one for {self._groups.last}"
-
-    def _begin_thread(self) -> None:
-        """Select the trainer's GPU: a new thread uses the first GPU, and would allocate memory there."""
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
+            return f"it was more than {self.config.max_staleness} versions old (--max-staleness)"
+        return f"no group of it can be trained on, the last one for {self.groups.last}"
 
     def _check_wanted(self) -> None:
         if self._closing:
             raise _FeedClosedError
-        self._check_stop()
+        self.check_stop()
 
     def _judge(self, rollouts: RolloutBatch, version: int) -> Judged:
-        return judge(rollouts.groups, version, self._config.max_staleness, self._config.on_stale, self._numbering)
+        return judge(rollouts.groups, version, self.config.max_staleness, self.config.on_stale, self._numbering)
 
     def _ready(self, rollouts: RolloutBatch, judged: Judged) -> ReadyBatch:
-        ready = self._make_ready(replace(rollouts, groups=judged.groups))
-        if self._device is None:
+        ready = self.make_ready(replace(rollouts, groups=judged.groups))
+        if self._gpu is None:
             return ready
         return replace(ready, microbatches=tuple(each.moved(Tensor.pin_memory) for each in ready.microbatches))

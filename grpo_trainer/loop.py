@@ -105,7 +105,8 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] | None = Non
         opened.enter_context(bridge)
         run_steps(config, progress, trainer, bridge, world.only_first(desk), checkpoints, watch, world)
     if world.leads:
-        _say_how_it_went(config)
+        rows = read_rows(config.log_dir / METRICS_FILE)
+        log.info("%s", last_line(rows, last_sample(config.log_dir / SAMPLES_FILE)))
 
 
 def join_others(config: TrainConfig) -> World:
@@ -246,11 +247,6 @@ def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]
 def settle(desk: Desk, progress: Progress, checkpoints: Checkpoints | None = None) -> None:
     """Acknowledge the batches that are in a checkpoint, or at the end all."""
     desk.feed.settle(progress.batches if checkpoints is None else checkpoints.settled(progress))
-
-
-def _say_how_it_went(config: TrainConfig) -> None:
-    rows = read_rows(config.log_dir / METRICS_FILE)
-    log.info("%s", last_line(rows, last_sample(config.log_dir / SAMPLES_FILE)))
 
 
 def _say(line: str) -> None:

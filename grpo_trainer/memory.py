@@ -447,12 +447,11 @@ def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
     """
     present = now.share
     shares = [share for share in SHARES if now.on_gpu and (share < present or not smaller)]
-    tried = (_with_share(now, share) for share in sorted(shares, key=lambda share: abs(share - present)))
+    tried = (
+        _with(now, server=now.config.server.model_copy(update={"gpu_memory_utilization": share}))
+        for share in sorted(shares, key=lambda share: abs(share - present))
+    )
     return next((setup for setup in tried if setup.plan().fits), None)
-
-
-def _with_share(setup: Setup, share: float) -> Setup:
-    return _with(setup, server=setup.config.server.model_copy(update={"gpu_memory_utilization": share}))
 
 
 def _with(setup: Setup, **values: Any) -> Setup:

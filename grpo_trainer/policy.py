@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -97,16 +98,15 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Adapter:
     """A LoRA adapter on a frozen model."""
 
+    model: PeftModel
     kind = "a LoRA adapter"
     step_prefix = "adapter_step_"
     final_name = "adapter_final"
     marker = lora.CONFIG_FILE
-
-    def __init__(self, model: PeftModel) -> None:
-        self.model = model
 
     def tensors(self) -> dict[str, Tensor]:
         return lora.adapter_state(self.model)
@@ -146,26 +146,23 @@ class Adapter:
         lora.load_weights(self.model, load_file(path / lora.WEIGHTS_FILE))
 
 
+@dataclass(eq=False)
 class AllWeights:
     """Every parameter of a model, in fp32; `write` writes them in `dtype`, which is the server's."""
 
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: torch.dtype = torch.float32
     kind = "all weights"
     step_prefix = "step_"
     final_name = "model_final"
     marker = MODEL_CONFIG_FILE
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.model = model
-        self._tokenizer = tokenizer
-        self._dtype = dtype
-
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        export_model(self.model, self._tokenizer, folder, self._dtype, tensors=tensors)
+        export_model(self.model, self.tokenizer, folder, self.dtype, tensors=tensors)
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all of `tensors`: the weights written for the server may be rounded and renamed."""
@@ -200,7 +197,7 @@ class SharedWeights(AllWeights):
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors whose dtype differs from the model's: in most models none."""
-        return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self._dtype}
+        return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self.dtype}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
         """Read a checkpoint's weights, or this process's shard of them, into main memory, for `write_loaded`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import tomli_w
 from rich.console import Console
@@ -23,7 +24,6 @@ from grpo_common.locks import HeldError, hold
 from grpo_common.roster import FOLDER as SERVERS
 from grpo_common.roster import read_members, read_served
 from grpo_common.trace import begin_file, end_file
-from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
@@ -47,6 +47,13 @@ from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
+
+CACHE_VARIABLE = "GRPO_CACHE"
+"""Environment variable with a folder to use instead of `~/.cache/grpo`."""
+COMPILE_CACHES = MappingProxyType(
+    {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+)
+"""Environment variable of a library's cache -> our folder for it. It is safe to delete: runs rebuild it."""
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -178,6 +185,21 @@ def planned(
         places=places,
         step=rows[-1]["step"] if rows else 0,
     )
+
+
+def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that put the compilers' caches into our folder.
+
+    Variables that the user has set already are left out; all, if there is no home folder, or it may not be written.
+    """
+    try:
+        folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
+    except RuntimeError:
+        return {}
+    there = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+    if not os.access(there, os.W_OK):
+        return {}
+    return {name: str(folder / place) for name, place in COMPILE_CACHES.items() if not environment.get(name)}
 
 
 def supervise(

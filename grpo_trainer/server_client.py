@@ -208,7 +208,12 @@ class ServerClient:
         *,
         repeatable: bool,
     ) -> T:
-        attempts = _attempts(UNANSWERED if repeatable else NEVER_SENT)
+        attempts = Retrying(
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_exponential(FIRST_WAIT_SECONDS),
+            retry=retry_if_exception_type(UNANSWERED if repeatable else NEVER_SENT),
+            reraise=True,
+        )
         ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
         try:
             answer = ask() if self._config.roster is None else self._unless_silent(ask)
@@ -314,16 +319,6 @@ class _Pieces:
     def __iter__(self) -> Iterator[bytes]:
         starts = range(0, len(self._body), PIECE_BYTES)
         return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
-
-
-def _attempts(errors: tuple[type[Exception], ...]) -> Retrying:
-    """Return what calls a function again, a few times, after these errors."""
-    return Retrying(
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential(FIRST_WAIT_SECONDS),
-        retry=retry_if_exception_type(errors),
-        reraise=True,
-    )
 
 
 def _refusal(request: str, answer: httpx.Response) -> ServerError:

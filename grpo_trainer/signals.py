@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from types import FrameType
 
 from grpo_common.text import Lines
@@ -182,35 +183,28 @@ def all_stacks() -> Lines:
     return Lines("\n".join(parts))
 
 
+@dataclass(eq=False)
 class StepWatch:
     """Limits the time of one block at a time, each from its own thread.
 
     After the time it writes the stacks of all threads to the log, and makes the run end at its next safe point, with a
     checkpoint. If the block does not reach one, it ends the process: the last checkpoint is complete, and the rollout
     API serves the batches since that checkpoint again.
-
-    Args:
-        seconds: time limit of a block; 0: no limit.
-        last_words: called before the process ends, with its own time limit in seconds.
-        grace: seconds between the first report and the end of the process.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        last_words: Callable[[float], object] = lambda seconds: None,
-        *,
-        grace: float = GRACE_SECONDS,
-    ) -> None:
-        self._seconds = seconds
-        self._last_words = last_words
-        self._grace = grace
-        self._expired: str | None = None
+    seconds: float
+    """Time limit of a block; 0: no limit."""
+    last_words: Callable[[float], object] = lambda seconds: None
+    """Called before the process ends, with its own time limit in seconds."""
+    _: KW_ONLY
+    grace: float = GRACE_SECONDS
+    """Seconds between the first report and the end of the process."""
+    _expired: str | None = None
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Limit the time of the block."""
-        if not self._seconds:
+        if not self.seconds:
             yield
             return
         ended = threading.Event()
@@ -232,7 +226,7 @@ class StepWatch:
         if self._expired is not None:
             raise HungError(
                 field=self._expired,
-                got=f"more than {self._seconds:.0f} s",
+                got=f"more than {self.seconds:.0f} s",
                 wanted="at most --step-timeout",
                 fix="see the stacks of all threads above",
             )
@@ -247,18 +241,18 @@ class StepWatch:
         return ended.is_set()
 
     def _watch(self, what: str, ended: threading.Event) -> None:
-        if self._ends(ended, self._seconds):
+        if self._ends(ended, self.seconds):
             return
         text = "%s has not ended for %.0f s; the stacks of all threads:\n%s"
-        log.error(text, what, self._seconds, all_stacks())
+        log.error(text, what, self.seconds, all_stacks())
         self._expired = what
-        if self._ends(ended, self._grace):
+        if self._ends(ended, self.grace):
             return
         log.error(
             "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one",
             what,
         )
         try:
-            self._last_words(self._grace)
+            self.last_words(self.grace)
         finally:
             os._exit(HungError.exit_code)

@@ -204,7 +204,9 @@ class Trainer:
         batch = batch if isinstance(batch, ReadyBatch) else self.share(batch)
         if batch.counts.teacher_tokens:
             self._world.lead(lambda: self._check_teachers(batch))
-        self._say_unused(batch)
+        if batch.counts.teacher_tokens and not self.config.distill_coef and not self._said_unused:
+            self._said_unused = True
+            warn_once(log, "samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
         lr = learning_rate(self.config, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -322,7 +324,7 @@ class Trainer:
         """
         microbatch = one.microbatch.to(self.device)
         if self._reference is not None and one.ref_logprobs_N is None:
-            with torch.no_grad(), self._reference.active():
+            with torch.no_grad(), self._reference():
                 one.ref_logprobs_N = self._scores(microbatch).logprobs_N
         scores = self._scores(microbatch)
         inputs = LossInputs(microbatch, scores, counts, one.old_logprobs_N, one.ref_logprobs_N)
@@ -344,12 +346,6 @@ class Trainer:
         for sequence in batch.sequences:
             if sequence.teacher is not None:
                 check_teacher(sequence.teacher.ids_NK, self.vocabulary)
-
-    def _say_unused(self, batch: ReadyBatch) -> None:
-        """Log once that samples have teachers' logprobs which the options do not use."""
-        if batch.counts.teacher_tokens and not self.config.distill_coef and not self._said_unused:
-            self._said_unused = True
-            warn_once(log, "samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
     def _is_bad(self, loss: float, norm: float) -> bool:
         """Return whether to skip the step; raise an error after too many such steps in a row."""

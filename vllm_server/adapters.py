@@ -60,7 +60,14 @@ def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple
         ServeError: 403 a file is outside the roots, 404 a file is missing, 422 a file is damaged or not servable.
     """
     with _opened(path / _CONFIG, roots) as stream:
-        config = _read_config(stream)
+        text = stream.read(_CONFIG_LIMIT + 1)
+        try:
+            if len(text) > _CONFIG_LIMIT:
+                raise ValueError(f"more than {_CONFIG_LIMIT} bytes")
+            config = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ServeError(422, _CONFIG, got=error, wanted="JSON", fix="save the adapter again") from error
+        _check_is_object(config, _CONFIG)
     check_config(config, max_rank=max_rank)
     with _opened(path / WEIGHTS_FILE, roots) as stream:
         check_header(_read_header(stream), config["r"])
@@ -148,18 +155,6 @@ def _no_field(key: str, value: object, wanted: str) -> ServeError:
 def _check_is_object(config: object, where: str) -> None:
     if not isinstance(config, dict):
         raise ServeError(422, where, got=type(config).__name__, wanted="an object", fix="save it again")
-
-
-def _read_config(stream: BinaryIO) -> dict[str, Any]:
-    text = stream.read(_CONFIG_LIMIT + 1)
-    try:
-        if len(text) > _CONFIG_LIMIT:
-            raise ValueError(f"more than {_CONFIG_LIMIT} bytes")
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ServeError(422, _CONFIG, got=error, wanted="JSON", fix="save the adapter again") from error
-    _check_is_object(config, _CONFIG)
-    return config
 
 
 def check_header(header: Header, rank: int) -> None:

@@ -108,7 +108,12 @@ def check_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     if known.keys().isdisjoint(architectures) or config.get("is_encoder_decoder"):
         _check_by_vllm(model, ", ".join(architectures), trust_remote_code)
     _check_head_size(model, config)
-    _check_dtype(model, config, dtype)
+    # float32, the default on a CPU, does not suit weights whose kernels compute in 16 bits.
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method in ("gptq", "awq") and dtype in ("float32", "float"):
+        got, fix = f"weights quantised by {method} with --dtype {dtype}", "--dtype bfloat16, also for the trainer"
+        raise _refused(model, got, "bfloat16 or float16 with them", fix)
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -160,15 +165,6 @@ def _check_head_size(model: str, config: dict[str, Any]) -> None:
             wanted = f"one that the CPU kernels have ({', '.join(map(str, known))})"
             fix = "choose another model or serve it on a GPU"
             raise _refused(model, f"attention heads of size {size}", wanted, fix)
-
-
-def _check_dtype(model: str, config: dict[str, Any], dtype: str) -> None:
-    """Refuse float32, the default on a CPU, for weights whose kernels compute in 16 bits."""
-    found = config.get("quantization_config")
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if method in ("gptq", "awq") and dtype in ("float32", "float"):
-        got, fix = f"weights quantised by {method} with --dtype {dtype}", "--dtype bfloat16, also for the trainer"
-        raise _refused(model, got, "bfloat16 or float16 with them", fix)
 
 
 def _refused(model: str, got: str, wanted: str, fix: str) -> FatalError:

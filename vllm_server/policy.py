@@ -9,7 +9,7 @@ A name is never activated twice, because it is the key of the engine's caches. `
 in-flight requests.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from vllm_server.errors import ServeError
 from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, version_name
@@ -55,36 +55,29 @@ def check_version(version: int) -> None:
         raise ServeError(422, "version", version, f"0 to {HIGHEST_VERSION}", "count versions from 1")
 
 
+@dataclass(kw_only=True, eq=False)
 class PolicyRegistry:
-    """Versions by name, in the order in which they were published.
+    """Versions by name, in the order in which they were published."""
 
-    Args:
-        served_name: the base model's name, as clients use it.
-        lora_name: versions are named `<lora_name>-v<N>`.
-        aliases: further names that mean "the newest version".
-        keep: how many versions stay loaded; older ones retire.
-        capacity: how many adapters the engine can hold at once; more than `keep`, for the one being loaded.
-        base_version: the base model's version number.
-    """
+    served_name: InitVar[str]
+    """The base model's name, as clients use it."""
+    lora_name: str
+    """Versions are named `<lora_name>-v<N>`."""
+    aliases: InitVar[tuple[str, ...]] = ()
+    """Further names that mean "the newest version"."""
+    keep: int
+    """How many versions stay loaded; older ones retire."""
+    capacity: int
+    """How many adapters the engine can hold at once; more than `keep`, for the one being loaded."""
+    base_version: InitVar[int] = 0
+    """The base model's version number."""
+    load_count: int = 0
 
-    def __init__(
-        self,
-        *,
-        served_name: str,
-        lora_name: str,
-        aliases: tuple[str, ...] = (),
-        keep: int,
-        capacity: int,
-        base_version: int = 0,
-    ) -> None:
-        if not 1 <= keep < capacity:
-            raise ValueError(f"keep: got {keep} of capacity {capacity}, wanted 1 to {capacity - 1}")
-        self.lora_name = lora_name
-        self.keep = keep
-        self.capacity = capacity
+    def __post_init__(self, served_name: str, aliases: tuple[str, ...], base_version: int) -> None:
+        if not 1 <= self.keep < self.capacity:
+            raise ValueError(f"keep: got {self.keep} of capacity {self.capacity}, wanted 1 to {self.capacity - 1}")
         self.base = Version(served_name, version=base_version, adapter_id=0, path="", loaded_at=0.0)
-        self.load_count = 0
-        self._newest_aliases = {served_name, lora_name, *aliases}
+        self._newest_aliases = {served_name, self.lora_name, *aliases}
         self._live: dict[str, Version] = {}  # active and draining, oldest first
         self._used_names: set[str] = set()
         self._highest = base_version

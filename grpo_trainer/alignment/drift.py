@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -223,25 +223,20 @@ def find_drift(
     return None
 
 
+@dataclass(eq=False)
 class DriftAlarm:
-    """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps.
+    """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps."""
 
-    Args:
-        limit: largest mean gap that samples of the present version may have, in nats a token; 0: no limit.
-        on_drift: "stop" raises an error, except for a gap on older samples only.
-        bridge: the bridge's name, for messages.
-        fresh: cause of a gap on fresh samples that has no other explanation; quantisation, if a side is quantised.
-    """
-
-    def __init__(
-        self, limit: float, on_drift: Literal["warn", "stop"], bridge: str, fresh: Cause = Cause.FRESH
-    ) -> None:
-        self.limit = limit
-        self._on_drift = on_drift
-        self._bridge = bridge
-        self._fresh = fresh
-        self._said: dict[Cause, int] = {}
-        self._kept_back: Counter[Cause] = Counter()
+    limit: float
+    """Largest mean gap that samples of the present version may have, in nats a token; 0: no limit."""
+    on_drift: Literal["warn", "stop"]
+    """Stop raises an error, except for a gap on older samples only."""
+    bridge: str
+    """The bridge's name, for messages."""
+    fresh: Cause = Cause.FRESH
+    """Cause of a gap on fresh samples that has no other explanation; quantisation, if a side is quantised."""
+    _said: dict[Cause, int] = field(default_factory=dict)
+    _kept_back: Counter[Cause] = field(default_factory=Counter)
 
     def check_samples(
         self, step: int, gaps: Sequence[SampleGap], version: int | None, recheck: Callable[[int], Recheck]
@@ -254,12 +249,12 @@ class DriftAlarm:
         if not self.limit or (found := find_drift(gaps, version, self.limit, recheck)) is None:
             return
         cause, samples = found
-        cause = self._fresh if cause is Cause.FRESH else cause
+        cause = self.fresh if cause is Cause.FRESH else cause
         limit = max(self.limit, STALE_LIMIT) if cause is Cause.STALE else self.limit
         has_size = cause is not Cause.NOT_FINITE
         off = f", {mean_gap(samples):.3g} nats a token off" if has_size else ""
         got = f"{len(samples)} of {len(gaps)} samples, of version {samples[0].version}{off}"
-        self._report(step, cause, f"drift on bridge {self._bridge}", got, f"at most {limit:.2g}" if has_size else "")
+        self._report(step, cause, f"drift on bridge {self.bridge}", got, f"at most {limit:.2g}" if has_size else "")
 
     def check_routing(self, step: int, metrics: Metrics, shape: RoutedShape) -> None:
         """Check that the trainer would choose most of the replayed experts itself, in each layer and each sequence.
@@ -278,7 +273,7 @@ class DriftAlarm:
 
     def _report(self, step: int, cause: Cause, field: str, got: str, wanted: str) -> None:
         problem = Problem(field, got, wanted, cause.fix, cause.meaning)
-        if self._on_drift == "stop" and cause is not Cause.STALE:
+        if self.on_drift == "stop" and cause is not Cause.STALE:
             raise DriftError.of([problem])
         if cause in self._said and step - self._said[cause] < SAY_EVERY:
             self._kept_back[cause] += 1

@@ -223,7 +223,16 @@ def read_adapter(path: Path) -> AdapterFile:
     Raises:
         ConfigError: there is none, it is damaged, or vLLM could not serve it; the message names every reason.
     """
-    config = _read_config(path)
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError):
+        wanted = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        raise ConfigError("no adapter there", field=ADAPTER_FLAG, got=path, wanted=wanted) from None
+    except ValueError as error:
+        raise _damaged(path / CONFIG_FILE, f"no JSON ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
+        raise _damaged(path / CONFIG_FILE, "another file than PEFT's")
+    config = {"lora_alpha": 8, **config}  # PEFT's own default
     where, why = f"{ADAPTER_FLAG} {path}", "vLLM can't serve it"
     if refused := refusals(config, LEGAL_LORA_RANKS[-1]):
         raise ConfigError.of([Problem(f"{where}: {r.field}", r.got, r.wanted, r.fix, why) for r in refused])
@@ -243,19 +252,6 @@ def read_adapter(path: Path) -> AdapterFile:
         layers=tuple(layers) if restricted else None,
         base_model=config.get("base_model_name_or_path"),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
-    except (FileNotFoundError, NotADirectoryError):
-        wanted = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
-        raise ConfigError("no adapter there", field=ADAPTER_FLAG, got=path, wanted=wanted) from None
-    except ValueError as error:
-        raise _damaged(path / CONFIG_FILE, f"no JSON ({error})") from None
-    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
-        raise _damaged(path / CONFIG_FILE, "another file than PEFT's")
-    return {"lora_alpha": 8, **config}  # PEFT's own default
 
 
 def _tensor_names(path: Path) -> list[str]:

@@ -123,7 +123,9 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     free, saves = shutil.disk_usage(there).free, config.saves
     each = checkpoint_bytes(config, shape, on_gpu=on_gpu) if shape and saves else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
-    most = most_checkpoints(config)
+    interval, keep = config.environment_interval, config.keep_checkpoints
+    made = config.training_steps // interval if interval else 0
+    most = 1 + (min(keep, made) if keep else made)
     least, whole = min(most, 2) * each + served, most * each + served + LOGS
     got = f"{free / GB:.1f} GB free at {there}" + (f", {held / GB:.1f} GB in use by the run" if held else "")
     models = f", {served / GB:.2f} GB of models to serve" if served else ""
@@ -180,16 +182,6 @@ def served_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int
         return model * (max(1, config.keep_checkpoints) + 1)
     own = config.weight_bridge_mode == "none" and config.vllm_restart_interval != config.checkpoint_interval
     return model * 2 if own else 0
-
-
-def most_checkpoints(config: TrainConfig) -> int:
-    """At most how many lie there at one time: those that stay, and a new one or the final one.
-
-    Of checkpoints by time, any step may have one.
-    """
-    interval, keep = config.environment_interval, config.keep_checkpoints
-    made = config.training_steps // interval if interval else 0
-    return 1 + (min(keep, made) if keep else made)
 
 
 def existing(path: Path) -> Path:

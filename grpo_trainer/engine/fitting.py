@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,32 +81,23 @@ def fit(
         Fitting(forward, layers, config, trained, before_measuring, states_over).fit()
 
 
+@dataclass(eq=False)
 class Fitting:
-    """Chooses by trial passes over a few tokens which layers are compiled and recomputed.
+    """Chooses by trial passes over a few tokens which layers are compiled and recomputed."""
 
-    Args:
-        trained: the parameters whose gradients and optimizer states will take memory.
-        before_measuring, states_over: see `fit`.
-    """
+    forward: Forward
+    layers: nn.ModuleList
+    config: TrainConfig
+    trained: Sequence[Parameter]
+    """The parameters whose gradients and optimizer states will take memory."""
+    before_measuring: Callable[[], None] = lambda: None
+    states_over: int = 1
+    """As for `fit`."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        layers: nn.ModuleList,
-        config: TrainConfig,
-        trained: Sequence[Parameter],
-        before_measuring: Callable[[], None] = lambda: None,
-        states_over: int = 1,
-    ) -> None:
-        assert forward.decoder is not None and forward.head is not None, "layers are a decoder's"
-        self.forward = forward
-        self.decoder, self.head = forward.decoder, forward.head
-        self.layers = layers
-        self.config = config
-        self.trained = trained
-        self.before_measuring = before_measuring
-        self.states_over = states_over
-        self.is_sharded = isinstance(forward.model, FSDPModule)
+    def __post_init__(self) -> None:
+        assert self.forward.decoder is not None and self.forward.head is not None, "layers are a decoder's"
+        self.decoder, self.head = self.forward.decoder, self.forward.head
+        self.is_sharded = isinstance(self.forward.model, FSDPModule)
         self.recomputes_in_graphs = not self.is_sharded
         """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
 
@@ -252,8 +243,16 @@ class Fitting:
             free = min(free, config.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
         largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers)
         together = gathered_bytes(largest, self.forward.plan.dtype.itemsize) if self.is_sharded else 0
-        later = held_later(self.trained, config, self.states_over) + head_needs(self.forward, config.largest_pass)
-        return (1 - SPARE) * free - later - together
+        weight, plan = self.head.weight, self.forward.plan
+        of_head = head_bytes(
+            min(config.largest_pass, plan.rows(len(weight))) * len(weight),
+            plan.logit_bytes,
+            weight.numel(),
+            item=plan.dtype.itemsize,
+            weight_item=weight.itemsize,
+            trained=weight.requires_grad,
+        )
+        return (1 - SPARE) * free - held_later(self.trained, config, self.states_over) - of_head - together
 
     def _keep(self, plan: Recomputation) -> bool:
         """Apply a plan, and return whether that is possible: only compiled layers support `PRODUCTS` and `NARROW`."""
@@ -335,20 +334,6 @@ def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: i
     """
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
     return sum(sum(update_bytes(config, part.numel(), part.itemsize, states_over).values()) for part in own)
-
-
-def head_needs(forward: Forward, tokens: int) -> float:
-    """Return the bytes that the head needs for a pass of `tokens` tokens."""
-    assert forward.head is not None
-    weight, plan = forward.head.weight, forward.plan
-    return head_bytes(
-        min(tokens, plan.rows(len(weight))) * len(weight),
-        plan.logit_bytes,
-        weight.numel(),
-        item=plan.dtype.itemsize,
-        weight_item=weight.itemsize,
-        trained=weight.requires_grad,
-    )
 
 
 def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -39,59 +39,41 @@ LARGE_CHUNK = 1 << 29
 """Logits of a chunk if there is spare memory: large chunks are faster, as each adds to the head's whole gradient."""
 
 
+@dataclass(eq=False)
 class Forward:
-    """Forward passes of a model.
+    """Forward passes of a model."""
 
-    Args:
-        decoder, head: the parts that the fast path uses; None: the slow path, with the model's own logits.
-        packed: microbatches are packed.
-        shared: a prompt that several sequences of a microbatch share is computed once.
-        routing: replays a mixture's experts; None: the model chooses in each pass.
-
-    Attributes:
-        plan: the head's plan.
-        recomputation: what the layers keep for the backward pass, which recomputes the rest.
-        compiled: the compiled layers; None: they are not compiled.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        decoder: nn.Module | None,
-        head: nn.Linear | None,
-        plan: HeadPlan,
-        *,
-        packed: bool,
-        shared: bool = False,
-        routing: Routing | None = None,
-    ) -> None:
-        self.model = model
-        self.decoder = decoder
-        self.head = head
-        self.plan = plan
-        self.packed = packed
-        self.shared = shared
-        self.routing = routing
-        self.recomputation = Recomputation()
-        self.compiled: CompiledLayers | None = None
+    model: nn.Module
+    decoder: nn.Module | None
+    head: nn.Linear | None
+    """The parts that the fast path uses; None: the slow path, with the model's own logits."""
+    plan: HeadPlan
+    """The head's plan."""
+    _: KW_ONLY
+    packed: bool
+    """Microbatches are packed."""
+    shared: bool = False
+    """A prompt that several sequences of a microbatch share is computed once."""
+    routing: Routing | None = None
+    """Replays a mixture's experts; None: the model chooses in each pass."""
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    """What the layers keep for the backward pass, which recomputes the rest."""
+    compiled: CompiledLayers | None = None
+    """None: the layers are not compiled."""
 
     def facts(self) -> dict[str, Any]:
         """Return the decisions, for benchmarks."""
+        layers = known_layers(self.decoder) or ()
+        kept = Counter(self.recomputation.of(number) for number in range(len(layers)))
         return {
             "packed": self.packed,
             "shared_prompts": self.shared,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
             "logits_dtype": str(self.plan.logits_dtype).removeprefix("torch."),
-            "layers_keep": self._layers_keep(),
+            "layers_keep": {level.name.lower(): count for level, count in sorted(kept.items())},
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }
-
-    def _layers_keep(self) -> dict[str, int]:
-        """Return what layers keep -> number of such layers."""
-        layers = known_layers(self.decoder) or ()
-        kept = Counter(self.recomputation.of(number) for number in range(len(layers)))
-        return {level.name.lower(): count for level, count in sorted(kept.items())}
 
     def learning(self) -> AbstractContextManager[None]:
         """Return the context for training passes and their backward passes, in which compiled layers are used."""
@@ -117,7 +99,18 @@ class Forward:
 
     def _scores(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
         if self.decoder is None or self.head is None:
-            return self._from_logits(microbatch, entropy_gradient)
+            assert microbatch.packed is None
+            logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
+            check_teacher(microbatch.teacher_ids_NK, logits_BTV.shape[-1])
+            return token_scores(
+                logits_BTV,
+                microbatch.tokens_BT,
+                microbatch.rows_N,
+                microbatch.columns_N,
+                microbatch.temperature_N,
+                microbatch.teacher_ids_NK,
+                entropy_gradient=entropy_gradient,
+            )
         check_teacher(microbatch.teacher_ids_NK, self.head.out_features)
         more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
         hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
@@ -129,20 +122,6 @@ class Forward:
             microbatch.temperature_N,
             microbatch.teacher_ids_NK,
             self.plan,
-            entropy_gradient=entropy_gradient,
-        )
-
-    def _from_logits(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
-        assert microbatch.packed is None
-        logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        check_teacher(microbatch.teacher_ids_NK, logits_BTV.shape[-1])
-        return token_scores(
-            logits_BTV,
-            microbatch.tokens_BT,
-            microbatch.rows_N,
-            microbatch.columns_N,
-            microbatch.temperature_N,
-            microbatch.teacher_ids_NK,
             entropy_gradient=entropy_gradient,
         )
 
@@ -181,7 +160,9 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     exact = config.logits_dtype == "float32" or (config.logits_dtype == "auto" and device.type == "cuda")
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     if exact and isinstance(whole, PreTrainedModel):
-        _keep_logits_exact(whole)
+        head = _plain_head(whole)
+        if head is not None and not isinstance(head, ShardedHead):
+            head.__class__ = ExactHead
     computes = computing_dtype(model, config)
     routing = None if config.routing_replay == "off" else Routing(whole)
     parts, why = _parts_of(whole, computes)
@@ -196,13 +177,6 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     packed = _packs(parts, config.packing, config.seq_len, plan.dtype, device)
     shared = _shares(parts, config.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)
-
-
-def _keep_logits_exact(whole: PreTrainedModel) -> None:
-    """Make the model's own logits fp32, as the server's are; proofs use them, and so does the slow path."""
-    head = _plain_head(whole)
-    if head is not None and not isinstance(head, ShardedHead):
-        head.__class__ = ExactHead
 
 
 def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -31,26 +32,20 @@ LAST_LINES = 12
 """Lines of the server's log in an error: few enough that the whole message fits into the trainer's own last lines."""
 
 
+@dataclass(eq=False)
 class OwnedServer:
-    """Runs one inference server at a time. A context manager: its exit ends the server.
+    """Runs one inference server at a time. A context manager: its exit ends the server."""
 
-    Args:
-        launch: returns the process that serves a model (folder or name) as a policy version.
-        log_path: receives the output of all launches, one after the other.
-        link: path of a symbolic link to the served model folder. vLLM keys its compilation cache by the model's path,
-            so with one path for all folders only the first launch compiles.
-        check_stop: called while waiting; raises to end the wait.
-    """
-
-    def __init__(
-        self,
-        launch: Callable[[str, int], ProcessSpec],
-        log_path: Path,
-        link: Path,
-        check_stop: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._launch, self.log_path, self._link, self._check_stop = launch, log_path, link, check_stop
-        self._process: Process | None = None
+    launch: Callable[[str, int], ProcessSpec]
+    """Returns the process that serves a model (folder or name) as a policy version."""
+    log_path: Path
+    """Receives the output of all launches, one after the other."""
+    link: Path
+    """Path of a symbolic link to the served model folder. vLLM keys its compilation cache by the model's path, so with
+    one path for all folders only the first launch compiles."""
+    check_stop: Callable[[], None] = lambda: None
+    """Called while waiting; raises to end the wait."""
+    _process: Process | None = None
 
     def __enter__(self) -> OwnedServer:
         return self
@@ -61,7 +56,7 @@ class OwnedServer:
     def close(self) -> None:
         """End the server for good."""
         self.stop()
-        self._link.unlink(missing_ok=True)
+        self.link.unlink(missing_ok=True)
 
     @property
     def pid(self) -> int | None:
@@ -73,12 +68,12 @@ class OwnedServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         path = model
         if Path(model).is_dir():
-            path = str(self._link.absolute())
-            self._link.parent.mkdir(parents=True, exist_ok=True)
-            self._link.unlink(missing_ok=True)  # safe: no server is running
-            self._link.symlink_to(Path(model).absolute(), target_is_directory=True)
+            path = str(self.link.absolute())
+            self.link.parent.mkdir(parents=True, exist_ok=True)
+            self.link.unlink(missing_ok=True)  # safe: no server is running
+            self.link.symlink_to(Path(model).absolute(), target_is_directory=True)
         log.info("starting the inference server on %s as version %d", model, version)
-        self._process = Process(self._launch(path, version), self.log_path, last_lines=LAST_LINES)
+        self._process = Process(self.launch(path, version), self.log_path, last_lines=LAST_LINES)
         return path
 
     @START.of(SERVER)
@@ -93,7 +88,7 @@ class OwnedServer:
         assert process is not None, "start comes first"
         with httpx.Client(timeout=5.0, trust_env=False) as http:
             while not process.is_ready(http):
-                self._check_stop()
+                self.check_stop()
                 self.check()
                 waited = running_time() - process.started
                 if waited > process.spec.ready_timeout:

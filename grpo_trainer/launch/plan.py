@@ -126,21 +126,14 @@ def plan_run(
     if not config.trainer.owns_server:
         servers += _server_processes(config, ports, python, on_gpu, cache_bytes, places, step)
     trainers = _trainer_processes(config, folder / "trainer.toml", ports, python, places)
-    overlaps = not on_gpu or _may_overlap(config, cache_bytes)
+    # May the trainer use a GPU while the server starts on it? A server that measures the free memory for its cache
+    # would count the trainer's memory as used, and vLLM exits with an error if memory is freed during the measurement.
+    is_fixed = cache_bytes is not None or gives(config.trainer.server.extra_args, CACHE_FLAG)
+    overlaps = not on_gpu or config.trainer.owns_server or is_fixed
     stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
     env = {**({} if on_gpu else SHARED_CORES), **env}
     planned = tuple(tuple(_completed(config, process, env, places) for process in stage) for stage in stages)
     return RunPlan(stages=planned, config_files=files, ports=dict(ports))
-
-
-def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
-    """Return whether the trainer may use a GPU while the server starts on it.
-
-    A server that measures the free memory for its cache would count the trainer's memory as used, and vLLM exits with
-    an error if memory is freed during the measurement.
-    """
-    is_fixed = cache_bytes is not None or gives(config.trainer.server.extra_args, CACHE_FLAG)
-    return config.trainer.owns_server or is_fixed
 
 
 SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
@@ -447,30 +440,24 @@ def commands_to_start(
     """
     found: dict[str, tuple[str, ...]] = {}
     if not there(config.atropos_url):
-        found[f"rollout API at {config.atropos_url}"] = (_api(config), _environment(config))
+        at, name = urlsplit(config.atropos_url), config.model_name
+        api = ["grpo", "api", "--port", str(at.port or 80)]
+        if at.hostname not in (None, "localhost", "127.0.0.1"):
+            api += ["--host", str(at.hostname)]
+        urls = ",".join(f"{each.url}/v1" for each in config.server.each)
+        environment = ["grpo", "env", "arithmetic", "serve", "--env.tokenizer_name", name]
+        environment += ["--env.rollout_server_url", config.atropos_url, "--env.max_token_length", str(config.seq_len)]
+        environment += ["--openai.base_url", urls, "--openai.model_name", name]
+        keys = {"--env.rollout_api_key": config.rollout_api_key, "--openai.api_key": config.server.api_key}
+        found[f"rollout API at {config.atropos_url}"] = (
+            _typed(api, API_KEY_VARIABLE if config.rollout_api_key else None),
+            " ".join([_typed(environment), *(f"{flag} …" for flag, key in keys.items() if key)]),
+        )
     for each in () if config.owns_server else config.server.each:
         if not there(f"{each.url}/health"):
             one = config.model_copy(update={"server": each})
             found[f"inference server at {each.url}"] = (_server(one, on_gpu=on_gpu),)
     return found
-
-
-def _api(config: TrainConfig) -> str:
-    address = urlsplit(config.atropos_url)
-    words = ["grpo", "api", "--port", str(address.port or 80)]
-    if address.hostname not in (None, "localhost", "127.0.0.1"):
-        words += ["--host", str(address.hostname)]
-    return _typed(words, API_KEY_VARIABLE if config.rollout_api_key else None)
-
-
-def _environment(config: TrainConfig) -> str:
-    name = config.model_name
-    urls = ",".join(f"{each.url}/v1" for each in config.server.each)
-    words = ["grpo", "env", "arithmetic", "serve", "--env.tokenizer_name", name]
-    words += ["--env.rollout_server_url", config.atropos_url, "--env.max_token_length", str(config.seq_len)]
-    words += ["--openai.base_url", urls, "--openai.model_name", name]
-    keys = {"--env.rollout_api_key": config.rollout_api_key, "--openai.api_key": config.server.api_key}
-    return " ".join([_typed(words), *(f"{flag} …" for flag, key in keys.items() if key)])
 
 
 def _server(config: TrainConfig, *, on_gpu: bool) -> str:

@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 import httpx
 
@@ -56,7 +55,6 @@ class Supervisor:
         servers: the run's folder of servers, where they may change; None: they stay.
         replanner: says where processes start again; None: where they were, and no server is added.
         saves: a trainer that is stopped saves a checkpoint.
-        report: the file that the trainer writes at its first trained step.
 
     Attributes:
         begun: the first step is trained.
@@ -93,7 +91,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         for number in ending_signals():
-            self._handlers[number] = signal.signal(number, self._on_signal)
+            self._handlers[number] = signal.signal(number, lambda arrived, _: self._signals.add(arrived))
         self._log_folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -102,9 +100,6 @@ class Supervisor:
         self._tell(self._show)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._signals.add(number)
 
     def _tell(self, show: Callable[..., None], *line: str) -> None:
         """Show a line. Once the output is closed (`grpo run | head`), show no more; the run and its logs continue."""

@@ -124,7 +124,11 @@ class RunConsole:
         self._step, self._line = step, live_line(step, self._total, known, self._rewards, self._recent)
         if not self._is_live:
             self.say(step_line(step, self._total, known, left))
-            self._explain_loss(known)
+            learnt = "grpo/mean_ratio" in known
+            if not self._explained and learnt and abs(known.get("train/loss", 1.0)) < 1e-3:
+                self._explained = True
+                text = "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)"
+                self.say(text, style="dim")
         for evaluation in evaluation_lines(known):
             self.say(evaluation)
 
@@ -138,13 +142,6 @@ class RunConsole:
             if wait.seconds >= (FIRST_SECONDS if is_new else report_at(reported)):
                 self._reported[wait.name] = wait.what, 0.0 if is_new else wait.seconds
                 self.say(waits_line([wait]), style="dim")
-
-    def _explain_loss(self, numbers: dict[str, float]) -> None:
-        learnt = "grpo/mean_ratio" in numbers
-        if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
-            self._explained = True
-            text = "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)"
-            self.say(text, style="dim")
 
     def _render(self) -> Table:
         """Return the live line; the thread that refreshes it calls this."""

@@ -59,15 +59,11 @@ class Segments:
     index_N: Tensor
     count: int
 
-    def total_B(self, values_N: Tensor) -> Tensor:
-        """Return the sum of each sequence's values."""
-        return torch.zeros(self.count, dtype=values_N.dtype, device=values_N.device).index_add(
-            0, self.index_N, values_N
-        )
-
     def total_N(self, values_N: Tensor) -> Tensor:
         """Return the sum of each sequence's values at each of its tokens."""
-        return self.total_B(values_N)[self.index_N]
+        return torch.zeros(self.count, dtype=values_N.dtype, device=values_N.device).index_add(
+            0, self.index_N, values_N
+        )[self.index_N]
 
 
 @dataclass(frozen=True)

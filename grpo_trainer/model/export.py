@@ -37,13 +37,6 @@ SHARD_BYTES = 2 << 30
 PEFT_PREFIX = "base_model.model."
 
 
-def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model itself, without a PEFT wrapper."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(plain, PreTrainedModel)
-    return plain
-
-
 def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, Tensor]]:
     """Return a checkpoint's contents: name -> (name in `model`, tensor), tied weights once, under their first name.
 
@@ -122,7 +115,8 @@ def export_model(
         OSError: a file could not be written; with `filename`.
     """
     stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
-    plain = plain_model(model)
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(plain, PreTrainedModel)
     whole = whole_config(plain)
     others = None if whole is None else OtherParts(whole)
     sizes = {name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}

@@ -164,7 +164,11 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         if device.type == "cpu":
             warn_once(log, "--load-in-4bit on a CPU saves memory and costs time: each pass expands every matrix again")
         _check_kernel(model, device)
-        _keep_one_layout(model)
+        # On CPUs with AVX512-BF16 bitsandbytes would repack weights at a layer's first forward pass in eval mode, as in
+        # the bridge proof, for a kernel without a backward pass.
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # unknown to nn.Module's types
     freeze(model, config)
     size, bits = model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else ""
     log.info("loaded %s: %.2fM parameters%s, %s on %s", config.model_name, size, bits, dtype, device)
@@ -263,25 +267,24 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
     model.initialize_weights()  # fills buffers, as when a checkpoint is loaded; does nothing for parameters on meta
     for name, buffer in model.named_buffers():
         if name not in held:
-            _check_buffer(name, buffer, reference.get(name))
+            wanted = reference.get(name)
+            here = buffer.cpu()
+            if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
+                raise ModelError(
+                    "this buffer is not in a model built on a CPU",
+                    field=name,
+                    fix="use another release of transformers",
+                )
+            if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
+                error = (here.double() - wanted.double()).abs().max().item()
+                raise ModelError(
+                    "this buffer is not that of a model built on a CPU",
+                    field=name,
+                    got=f"a difference of {error:.3g}",
+                    wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
+                    fix="use lora_only",
+                )
     return model
-
-
-def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
-    here = buffer.cpu()
-    if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
-        raise ModelError(
-            "this buffer is not in a model built on a CPU", field=name, fix="use another release of transformers"
-        )
-    if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
-        error = (here.double() - wanted.double()).abs().max().item()
-        raise ModelError(
-            "this buffer is not that of a model built on a CPU",
-            field=name,
-            got=f"a difference of {error:.3g}",
-            wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
-            fix="use lora_only",
-        )
 
 
 def take_generation_config(model: PreTrainedModel, name: str) -> None:
@@ -331,17 +334,6 @@ def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:
                 wanted="about 0.09",
                 fix="leave it out, use another device, or another version of bitsandbytes",
             )
-
-
-def _keep_one_layout(model: PreTrainedModel) -> None:
-    """Stop bitsandbytes from repacking weights on CPUs with AVX512-BF16.
-
-    It does so at a layer's first forward pass in eval mode, for a kernel without a backward pass. The bridge proof runs
-    in eval mode, and training after it would have no gradient.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # unknown to nn.Module's types
 
 
 def weights_of(module: nn.Linear) -> Tensor:

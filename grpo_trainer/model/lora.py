@@ -68,20 +68,16 @@ def add_adapter(model: PreTrainedModel, options: BridgeConfig, seed: int) -> Pef
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(wrapped, PeftModel)
     if options.lora_adapter is not None:
-        _start_from(wrapped, read_adapter(options.lora_adapter))
+        file = read_adapter(options.lora_adapter)
+        parameters = dict(wrapped.named_parameters())
+        with torch.no_grad():
+            for name, tensor in adapter_weights(wrapped, file).items():
+                parameters[name].copy_(tensor)
+        name = getattr(wrapped.config, "name_or_path", None)
+        if file.base_model and name and file.base_model not in (name, from_anywhere(name)):
+            warn_once(log, "--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
+        log.info("starting from the adapter %s: rank %d, %d modules", file.path, file.r, len(file.modules))
     return wrapped
-
-
-def _start_from(model: PeftModel, file: AdapterFile) -> None:
-    """Copy the weights of an existing adapter into this model's."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in adapter_weights(model, file).items():
-            parameters[name].copy_(tensor)
-    name = getattr(model.config, "name_or_path", None)
-    if file.base_model and name and file.base_model not in (name, from_anywhere(name)):
-        warn_once(log, "--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
-    log.info("starting from the adapter %s: rank %d, %d modules", file.path, file.r, len(file.modules))
 
 
 @dataclass(frozen=True)
@@ -265,19 +261,18 @@ def use_few_kernels(model: nn.Module) -> int:
     """
     if not isinstance(model, PeftModel):
         return 0
-    found = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
-    for module in found:
-        module.forward = types.MethodType(_forward, module)
-    return len(found)
-
-
-def _is_plain(module: Linear) -> bool:
-    return (
-        type(module.base_layer) is nn.Linear
+    found = [
+        module
+        for module in model.modules()
+        if type(module) is Linear
+        and type(module.base_layer) is nn.Linear
         and list(module.lora_A) == [ADAPTER]
         and not module.lora_variant
         and module.lora_B[ADAPTER].bias is None
-    )
+    ]
+    for module in found:
+        module.forward = types.MethodType(_forward, module)
+    return len(found)
 
 
 def _forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,9 +10,9 @@ during a forward pass. So the two differ only in their weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -28,22 +28,8 @@ from grpo_trainer.model.text_part import load_causal_lm
 log = logging.getLogger(__name__)
 
 
-class Reference(Protocol):
-    """A second set of weights for the policy's modules."""
-
-    def active(self) -> AbstractContextManager[None]:
-        """Make the model compute as the reference within the block, for forward passes without gradient."""
-        ...
-
-
-class AdapterOff:
-    """The model without its adapter."""
-
-    def __init__(self, model: PeftModel) -> None:
-        self._model = model
-
-    def active(self) -> AbstractContextManager[None]:
-        return self._model.disable_adapter()
+Reference = Callable[[], AbstractContextManager[None]]
+"""Makes the model compute as the reference within a block, for forward passes without gradient."""
 
 
 class FrozenWeights:
@@ -107,8 +93,8 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
     if isinstance(model, PeftModel):
         start = config.lora_adapter if config.trains_adapter else None
         if start is None or config.kl_reference == "base":
-            return AdapterOff(model)
-        return FrozenWeights(model, adapter_weights(model, read_adapter(start)))
+            return model.disable_adapter
+        return FrozenWeights(model, adapter_weights(model, read_adapter(start))).active
     assert isinstance(model, PreTrainedModel)
     found = load_causal_lm(config.model_name, dtype="auto")
     weights = {name: parameter.detach() for name, parameter in found.named_parameters()}
@@ -122,7 +108,7 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
         check_room(size, free_bytes(device))
         weights = {name: weight.to(device) for name, weight in weights.items()}
     log.info("reference: %.1f MB of frozen weights on %s", size / 1e6, next(iter(weights.values())).device)
-    return FrozenWeights(model, weights, list(model.get_submodule(decoder_layers(model).name).children()))
+    return FrozenWeights(model, weights, list(model.get_submodule(decoder_layers(model).name).children())).active
 
 
 def free_bytes(device: torch.device) -> float:

@@ -173,7 +173,16 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: all read alone
-        _load(targets, reader, path)
+        try:
+            load(targets, storage_reader=reader, no_dist=True)
+        except CheckpointException as failed:  # a BaseException, which `except Exception` would miss
+            ((error, _),) = failed.failures.values()
+            raise ConfigError(
+                "the states of its optimizer can't be read",
+                field=f"--resume {path}",
+                got=f"{type(error).__name__}: {error}",
+                fix="resume from another checkpoint",
+            ) from None
     states: States = {number: {} for number in range(len(parts))}
     scales: dict[tuple[int, str], dict[Place, Tensor]] = {}
     for key, value in targets.items():
@@ -199,19 +208,6 @@ def _reshard(part: Part, name: str, state: dict[str, Any], written: Mapping[Plac
     first = (own_rows(part.whole).start if isinstance(part.whole, DTensor) else 0) * row
     signed = SIGNED[name]
     state[name], state[name + SCALE] = recoded(state[name], known, own, first, signed=signed)
-
-
-def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
-    try:
-        load(targets, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:  # a BaseException, which `except Exception` would miss
-        ((error, _),) = failed.failures.values()
-        raise ConfigError(
-            "the states of its optimizer can't be read",
-            field=f"--resume {path}",
-            got=f"{type(error).__name__}: {error}",
-            fix="resume from another checkpoint",
-        ) from None
 
 
 def reshard_states(states: States, parts: Sequence[Part]) -> States:

@@ -116,8 +116,11 @@ class World:
         """
         if self.alone or self._is_leading:
             return do()
-        (outcome,) = self._spread([self._outcome(do)] if self.leads else None)
-        return self._result(outcome)
+        own = self._outcome(do) if self.leads else None
+        said: list[Any] = [own and _portable(own)]
+        with peers():
+            dist.broadcast_object_list(said, src=0, group=self.control)
+        return self._result(own or said[0])  # rank 0 keeps its own objects
 
     def scatter(self, do: Callable[[], Sequence[T] | None]) -> T | None:
         """Return on each rank its own of the values that `do` returns on rank 0, by rank, or raise what it raises.
@@ -149,13 +152,6 @@ class World:
             return None, error
         finally:
             self._is_leading = False
-
-    def _spread(self, own: list[Any] | None) -> list[Any]:
-        """Return rank 0's list on all ranks; rank 0 keeps its own objects."""
-        said = [None] if own is None else [_portable(outcome) for outcome in own]
-        with peers():
-            dist.broadcast_object_list(said, src=0, group=self.control)
-        return said if own is None else own
 
     def _result(self, outcome: tuple[Any, Exception | None]) -> Any:
         value, error = outcome
@@ -255,8 +251,11 @@ class World:
         """
         if self.alone:
             return
-        own_sums = torch.stack([_checksum(sample) for sample in samples])
-        sums = self.gather([str(value) for value in own_sums.tolist()])  # as text, so that NaN equals NaN
+        own_sums = []
+        for sample in samples:  # each entry counts by its place, so that exchanged rows change the sum
+            places = torch.linspace(1.0, 2.0, len(sample), dtype=torch.float64, device=sample.device)
+            own_sums.append((sample.double() * places).sum())
+        sums = self.gather([str(value) for value in torch.stack(own_sums).tolist()])  # as text, so that NaN equals NaN
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             raise self.common(
                 WeightsError(
@@ -340,9 +339,3 @@ def _portable(outcome: tuple[Any, Exception | None]) -> tuple[Any, Exception | N
     except Exception:
         return value, TrainingError(f"rank 0: {type(error).__name__}: {error}")
     return outcome
-
-
-def _checksum(sample: Tensor) -> Tensor:
-    """Return a sum in which each entry counts by its place, so that exchanged rows change it."""
-    places = torch.linspace(1.0, 2.0, len(sample), dtype=torch.float64, device=sample.device)
-    return (sample.double() * places).sum()

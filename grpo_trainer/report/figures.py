@@ -151,7 +151,20 @@ class Plot:
 def all_plots(runs: Sequence[Run]) -> list[Plot]:
     """Return every figure that has numbers, section by section."""
     keys = sorted({key for run in runs for key in run.series})
-    figures = [*FIGURES, *_evaluations(keys)]
+    # One figure for each that environments measured on held-out items, with its confidence interval if it has one.
+    found = {key for key in keys if key.startswith("eval/") and not key.endswith("/samples")}
+    bounds = {key for key in found if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in found}
+    figures = [*FIGURES]
+    figures += [
+        Figure(
+            key.removeprefix("eval/"),
+            {f"{key}_high": "at most", key: "measured", f"{key}_low": "at least"},
+            "on held-out items" + (", and its confidence interval" if f"{key}_low" in bounds else ""),
+            section=EVALUATION,
+            bands={f"{key}_high": f"{key}_low"},
+        )
+        for key in sorted(found - bounds)
+    ]
     figures += [
         Figure(key.removeprefix("env/"), {key: "measured"}, section=ENVIRONMENTS) for key in keys if key[:4] == "env/"
     ]
@@ -164,22 +177,6 @@ def all_plots(runs: Sequence[Run]) -> list[Plot]:
     plots += [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in others]
     order = (TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER)
     return sorted(plots, key=lambda plot: order.index(plot.section))
-
-
-def _evaluations(keys: Sequence[str]) -> list[Figure]:
-    """One for each figure that environments measured on held-out items, with its confidence interval if it has one."""
-    found = {key for key in keys if key.startswith("eval/") and not key.endswith("/samples")}
-    bounds = {key for key in found if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in found}
-    return [
-        Figure(
-            key.removeprefix("eval/"),
-            {f"{key}_high": "at most", key: "measured", f"{key}_low": "at least"},
-            "on held-out items" + (", and its confidence interval" if f"{key}_low" in bounds else ""),
-            section=EVALUATION,
-            bands={f"{key}_high": f"{key}_low"},
-        )
-        for key in sorted(found - bounds)
-    ]
 
 
 def _plot(runs: Sequence[Run], figure: Figure) -> Plot:

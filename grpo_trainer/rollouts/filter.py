@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -25,32 +25,21 @@ from vllm_server.protocol.routed_experts import RoutedShape
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class GroupFilter:
-    """Leaves out groups that can't be trained on, and logs that once for each environment.
+    """Leaves out groups that can't be trained on, and logs that once for each environment."""
 
-    Args:
-        vocabulary: upper bound of token ids; None: not known.
-        name_of: returns an environment's name for messages by its number.
-        longest: number of a sequence's first tokens that are trained on, including its prompt; None: all.
-        routed: what routed experts must be of, where they are replayed; None: they are not.
-
-    Attributes:
-        last: why the last group was left out.
-    """
-
-    def __init__(
-        self,
-        vocabulary: int | None,
-        name_of: Callable[[int | None], str],
-        longest: int | None = None,
-        routed: RoutedShape | None = None,
-    ) -> None:
-        self.last = Problem()
-        self._vocabulary = vocabulary
-        self._name_of = name_of
-        self._longest = longest
-        self._routed = routed
-        self._told: set[tuple[str, int | None]] = set()
+    vocabulary: int | None
+    """Upper bound of token ids; None: not known."""
+    name_of: Callable[[int | None], str]
+    """Returns an environment's name for messages by its number."""
+    longest: int | None = None
+    """Number of a sequence's first tokens that are trained on, including its prompt; None: all."""
+    routed: RoutedShape | None = None
+    """What routed experts must be of, where they are replayed; None: they are not."""
+    last: Problem = field(default_factory=Problem)
+    """Why the last group was left out."""
+    _told: set[tuple[str, int | None]] = field(default_factory=set)
 
     def sift(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch without groups that can't be trained on; `refused` counts those."""
@@ -58,9 +47,9 @@ class GroupFilter:
         return replace(batch, groups=kept, refused=len(batch.groups) - len(kept))
 
     def _fits(self, group: Group) -> bool:
-        reason = misfit(group, self._vocabulary, self._longest, self._routed)
+        reason = misfit(group, self.vocabulary, self.longest, self.routed)
         if reason is not None:
-            self.last = replace(reason, field=f"{self._name_of(group.environment)}: {reason.field}")
+            self.last = replace(reason, field=f"{self.name_of(group.environment)}: {reason.field}")
             if self._is_first("misfit", group):
                 log.warning(
                     "a group can't be trained on and is left out, as others like it will be (rollout/refused_groups "
@@ -69,13 +58,13 @@ class GroupFilter:
                 )
             return False
         length = max(len(sample.tokens_T) for sample in group.samples)
-        if self._longest is not None and length > self._longest and self._is_first("cut", group):
+        if self.longest is not None and length > self.longest and self._is_first("cut", group):
             log.warning(
                 "%s: sequences are longer than --seq-len (batch/truncated counts them): got %d tokens, wanted %d at "
                 "most",
-                self._name_of(group.environment),
+                self.name_of(group.environment),
                 length,
-                self._longest,
+                self.longest,
             )
         sends_logprobs = any(sample.rollout_logprobs is not None for sample in group.samples)
         if sends_logprobs and not group.says_sampling and self._is_first("silent", group):
@@ -83,7 +72,7 @@ class GroupFilter:
                 "%s: groups do not say how they were sampled: got inference_logprobs without generation_params, wanted "
                 '{"temperature": …}; they count as sampled at temperature 1 from the whole vocabulary '
                 "(docs/training.md)",
-                self._name_of(group.environment),
+                self.name_of(group.environment),
             )
         return True
 

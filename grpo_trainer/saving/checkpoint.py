@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
-from grpo_trainer.parallel.strategies import ShardedStates
-from grpo_trainer.parallel.strategy import Divided
-from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.strategies import Divided, ShardedStates, TensorShards
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.background import BackgroundWriter, Schedule, Snapshot
@@ -61,49 +60,39 @@ log = logging.getLogger(__name__)
 TENSORS_FILE = "trainer_state.pt"
 
 
+@dataclass(eq=False)
 class Checkpoints:
-    """Writes, prunes and loads a run's checkpoints.
+    """Writes, prunes and loads a run's checkpoints."""
 
-    Args:
-        policy: the trained policy.
-        optimizer: the optimizer of its parameters.
-        norms: history of gradient norms.
-        shards: this process's shards; None: neither weights nor optimizer states are sharded.
-        snapshot: the copy that is written in the background.
-        clock: clock in seconds, for checkpoints by time.
-        world: the processes that train together.
+    config: CheckpointConfig
+    policy: Policy
+    """The trained policy."""
+    optimizer: AdamW
+    """The optimizer of its parameters."""
+    norms: NormHistory = field(default_factory=lambda: NormHistory(0.0))
+    """History of gradient norms."""
+    shards: ShardedStates | None = None
+    """This process's shards; None: neither weights nor optimizer states are sharded."""
+    snapshot: InitVar[Snapshot | None] = None
+    """The copy that is written in the background."""
+    clock: InitVar[Callable[[], float]] = time.monotonic
+    """Clock in seconds, for checkpoints by time."""
+    world: World = field(default_factory=World)
+    """The processes that train together."""
+    safe: Progress | None = None
+    """Progress of the newest complete checkpoint; None: there is none yet. As the next, only rank 0 knows it."""
+    safe_path: Path | None = None
+    """Folder of that checkpoint."""
+    _weights: tuple[int, Path] | None = None
+    """Version and folder of the last written weights."""
+    _serving: Path | None = None
+    _write_seconds: float | None = None
 
-    Attributes:
-        safe: progress of the newest complete checkpoint; None: there is none yet. As the next, only rank 0 knows it.
-        safe_path: folder of that checkpoint.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        policy: Policy,
-        optimizer: AdamW,
-        norms: NormHistory | None = None,
-        shards: ShardedStates | None = None,
-        snapshot: Snapshot | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        world: World | None = None,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._shards = shards
-        self._world = world or World()
-        self._optimizer = optimizer
-        self._norms = norms or NormHistory(0.0)
-        self._device = next(policy.model.parameters()).device
-        self._weights: tuple[int, Path] | None = None  # version and folder of the last written weights
-        self._serving: Path | None = None
+    def __post_init__(self, snapshot: Snapshot | None, clock: Callable[[], float]) -> None:
+        self._device = next(self.policy.model.parameters()).device
         self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
-        self._schedule = Schedule(config.interval_steps, config.interval_seconds, clock)
-        self._write_seconds: float | None = None
-        self.safe: Progress | None = None
-        self.safe_path: Path | None = None
+        self._schedule = Schedule(self.config.interval_steps, self.config.interval_seconds, clock)
 
     # Saving
 
@@ -122,9 +111,9 @@ class Checkpoints:
             self._forget_deleted()
             return not self._writer.is_busy and self._schedule.is_due(progress.step)
 
-        if self._shards is None:
-            return self._world.lead(lambda: {**(self._start(progress) if is_due() else {}), **self._took()})
-        if not self._world.lead(is_due):
+        if self.shards is None:
+            return self.world.lead(lambda: {**(self._start(progress) if is_due() else {}), **self._took()})
+        if not self.world.lead(is_due):
             return self._took()
         started = time.perf_counter()
         self._write(self._path(progress.step), progress, self._tree())
@@ -142,7 +131,7 @@ class Checkpoints:
         started = time.perf_counter()
         path = self._path(progress.step)
         tree = self._tree()
-        in_background = self._config.background_writes
+        in_background = self.config.background_writes
         if in_background and self._snapshot.wants_room(tree):
             self._writer.start(lambda: self._make_room(tree))
             return {}  # postponed until there is room
@@ -150,7 +139,7 @@ class Checkpoints:
         if copy is None:
             self._write(path, progress, tree)
         else:
-            self._optimizer.hold = copy.precede
+            self.optimizer.hold = copy.precede
             self._writer.start(lambda: self._write(path, progress, copy.whole()))
         return self._begun(progress.step, time.perf_counter() - started)
 
@@ -165,7 +154,7 @@ class Checkpoints:
         Raises:
             OSError: this checkpoint or the last one could not be written.
         """
-        path = self._config.save_path / self._policy.final_name if final else self._path(progress.step)
+        path = self.config.save_path / self.policy.final_name if final else self._path(progress.step)
 
         def complete() -> Path | None:
             """Return the folder of a complete checkpoint, which is never written again."""
@@ -175,12 +164,12 @@ class Checkpoints:
             is_there = safe is not None and (safe.step, safe.policy_version) == now
             if is_there and (not final or self.safe_path == path):
                 return self.safe_path
-            if self._shards is None:
+            if self.shards is None:
                 self._write(path, progress, self._tree())
                 return path
             return None
 
-        if (written := self._world.lead(complete)) is not None:
+        if (written := self.world.lead(complete)) is not None:
             return written
         self._write(path, progress, self._tree())
         return path
@@ -189,14 +178,14 @@ class Checkpoints:
         """Forget the newest checkpoint if its folder was deleted, and make another one due."""
         if self.safe_path is None or (self.safe_path / STATE_FILE).exists():
             return
-        if self._config.saves:
+        if self.config.saves:
             log.warning("%s, the newest checkpoint, was deleted: another one is written", self.safe_path)
             self._schedule.demand()
         self.safe = self.safe_path = None
 
     def settled(self, progress: Progress) -> tuple[str, ...]:
         """Return the batches that may be acknowledged: those in a checkpoint, or all if none is written on the way."""
-        if not (self._config.interval_steps or self._config.interval_seconds):
+        if not (self.config.interval_steps or self.config.interval_seconds):
             return progress.batches
         return self.safe.batches if self.safe is not None else ()
 
@@ -212,17 +201,17 @@ class Checkpoints:
     def _tree(self) -> dict[str, Any]:
         """Return everything that is saved. The tensors are not copies: the next update changes them."""
         whole, by_rank = None, None  # each process writes its part of the optimizer's states
-        if self._shards is None:
-            whole = self._optimizer.state_dict()
+        if self.shards is None:
+            whole = self.optimizer.state_dict()
         else:  # each rank rounds its shard with its own random numbers; replicas must round alike
-            by_rank = self._world.gather(generator_states(self._device))
-        if isinstance(self._shards, TensorShards):
-            whole = self._shards.states(self._optimizer)
+            by_rank = self.world.gather(generator_states(self._device))
+        if isinstance(self.shards, TensorShards):
+            whole = self.shards.states(self.optimizer)
         return {
             "optimizer": whole,
-            "optimizer_kind": self._optimizer.kind,
+            "optimizer_kind": self.optimizer.kind,
             "trained": self._trained(),
-            "gradient_norms": self._norms.norms,
+            "gradient_norms": self.norms.norms,
             "generators": generator_states(self._device),
             "generators_by_rank": by_rank,
             "weights": self._prepared(self.weights_now()),
@@ -230,12 +219,12 @@ class Checkpoints:
 
     def _trained(self) -> list[str]:
         """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
-        return [name for name, parameter in self._policy.model.named_parameters() if parameter.requires_grad]
+        return [name for name, parameter in self.policy.model.named_parameters() if parameter.requires_grad]
 
     @property
     def gathers(self) -> bool:
         """Whether `weights_now` gathers weights that are sharded over processes."""
-        return isinstance(self._shards, Divided)
+        return isinstance(self.shards, Divided)
 
     def weights_now(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
         """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered.
@@ -243,13 +232,13 @@ class Checkpoints:
         Args:
             keep: see `Divided.tensors`.
         """
-        return self._shards.tensors(keep) if isinstance(self._shards, Divided) else self._policy.tensors()
+        return self.shards.tensors(keep) if isinstance(self.shards, Divided) else self.policy.tensors()
 
     def _prepared(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that the optimizer's states belong to: prepared ones that a fence did not let in."""
-        if not self._optimizer.prepared:
+        if not self.optimizer.prepared:
             return weights
-        new = {own.data_ptr(): own.grad for own in self._policy.model.parameters() if own.grad is not None}
+        new = {own.data_ptr(): own.grad for own in self.policy.model.parameters() if own.grad is not None}
         return {name: new.get(own.data_ptr(), own).to(own.dtype) for name, own in weights.items()}
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
@@ -260,7 +249,7 @@ class Checkpoints:
 
             def begin() -> Path:
                 folder = opened.enter_context(self._with_weights(progress.policy_version, path, weights))
-                write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
+                write_tensors(folder / TENSORS_FILE, {**tree, "weights": self.policy.exact(weights)})
                 return folder
 
             def end(folder: Path) -> None:
@@ -271,12 +260,12 @@ class Checkpoints:
                 log.info("checkpoint saved: %s", path, extra=NOTICE)
                 self._prune(path)
 
-            if self._shards is None:
+            if self.shards is None:
                 end(begin())
             else:
-                folder = self._world.lead(begin)
-                self._shards.save_states(folder, self._optimizer)
-                self._world.lead(lambda: end(folder))
+                folder = self.world.lead(begin)
+                self.shards.save_states(folder, self.optimizer)
+                self.world.lead(lambda: end(folder))
 
     @contextmanager
     def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
@@ -285,11 +274,11 @@ class Checkpoints:
             yield path
         else:
             with whole_folder(path) as folder:
-                self._policy.write(folder, weights)
+                self.policy.write(folder, weights)
                 yield folder
 
     def _path(self, step: int) -> Path:
-        return self._config.save_path / f"{self._policy.step_prefix}{step}"
+        return self.config.save_path / f"{self.policy.step_prefix}{step}"
 
     # For a server that starts on the trained weights
 
@@ -309,20 +298,20 @@ class Checkpoints:
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
-                self._policy.write(folder, weights)
+                self.policy.write(folder, weights)
             self._weights = (version, path)
             return path
 
-        if (path := self._world.lead(written)) is not None:
+        if (path := self.world.lead(written)) is not None:
             return path
         weights = self.weights_now()
-        return self._world.lead(lambda: write(weights))
+        return self.world.lead(lambda: write(weights))
 
     def serving(self, path: Path) -> None:
         """Record that a server has loaded this folder: keep it, and delete the last one."""
         self._writer.wait()
         before, self._serving = self._serving, path
-        if before is not None and self._config.keep_checkpoints and not (before / STATE_FILE).exists():
+        if before is not None and self.config.keep_checkpoints and not (before / STATE_FILE).exists():
             with suppress(FileNotFoundError):  # already deleted by the user
                 shutil.rmtree(before)
                 log.info("pruned %s", before)
@@ -330,10 +319,10 @@ class Checkpoints:
 
     def _remove_exports(self) -> None:
         """Delete exports of an earlier process that are no checkpoints: its servers have ended with it."""
-        if self._policy.step_prefix != AllWeights.step_prefix or not self._config.keep_checkpoints:
+        if self.policy.step_prefix != AllWeights.step_prefix or not self.config.keep_checkpoints:
             return
         names = rf"(?:{AllWeights.step_prefix}|version_)\d+"
-        for path in folders_named(self._config.save_path, names, containing=self._policy.marker):
+        for path in folders_named(self.config.save_path, names, containing=self.policy.marker):
             own = self._weights is not None and path == self._weights[1]
             if not own and not (path / STATE_FILE).exists():
                 shutil.rmtree(path)
@@ -355,13 +344,13 @@ class Checkpoints:
                 mode; or `--save-path` has newer checkpoints.
             FormatError: a newer version of this program wrote a checkpoint. The folder is as it was.
         """
-        found = self._world.lead(lambda: self._found(say))
+        found = self.world.lead(lambda: self._found(say))
         if found is None:
             return Progress()
         self.load(found.path)
         progress = found.state.progress
         self._schedule.begun(progress.step)
-        if self._world.leads:
+        if self.world.leads:
             self.safe, self.safe_path = progress, found.path
             self._weights = (progress.policy_version, found.path)
             say(said_of(found))
@@ -369,26 +358,7 @@ class Checkpoints:
 
     def _found(self, say: Callable[[str], None]) -> Found | None:
         """Return the checkpoint to load; None: a new run starts."""
-        self._make_folder()
-        saved_checkpoints(self._config.save_path)  # before anything is moved or deleted: all are of a known format
-        if self._config.resume == "never":
-            return None
-        for kind in (Adapter, AllWeights):
-            remove_remains(self._config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
-        self._remove_exports()
-        found = (
-            newest_whole(self._config.save_path, say)
-            if self._config.resume == "auto"
-            else self._named(Path(self._config.resume))
-        )
-        if found is None:
-            say(f"--resume auto: no checkpoint in {self._config.save_path}, starting at step 0")
-        else:
-            self._check_kind(found.path)
-        return found
-
-    def _make_folder(self) -> None:
-        folder = self._config.save_path
+        folder = self.config.save_path
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -400,6 +370,22 @@ class Checkpoints:
                 wanted="a folder to write to",
                 fix="choose another",
             ) from None
+        saved_checkpoints(self.config.save_path)  # before anything is moved or deleted: all are of a known format
+        if self.config.resume == "never":
+            return None
+        for kind in (Adapter, AllWeights):
+            remove_remains(self.config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
+        self._remove_exports()
+        found = (
+            newest_whole(self.config.save_path, say)
+            if self.config.resume == "auto"
+            else self._named(Path(self.config.resume))
+        )
+        if found is None:
+            say(f"--resume auto: no checkpoint in {self.config.save_path}, starting at step 0")
+        else:
+            self._check_kind(found.path)
+        return found
 
     def _named(self, path: Path) -> Found:
         self._check_kind(path)
@@ -410,9 +396,9 @@ class Checkpoints:
             fix, why = "use --resume auto to continue from the newest whole one", "the checkpoint is damaged"
             raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
         step = found.state.progress.step
-        newer = [one.path.name for one in saved_checkpoints(self._config.save_path) if one.state.progress.step > step]
+        newer = [one.path.name for one in saved_checkpoints(self.config.save_path) if one.state.progress.step > step]
         if newer:
-            why = f"the run would mix with newer checkpoints in {self._config.save_path}"
+            why = f"the run would mix with newer checkpoints in {self.config.save_path}"
             fix = "move them away, or choose another --save-path"
             raise _refused(path, ", ".join(newer), f"none after step {step}", fix, why)
         return found
@@ -425,20 +411,27 @@ class Checkpoints:
         """
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
         kind = tensors["optimizer_kind"]
-        if kind != self._optimizer.kind:
+        if kind != self.optimizer.kind:
             fix = "give --optimizer, --master-weights and --dtype as they were"
-            raise _refused(path, kind, self._optimizer.kind, fix, "made with another optimizer")
-        self._policy.load(path, tensors["weights"])
-        self._check_trained(path, tensors["trained"])
+            raise _refused(path, kind, self.optimizer.kind, fix, "made with another optimizer")
+        self.policy.load(path, tensors["weights"])
+        # With other trained parameters, states would be matched wrongly or be missing.
+        then = tensors["trained"]
+        now = self._trained()
+        if then != now:
+            got = _few(set(then) - set(now), "not trained now")
+            wanted = _few(set(now) - set(then), "trained only now")
+            fix, why = "give --train-layer-indices as it was", "made with other trained parameters"
+            raise _refused(path, got, wanted, fix, why)
         # Moments and step counts come from the checkpoint, hyperparameters from the flags.
-        wanted = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(self._own_states(path, tensors["optimizer"]))
-        for group, options in zip(self._optimizer.param_groups, wanted, strict=True):
+        wanted = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(self._own_states(path, tensors["optimizer"]))
+        for group, options in zip(self.optimizer.param_groups, wanted, strict=True):
             group.update(options)
-        self._norms.restore(tensors["gradient_norms"])
+        self.norms.restore(tensors["gradient_norms"])
         by_rank = tensors.get("generators_by_rank") or ()  # checkpoints of earlier versions have none
-        own = self._shards is not None and len(by_rank) == self._world.size
-        restore_generators(by_rank[self._world.rank] if own else tensors["generators"], self._device)
+        own = self.shards is not None and len(by_rank) == self.world.size
+        restore_generators(by_rank[self.world.rank] if own else tensors["generators"], self._device)
 
     def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
         """Return this process's optimizer states, whatever the number of processes that wrote them.
@@ -446,45 +439,32 @@ class Checkpoints:
         Args:
             whole: the states, if a single process wrote them; None: several processes wrote their parts.
         """
-        if whole is not None and self._shards is None:
+        if whole is not None and self.shards is None:
             return whole
-        if isinstance(self._shards, TensorShards):
-            found = read_states(path, self._shards.whole_parts(), Place()) if whole is None else whole["state"]
-            return {**self._optimizer.state_dict(), "state": self._shards.own_states(found)}
-        parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
-        place = Place() if self._shards is None else self._shards.place
+        if isinstance(self.shards, TensorShards):
+            found = read_states(path, self.shards.whole_parts(), Place()) if whole is None else whole["state"]
+            return {**self.optimizer.state_dict(), "state": self.shards.own_states(found)}
+        parts = whole_parts(self.policy.model) if self.shards is None else self.shards.parts
+        place = Place() if self.shards is None else self.shards.place
         states = read_states(path, parts, place) if whole is None else reshard_states(whole["state"], parts)
-        return {**self._optimizer.state_dict(), "state": states}
+        return {**self.optimizer.state_dict(), "state": states}
 
     def _check_kind(self, path: Path) -> None:
         for file in (STATE_FILE, TENSORS_FILE):
             if not (path / file).is_file():
                 raise ConfigError("no checkpoint there", field="--resume", got=path, wanted=f"a folder with {file}")
-        if not (path / self._policy.marker).is_file():
+        if not (path / self.policy.marker).is_file():
             others = [kind.kind for kind in (Adapter, AllWeights) if (path / kind.marker).is_file()]
             got, why = " and ".join(others) or "no weights", "this --weight-bridge-mode trains something else"
             fix = "choose the mode that it was made in, or another --save-path"
-            raise _refused(path, got, self._policy.kind, fix, why)
-
-    def _check_trained(self, path: Path, then: list[str]) -> None:
-        """Check that the same parameters are trained: states would otherwise be matched wrongly or be missing.
-
-        Args:
-            then: names in the checkpoint.
-        """
-        now = self._trained()
-        if then != now:
-            got = _few(set(then) - set(now), "not trained now")
-            wanted = _few(set(now) - set(then), "trained only now")
-            fix, why = "give --train-layer-indices as it was", "made with other trained parameters"
-            raise _refused(path, got, wanted, fix, why)
+            raise _refused(path, got, self.policy.kind, fix, why)
 
     # Pruning
 
     def _prune(self, newest: Path) -> None:
-        keep = self._config.keep_checkpoints
-        paths = [found.path for found in saved_checkpoints(self._config.save_path)] if keep else []
-        for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
+        keep = self.config.keep_checkpoints
+        paths = [found.path for found in saved_checkpoints(self.config.save_path)] if keep else []
+        for path in [path for path in paths if path.name != self.policy.final_name][:-keep]:
             if path in (newest, self._serving) or path.is_symlink():
                 continue
             with suppress(FileNotFoundError):  # already deleted by the user

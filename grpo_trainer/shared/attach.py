@@ -280,7 +280,10 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
         is_parameter = isinstance(meta[binding.hf_name], nn.Parameter)
         bound = nn.Parameter(view, requires_grad=False) if is_parameter else view
         for name in own[binding.hf_name]:
-            _put(model, name, bound)
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            place = module._parameters if leaf in module._parameters else module._buffers
+            place[leaf] = bound  # pyright: ignore[reportArgumentType]
     for path, module in model.named_modules():  # plain attributes of modules, too
         for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(value, Tensor) and value.is_meta:
@@ -297,10 +300,3 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     held = set(model.state_dict())
     yield from model.named_parameters(remove_duplicate=False)
     yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in held)
-
-
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    place = module._parameters if leaf in module._parameters else module._buffers
-    place[leaf] = tensor  # pyright: ignore[reportArgumentType]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from grpo_common.errors import Problem
 from grpo_trainer.engine.forward import evaluating
 from grpo_trainer.errors import warn_once
-from grpo_trainer.metrics.types import Metric, Metrics, Sum
+from grpo_trainer.metrics.types import Metric, Metrics, Sum, reduce
 from grpo_trainer.parallel.world import World
 from vllm_server.protocol import BridgeInfo
 
@@ -32,6 +33,17 @@ class Published:
 def quiet(version: int) -> dict[str, Metric]:
     """Return the metrics of a publish that had nothing to do."""
     return {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
+
+
+def at_server(url: str, problems: Sequence[Problem]) -> list[Problem]:
+    """Return problems of a server with its URL in front."""
+    return [replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in problems]
+
+
+def largest(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Return the largest of any server's metrics, by name."""
+    rows = [reduce(each) for each in metrics]
+    return {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
 
 
 class WeightBridge(Protocol):
@@ -108,43 +120,40 @@ class WeightBridge(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class FirstsBridge(WeightBridge):
-    """A bridge that only rank 0 has. All ranks call this one together.
+    """A bridge that only rank 0 has. All ranks call this one together."""
 
-    Args:
-        own: on rank 0, the bridge.
-    """
-
-    def __init__(self, world: World, own: WeightBridge) -> None:
-        self._world = world
-        self._own = own
+    world: World
+    own: WeightBridge
+    """On rank 0, the bridge."""
 
     def __enter__(self) -> Self:
-        if self._world.leads:
-            self._own.__enter__()
+        if self.world.leads:
+            self.own.__enter__()
         return self
 
     def close(self) -> None:
-        if self._world.leads:
-            self._own.close()
+        if self.world.leads:
+            self.own.close()
 
     def connect(self, policy_version: int) -> int:
-        return self._world.lead(lambda: self._own.connect(policy_version))
+        return self.world.lead(lambda: self.own.connect(policy_version))
 
     def prove(self) -> float | None:
-        return self._world.lead(lambda: self._own.prove())
+        return self.world.lead(lambda: self.own.prove())
 
     def updating(self) -> AbstractContextManager[None]:
-        return self._own.updating() if self._world.leads else nullcontext()
+        return self.own.updating() if self.world.leads else nullcontext()
 
     def publish(self, version: int) -> Published:
-        return self._world.lead(lambda: self._own.publish(version))
+        return self.world.lead(lambda: self.own.publish(version))
 
     def has_news(self) -> bool:
-        return self._own.has_news()
+        return self.own.has_news()
 
     def welcome(self) -> None:
-        self._world.lead(lambda: self._own.welcome())
+        self.world.lead(lambda: self.own.welcome())
 
 
 def problems_of(
@@ -164,7 +173,21 @@ def problems_of(
     if info.max_model_len < seq_len:
         warn_once(log, "the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
     if model is not None and info.logits_dtype is not None:
-        _compare_logits(info, model)
+        # If only one side rounds its logits to 16 bits, logprobs differ more than if both sides did. A server in fp32
+        # has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
+        device = next(model.parameters()).device
+        # 16 tokens: a cuDNN without its precompiled engines has no convolution of one (gated delta nets)
+        ids_BT = torch.zeros(1, 16, dtype=torch.int64, device=device)
+        with torch.no_grad(), evaluating(model):
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        dtype = str(logits_BTV.dtype).removeprefix("torch.")
+        if (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
+            warn_once(
+                log,
+                "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
+                "server with --logits-dtype %s, or give the trainer the other",
+                *(info.logits_dtype, dtype, "float32" if dtype == "float32" else "model"),
+            )
     if info.logprobs_mode == "processed_logprobs":
         return []
     wanted = "processed_logprobs"
@@ -177,23 +200,3 @@ def problems_of(
             summary="the inference server does not return the logprobs that it samples from",
         )
     ]
-
-
-def _compare_logits(info: BridgeInfo, model: nn.Module) -> None:
-    """Warn if only one side rounds its logits to 16 bits: their logprobs then differ more than if both sides did.
-
-    A server in fp32 has fp32 logits in any case. All processes compute: a model may lie in parts of all of them.
-    """
-    device = next(model.parameters()).device
-    # 16 tokens: a cuDNN without its precompiled engines has no convolution of one (gated delta nets)
-    ids_BT = torch.zeros(1, 16, dtype=torch.int64, device=device)
-    with torch.no_grad(), evaluating(model):
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    dtype = str(logits_BTV.dtype).removeprefix("torch.")
-    if (info.logits_dtype == "float32") != (dtype == "float32") and info.dtype != "float32":
-        warn_once(
-            log,
-            "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
-            "server with --logits-dtype %s, or give the trainer the other",
-            *(info.logits_dtype, dtype, "float32" if dtype == "float32" else "model"),
-        )

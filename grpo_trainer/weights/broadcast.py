@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,6 @@ from grpo_trainer.weights.channels import Channel, Gathered, Name, TrainerPlace,
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.layout import ModelLayout
 from vllm_server.protocol import BridgeInfo, WeightsApplyRequest, WeightsStageRequest
-from vllm_server.protocol.channels import Staging
 
 log = logging.getLogger(__name__)
 
@@ -128,16 +128,9 @@ class PresentWeights:
             self._gathered = {}
 
 
+@dataclass(eq=False)
 class BroadcastBridge(WeightBridge):
     """The `broadcast` bridge to one server.
-
-    Args:
-        weights: the trainer's weights.
-        folder: for the files of the channel `disk`.
-        seq_len: longest sequence of the training.
-        dtype: dtype of the trainer's forward pass.
-        gpus: UUIDs of the GPUs of several trainer processes.
-        world: the processes over which the weights are sharded; all call this bridge together.
 
     Attributes:
         channel: the open channel.
@@ -145,28 +138,24 @@ class BroadcastBridge(WeightBridge):
         proved: result of the proof; None: no proof ran.
     """
 
-    def __init__(
-        self,
-        config: BridgeConfig,
-        policy: AllWeights,
-        weights: PresentWeights,
-        server: ServerClient,
-        folder: Path,
-        seq_len: int,
-        dtype: str,
-        gpus: Collection[str] = (),
-        world: World | None = None,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._weights = weights
-        self._server = server
-        self._folder = folder
-        self._seq_len = seq_len
-        self._dtype = dtype
-        self._gpus = gpus
-        self._world = world or World()
-        self._fence = ServerFence(server, config.in_flight)
+    config: BridgeConfig
+    policy: AllWeights
+    weights: PresentWeights
+    """The trainer's weights."""
+    server: ServerClient
+    folder: Path
+    """For the files of the channel `disk`."""
+    seq_len: int
+    """Longest sequence of the training."""
+    dtype: str
+    """Of the trainer's forward pass."""
+    gpus: Collection[str] = ()
+    """UUIDs of the GPUs of several trainer processes."""
+    world: World = field(default_factory=World)
+    """The processes over which the weights are sharded; all call this bridge together."""
+
+    def __post_init__(self) -> None:
+        self._fence = ServerFence(self.server, self.config.in_flight)
         self._info: BridgeInfo | None = None
         self.layout: ModelLayout | None = None
         self.channel: Channel | None = None
@@ -177,12 +166,12 @@ class BroadcastBridge(WeightBridge):
         try:
             if self.channel is not None and self.channel.id is not None:
                 with suppress(ServerError):  # it may have ended
-                    self._server.close_channel(self.channel.id)
+                    self.server.close_channel(self.channel.id)
         finally:
-            self._weights.forget()
+            self.weights.forget()
             if self.channel is not None:
                 self.channel.close()
-            self._server.close()
+            self.server.close()
 
     def connect(self, policy_version: int) -> int:
         """Connect to the server, open the channel, and send the present weights.
@@ -190,7 +179,7 @@ class BroadcastBridge(WeightBridge):
         Raises:
             BridgeError: the server does not receive weights, or the channel could not be opened.
         """
-        info = self._info = self._world.lead(self._opened)
+        info = self._info = self.world.lead(self._opened)
         used = info.update_count > 0 or info.policy_version < 0
         version = max(policy_version, info.policy_version + 1 if used else info.policy_version)
         self._send(version)
@@ -198,10 +187,19 @@ class BroadcastBridge(WeightBridge):
 
     def _opened(self) -> BridgeInfo:
         """Wait for the server, check it and open the channel; return the server's description."""
-        self._server.wait_until_there()
-        state = self._server.wait_until_settled()
+        self.server.wait_until_there()
+        state = self.server.wait_until_settled()
         info = state.info
-        self._check(info)
+        if not info.receives_weights:
+            raise BridgeError(
+                "does not receive weights",
+                field=f"the inference server at {self.server.url}",
+                got="a server without --receive-weights",
+                fix="start it with --receive-weights",
+            )
+        model = None if isinstance(self.policy.model, FSDPModule) else self.policy.model
+        if problems := problems_of(info, self.seq_len, model=model):
+            raise BridgeError.of(problems)
         if state.fault is not None:
             log.warning("the server refuses to generate (%s): this trainer's weights heal it", state.fault)
         log.info(
@@ -211,39 +209,24 @@ class BroadcastBridge(WeightBridge):
         self._open(info)
         return info
 
-    def _check(self, info: BridgeInfo) -> None:
-        if not info.receives_weights:
-            raise BridgeError(
-                "does not receive weights",
-                field=f"the inference server at {self._server.url}",
-                got="a server without --receive-weights",
-                fix="start it with --receive-weights",
-            )
-        model = None if isinstance(self._policy.model, FSDPModule) else self._policy.model
-        if problems := problems_of(info, self._seq_len, model=model):
-            raise BridgeError.of(problems)
-
     def _open(self, info: BridgeInfo) -> None:
-        stored = self._weights.own()
-        layout = self.layout = ModelLayout(self._policy.model, stored, getattr(torch, info.dtype))
-        gathered = self._weights.gathered(layout.dtype)
-        way = Way(layout, info, self._server.url, self._folder, stored=stored, gathered=gathered)
-        self.channel = open_channel(self._config.broadcast_transport, way, self._server, self._staging(way))
-
-    def _staging(self, way: Way) -> Staging:
-        """Return the staging to ask for. A trainer process has planned to use the memory that is free on its GPU."""
-        own = {TrainerPlace.of(way.first).gpu, *self._gpus} - {""}
-        beside_trainer = any(worker.gpu_uuid in own for worker in way.info.workers)
-        return "off" if self._config.broadcast_staging == "auto" and beside_trainer else self._config.broadcast_staging
+        stored = self.weights.own()
+        layout = self.layout = ModelLayout(self.policy.model, stored, getattr(torch, info.dtype))
+        gathered = self.weights.gathered(layout.dtype)
+        way = Way(layout, info, self.server.url, self.folder, stored=stored, gathered=gathered)
+        staging, own = self.config.broadcast_staging, {TrainerPlace.of(way.first).gpu, *self.gpus} - {""}
+        if staging == "auto" and any(worker.gpu_uuid in own for worker in info.workers):
+            staging = "off"  # a trainer process has planned to use the memory that is free on its GPU
+        self.channel = open_channel(self.config.broadcast_transport, way, self.server, staging)
 
     def prove(self) -> float | None:
-        if not self._config.proof:
+        if not self.config.proof:
             warn_once(log, "bridge proof skipped (--no-proof): nothing shows that the server uses what is sent")
             return None
         assert self._info is not None, "connect comes first"
-        model = self._policy.model
-        change = WeightChange(model, self._version, self._changing, self._world)
-        self.proved = Proof(model, self._server, self._dtype, self._world).prove(self._info, change)
+        model = self.policy.model
+        change = WeightChange(model, self._version, self._changing, self.world)
+        self.proved = Proof(model, self.server, self.dtype, self.world).prove(self._info, change)
         return self.proved.noise
 
     @contextmanager
@@ -254,7 +237,7 @@ class BroadcastBridge(WeightBridge):
 
     def updating(self) -> AbstractContextManager[None]:
         """Only note that the weights change: they are the trainer's own until they are published."""
-        self._weights.forget()
+        self.weights.forget()
         return nullcontext()
 
     def publish(self, version: int) -> Published:
@@ -267,15 +250,15 @@ class BroadcastBridge(WeightBridge):
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
         started = time.perf_counter()
-        self._weights.gather(version)  # before the server waits: all processes take part
-        self._world.lead(lambda: self._deliver(version, started))
+        self.weights.gather(version)  # before the server waits: all processes take part
+        self.world.lead(lambda: self._deliver(version, started))
         self._version = version
 
     def _deliver(self, version: int, started: float) -> None:
         channel, layout, info = self.channel, self.layout, self._info
         assert channel is not None and channel.id is not None and layout is not None and info is not None
         sent = 0.0
-        stored = self._weights.of(version, layout.dtype)
+        stored = self.weights.of(version, layout.dtype)
 
         def delivered(ask: Callable[[], T]) -> T:
             """Ask the server to take the version, and send it meanwhile if it is not there already."""
@@ -285,13 +268,13 @@ class BroadcastBridge(WeightBridge):
             channel.send(version, stored)
         if channel.staging_bytes:
             stage = WeightsStageRequest(channel=channel.id, version=version, timeout_s=SECONDS)
-            delivered(lambda: self._server.stage_weights(stage))
+            delivered(lambda: self.server.stage_weights(stage))
             sent = time.perf_counter() - started
         seconds = APPLY_SECONDS if channel.staging_bytes or channel.name in MAPPED else SECONDS
         with self._fence.hold(info.boot_id, version, seconds) as token:
             apply = WeightsApplyRequest(channel=channel.id, version=version, token=token)
             if channel.staging_bytes:
-                self._server.apply_weights(apply)
+                self.server.apply_weights(apply)
             else:
-                delivered(lambda: self._server.apply_weights(apply))
+                delivered(lambda: self.server.apply_weights(apply))
         self._fence.metrics |= {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}

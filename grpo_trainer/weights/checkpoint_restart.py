@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -48,64 +48,40 @@ MERGED = r"merged_step_\d+"
 """Names of the folders that this bridge writes and prunes."""
 
 
-class ServedModels(Protocol):
-    """Writes models for the server, and deletes old ones."""
-
-    def export(self, version: int) -> str:
-        """Return the folder (or hub name) of a model with the trainer's present weights."""
-        ...
-
-    def serving(self, model: str) -> None:
-        """Record that the server has loaded this model, so that others may be deleted."""
-        ...
-
-
+@dataclass(frozen=True)
 class CheckpointModels:
-    """The models of mode `none`: the run's own checkpoints.
+    """The models of mode `none`: the run's own checkpoints."""
 
-    Args:
-        base: the model that the run started from, which is version 0.
-    """
-
-    def __init__(self, base: str, checkpoints: Checkpoints) -> None:
-        self._base = base
-        self._checkpoints = checkpoints
+    base: str
+    """The model that the run started from, which is version 0."""
+    checkpoints: Checkpoints
 
     def export(self, version: int) -> str:
-        return str(self._checkpoints.export(version)) if version else self._base
+        return str(self.checkpoints.export(version)) if version else self.base
 
     def serving(self, model: str) -> None:
-        if model != self._base:
-            self._checkpoints.serving(Path(model))
+        if model != self.base:
+            self.checkpoints.serving(Path(model))
 
 
+@dataclass(eq=False)
 class MergedModels:
-    """The models of mode `lora_restart`: the adapter merged into a copy of the base model, in `ROOT/merged_step_N`.
+    """The models of mode `lora_restart`: the adapter merged into a copy of the base model, in `ROOT/merged_step_N`."""
 
-    Args:
-        base: the adapter's base model, which is served itself while the adapter has no effect.
-        dtype: dtype of the written weights.
-        keep: number of merged models to keep, including those of an earlier process; the served one always stays.
-            `grpo export` can rebuild a deleted one from a checkpoint of the adapter.
-    """
+    base: str
+    """The adapter's base model, which is served itself while the adapter has no effect."""
+    model: PeftModel
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: torch.dtype
+    """Of the written weights."""
+    root: Path
+    keep: int = 1
+    """Merged models to keep, at least 1, including those of an earlier process; the served one always stays. `grpo
+    export` can rebuild a deleted one from a checkpoint of the adapter."""
 
-    def __init__(
-        self,
-        base: str,
-        model: PeftModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        dtype: torch.dtype,
-        root: Path,
-        keep: int = 1,
-    ) -> None:
-        self._base = base
-        self._model = model
-        self._tokenizer = tokenizer
-        self._dtype = dtype
-        self._root = root
-        self._keep = max(1, keep)
-        remove_remains(root, MERGED)
-        self._written = folders_named(root, MERGED, containing=MODEL_CONFIG_FILE)
+    def __post_init__(self) -> None:
+        remove_remains(self.root, MERGED)
+        self._written = folders_named(self.root, MERGED, containing=MODEL_CONFIG_FILE)
 
     @classmethod
     def of(cls, config: TrainConfig, policy: Policy) -> MergedModels:
@@ -116,20 +92,17 @@ class MergedModels:
         return cls(config.model_name, policy.model, read_tokenizer(config.model_name), dtype, root, keep)
 
     def export(self, version: int) -> str:
-        if not self._has_effect():
-            return self._base
-        path = self._root / f"merged_step_{version}"
+        layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        if not any(bool(layer.lora_B["default"].weight.any()) for layer in layers):  # the adapter has no effect
+            return self.base
+        path = self.root / f"merged_step_{version}"
         with whole_folder(path) as folder:
-            export_model(self._model, self._tokenizer, folder, self._dtype)
+            export_model(self.model, self.tokenizer, folder, self.dtype)
         self._written = [*(each for each in self._written if each != path), path]
         return str(path)
 
-    def _has_effect(self) -> bool:
-        layers: list[Any] = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
-        return any(bool(layer.lora_B["default"].weight.any()) for layer in layers)
-
     def serving(self, model: str) -> None:
-        for old in [path for path in self._written[: -self._keep] if str(path) != model]:
+        for old in [path for path in self._written[: -max(1, self.keep)] if str(path) != model]:
             self._written.remove(old)
             with suppress(FileNotFoundError):  # the user has deleted it already
                 shutil.rmtree(old)
@@ -160,37 +133,26 @@ class _Served:
     infos: tuple[BridgeInfo, ...]
 
 
+@dataclass(eq=False)
 class RestartBridge(WeightBridge):
-    """The `none` and `lora_restart` bridges.
+    """The `none` and `lora_restart` bridges."""
 
-    Args:
-        models: writes the weights for the server.
-        launched: the servers, which this bridge starts.
-        seq_len: longest sequence of the training.
-        last_version: the version after the last step. The servers are not restarted on it, since no rollout needs it.
-        world: the processes over which the weights are sharded; all call this bridge together.
-    """
-
-    def __init__(
-        self,
-        config: BridgeConfig,
-        models: ServedModels,
-        launched: Sequence[Launched],
-        seq_len: int,
-        last_version: int,
-        world: World | None = None,
-    ) -> None:
-        self._world = world or World()
-        self._interval = config.vllm_restart_interval
-        self._models = models
-        self._launched = tuple(launched)
-        self._seq_len = seq_len
-        self._last_version = last_version
-        self._served: _Served | None = None
+    config: BridgeConfig
+    models: CheckpointModels | MergedModels
+    """Writes the weights for the server."""
+    launched: Sequence[Launched]
+    """The servers, which this bridge starts."""
+    seq_len: int
+    """Longest sequence of the training."""
+    last_version: int
+    """The version after the last step. The servers are not restarted on it, since no rollout needs it."""
+    world: World = field(default_factory=World)
+    """The processes over which the weights are sharded; all call this bridge together."""
+    _served: _Served | None = None
 
     def close(self) -> None:
         with ExitStack() as leaving:
-            for one in self._launched if self._world.leads else ():
+            for one in self.launched if self.world.leads else ():
                 leaving.callback(one.server.close)
                 leaving.callback(one.client.close)
 
@@ -208,13 +170,13 @@ class RestartBridge(WeightBridge):
     def _prove(self, served: _Served) -> list[float]:
         """Return mean |server - trainer| of each server that has a proof, in nats a token."""
         gaps = []
-        for one, info in zip(self._launched, served.infos, strict=True):
+        for one, info in zip(self.launched, served.infos, strict=True):
             if one.proof is not None:
-                gap, allowed = one.proof.compare(info, Change(one.proof.model, served.version, self._world))
+                gap, allowed = one.proof.compare(info, Change(one.proof.model, served.version, self.world))
                 log.info(
                     "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
                     *(served.version, gap, allowed),
-                    extra=NOTICE if self._world.leads else {},
+                    extra=NOTICE if self.world.leads else {},
                 )
                 gaps.append(gap)
         return gaps
@@ -224,7 +186,8 @@ class RestartBridge(WeightBridge):
         assert self._served is not None, "connect comes first"
         started = time.perf_counter()
         metrics: dict[str, Metric] = {}
-        if version != self._served.version and version % self._interval == 0 and version != self._last_version:
+        due = version % self.config.vllm_restart_interval == 0 and version != self.last_version
+        if due and version != self._served.version:
             metrics = self._launch(version)
             self._prove(self._served)
         served = self._served
@@ -238,28 +201,28 @@ class RestartBridge(WeightBridge):
     def _launch(self, version: int) -> dict[str, Metric]:
         """Write the weights, stop the running servers, start new ones, and check that the new ones answer."""
         started = time.perf_counter()
-        model = self._models.export(version)
+        model = self.models.export(version)
         saved = time.perf_counter() - started
-        self._served, metrics = self._world.lead(lambda: self._restart(version, model, saved))
+        self._served, metrics = self.world.lead(lambda: self._restart(version, model, saved))
         return metrics
 
     def _restart(self, version: int, model: str, saved: float) -> tuple[_Served, dict[str, Metric]]:
         before = self._served
-        with ThreadPoolExecutor(len(self._launched)) as stopping:
-            stopped = max(stopping.map(lambda one: one.server.stop(), self._launched))
+        with ThreadPoolExecutor(len(self.launched)) as stopping:
+            stopped = max(stopping.map(lambda one: one.server.stop(), self.launched))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # vLLM sizes its cache by the free memory
-        paths = [one.server.start(model, version) for one in self._launched]
-        ready = max([one.server.wait_ready() for one in self._launched])
-        infos = tuple(one.client.wait_until_ready() for one in self._launched)
+        paths = [one.server.start(model, version) for one in self.launched]
+        ready = max([one.server.wait_ready() for one in self.launched])
+        infos = tuple(one.client.wait_until_ready() for one in self.launched)
         for number, (info, path) in enumerate(zip(infos, paths, strict=True)):
             self._check(info, version, path, before.infos[number] if before else None)
-        for one, info in zip(self._launched, infos if before is None else (), strict=before is None):
+        for one, info in zip(self.launched, infos if before is None else (), strict=before is None):
             log.info(
                 "started the inference server: vLLM %s on %s, %s, log %s",
                 *(info.vllm_version, info.device, info.dtype, one.server.log_path),
             )
-        self._models.serving(model)
+        self.models.serving(model)
         log.info(
             "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
             *(version, model, saved, stopped, ready),
@@ -281,14 +244,14 @@ class RestartBridge(WeightBridge):
             problems.append(Problem(f"{started}: policy_version", str(info.policy_version), str(version)))
         if info.model_name != path:
             problems.append(Problem(f"{started}: model_name", info.model_name, path))
-        problems += problems_of(info, self._seq_len, by="give it --server.extra-args")
+        problems += problems_of(info, self.seq_len, by="give it --server.extra-args")
         if problems:
             raise BridgeError.of(problems)
 
 
 def build_restart(
     config: TrainConfig,
-    models: ServedModels,
+    models: CheckpointModels | MergedModels,
     policy: Policy,
     last_version: int,
     stop: StopSignal,

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
@@ -15,22 +16,19 @@ from vllm_server.protocol import InFlight, UpdateBeginRequest, UpdateEndRequest
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ServerFence:
-    """One server's fence.
+    """One server's fence."""
 
-    Args:
-        in_flight: what happens to requests in flight.
-
-    Attributes:
-        metrics: of the last update; empty once it was published.
-    """
-
-    def __init__(self, server: ServerClient, in_flight: InFlight) -> None:
-        self._server = server
-        self._in_flight: InFlight = in_flight
-        self._token = ""
-        self._pause_seconds = self._started = self._begun = 0.0
-        self.metrics: dict[str, Metric] = {}
+    server: ServerClient
+    in_flight: InFlight
+    """What happens to requests in flight."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """Of the last update; empty once it was published."""
+    _token: str = ""
+    _pause_seconds: float = 0.0
+    _started: float = 0.0
+    _begun: float = 0.0
 
     @contextmanager
     def hold(self, boot_id: str, version: int, seconds: float) -> Iterator[str]:
@@ -59,16 +57,15 @@ class ServerFence:
     def begin(self, boot_id: str, seconds: float) -> str:
         """Pause the server, and return the update's token; see `hold`."""
         self._started = time.perf_counter()
-        begun = self._server.begin_update(
-            UpdateBeginRequest(boot_id=boot_id, in_flight=self._in_flight, timeout_s=seconds)
-        )
+        asked = UpdateBeginRequest(boot_id=boot_id, in_flight=self.in_flight, timeout_s=seconds)
+        begun = self.server.begin_update(asked)
         self._token, self._pause_seconds, self._begun = begun.token, begun.pause_seconds, time.perf_counter()
         return begun.token
 
     def end(self, version: int) -> None:
         """Resume the server on the weights that were written; see `hold`."""
         written = time.perf_counter()
-        ended = self._server.end_update(UpdateEndRequest(token=self._token, version=version))
+        ended = self.server.end_update(UpdateEndRequest(token=self._token, version=version))
         self._token = ""
         finished = time.perf_counter()
         if ended.policy_version != version:
@@ -92,6 +89,6 @@ class ServerFence:
             return
         token, self._token = self._token, ""
         try:
-            self._server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
+            self.server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
         except ServerError as error:  # the server's timeout will detect it; the original error matters more
             log.warning("could not report to the server that its weights are torn: %s", error)

@@ -24,10 +24,10 @@ from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_s
 from grpo_trainer.config.server import Server, server_names
 from grpo_trainer.errors import BridgeError, ServerError, warn_once
 from grpo_trainer.files import replace_file
-from grpo_trainer.metrics.types import Sum, reduce
+from grpo_trainer.metrics.types import Sum
 from grpo_trainer.parallel.world import World
 from grpo_trainer.server_client import at_url
-from grpo_trainer.weights.bridge import Published, WeightBridge, quiet
+from grpo_trainer.weights.bridge import Published, WeightBridge, at_server, largest, quiet
 from grpo_trainer.weights.broadcast import PresentWeights
 
 log = logging.getLogger(__name__)
@@ -320,8 +320,7 @@ def _answer(url: str, ask: Callable[[], T]) -> T | Failed:
     except ServerError as error:
         return error
     except BridgeError as error:
-        problems = [replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems]
-        return BridgeError.of(problems)
+        return BridgeError.of(at_server(url, error.problems))
 
 
 def _as_one(published: Mapping[str, Published], version: int) -> Published:
@@ -333,7 +332,5 @@ def _as_one(published: Mapping[str, Published], version: int) -> Published:
     if len({one.version for one in published.values()}) > 1:
         served = [f"{one.version} at {url}" for url, one in published.items()]
         raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
-    rows = [reduce(one.metrics) for one in published.values()]
-    slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
     first = next(iter(published.values()))
-    return Published(first.version, first.name, slowest)
+    return replace(first, metrics=largest(one.metrics for one in published.values()))

@@ -72,23 +72,23 @@ def publish_by(channel: Channel, server: ServerClient, name: str, version: int, 
             return Sent(answer, packed)
 
 
+@dataclass(eq=False)
 class LoraSwap(WeightBridge):
     """The `lora_only` bridge.
-
-    Args:
-        root: folder in which the channel `disk` writes; the server's --lora-root.
-        seq_len: longest sequence of the training, which the server must be able to serve.
 
     Attributes:
         proved: result of the proof; None: no proof ran.
     """
 
-    def __init__(self, config: BridgeConfig, model: PeftModel, server: ServerClient, root: Path, seq_len: int) -> None:
-        self._config = config
-        self._model = model
-        self._server = server
-        self._root = root
-        self._seq_len = seq_len
+    config: BridgeConfig
+    model: PeftModel
+    server: ServerClient
+    root: Path
+    """Folder in which the channel `disk` writes; the server's --lora-root."""
+    seq_len: int
+    """Longest sequence of the training, which the server must be able to serve."""
+
+    def __post_init__(self) -> None:
         self._way: Way | None = None
         self.channel: Channel | None = None
         self._published: int | None = None
@@ -97,18 +97,18 @@ class LoraSwap(WeightBridge):
     def close(self) -> None:
         try:
             if self.channel is not None and self.channel.id is not None:
-                self._server.close_channel(self.channel.id)
+                self.server.close_channel(self.channel.id)
         except ServerError as close_error:  # the server is gone, and so are our adapters
             log.debug("closing the channel: %s", close_error)
         finally:
             if self.channel is not None:
                 self.channel.close()
-            self._server.close()
+            self.server.close()
 
     def connect(self, policy_version: int) -> int:
-        info = self._server.wait_until_there()  # not until healthy: publishing makes it so
+        info = self.server.wait_until_there()  # not until healthy: publishing makes it so
         self._check(info)
-        status = self._server.lora_status()
+        status = self.server.lora_status()
         if status.load_count:  # the server outlived an earlier trainer, whose adapter names must not be used again
             seen = max([status.policy_version, *(version.version for version in status.versions)])
             policy_version = max(policy_version, seen + 1)
@@ -117,36 +117,36 @@ class LoraSwap(WeightBridge):
             "bridge lora_only: server %s, vLLM %s on %s, %s, boot %s",
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,
         )  # fmt: skip
-        layout = AdapterLayout(self._model, getattr(torch, info.lora_dtype or info.dtype))
+        layout = AdapterLayout(self.model, getattr(torch, info.lora_dtype or info.dtype))
         keep = info.keep_versions + 1  # files outlive their version by one
-        way = self._way = Way(layout, info, self._server.url, self._root, keep)
-        self.channel = open_channel(self._config.lora_transport, way, self._server)
+        way = self._way = Way(layout, info, self.server.url, self.root, keep)
+        self.channel = open_channel(self.config.lora_transport, way, self.server)
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
         """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
-        problems = problems_of(info, self._seq_len, model=self._model)
-        rank, wanted = "--max-lora-rank", f"{self._config.lora_r} or more"
-        fix = f"start it with --max-lora-rank {self._config.lora_r}"
+        problems = problems_of(info, self.seq_len, model=self.model)
+        rank, wanted = "--max-lora-rank", f"{self.config.lora_r} or more"
+        fix = f"start it with --max-lora-rank {self.config.lora_r}"
         if info.max_lora_rank is None:
             summary = "the inference server was started without LoRA"
             problems.append(Problem(rank, wanted=wanted, fix=fix, summary=summary))
-        elif info.max_lora_rank < self._config.lora_r:
+        elif info.max_lora_rank < self.config.lora_r:
             summary = "the inference server takes smaller adapters than --lora-r"
             problems.append(Problem(rank, str(info.max_lora_rank), wanted, fix, summary))
-        if differ := other_files(self._model, info.quantization):
+        if differ := other_files(self.model, info.quantization):
             summary = "the inference server has another base model"
             fix = "use one --model on both sides; the trainer reads files of GPTQ and AWQ as plain weights"
             problems.append(Problem("--model-name", *differ, fix, summary))
-        if info.lora_name != self._config.lora_name:
+        if info.lora_name != self.config.lora_name:
             summary = "the inference server has another name for its adapters"
             fix = "name them alike on both sides"
-            problems.append(Problem("--lora-name", self._config.lora_name, info.lora_name, fix, summary))
+            problems.append(Problem("--lora-name", self.config.lora_name, info.lora_name, fix, summary))
         if problems:
             raise BridgeError.of(problems)
 
     def prove(self) -> float | None:
-        if not self._config.proof:
+        if not self.config.proof:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
             return None
         assert self._way is not None, "connect comes first"
@@ -155,12 +155,12 @@ class LoraSwap(WeightBridge):
         def load(name: str) -> None:
             self.send(name, info.policy_version, activate=False)
 
-        change = AdapterChange(self._model, self._server, load, info)
-        self.proved = Proof(self._model, self._server).prove(info, change)
+        change = AdapterChange(self.model, self.server, load, info)
+        self.proved = Proof(self.model, self.server).prove(info, change)
         return self.proved.noise
 
     def publish(self, version: int) -> Published:
-        name = version_name(self._config.lora_name, version)
+        name = version_name(self.config.lora_name, version)
         if version == self._published:
             return Published(version, name, quiet(version))
         started = time.perf_counter()
@@ -183,8 +183,8 @@ class LoraSwap(WeightBridge):
         assert self.channel is not None, "connect comes first"
         if self.channel.is_lost:
             assert self._way is not None
-            self.channel = open_channel(self.channel.name, self._way, self._server)
-        sent = publish_by(self.channel, self._server, name, version, activate=activate)
+            self.channel = open_channel(self.channel.name, self._way, self.server)
+        sent = publish_by(self.channel, self.server, name, version, activate=activate)
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(

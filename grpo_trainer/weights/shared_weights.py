@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -33,12 +33,12 @@ from grpo_trainer.alignment.proof import Proof, Proved, WeightChange
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import BridgeError, ServerError, warn_once
-from grpo_trainer.metrics.types import Metric, Sum, reduce
+from grpo_trainer.metrics.types import Metric
 from grpo_trainer.optim.steps import sampled
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published, WeightBridge, problems_of, quiet
+from grpo_trainer.weights.bridge import Published, WeightBridge, at_server, largest, problems_of, quiet
 from grpo_trainer.weights.fence import ServerFence
 from vllm_server.protocol import BridgeDebug, BridgeInfo
 
@@ -51,41 +51,30 @@ RESTORE_SECONDS = 600.0
 """Time limits of a fence, after which the weights count as torn. A restored checkpoint first crosses the PCIe bus."""
 
 
+@dataclass(eq=False)
 class SharedBridge(WeightBridge):
-    """The `shared_vllm` bridge.
+    """The `shared_vllm` bridge."""
 
-    Args:
-        policy: the policy whose model lies in this process's server, or in its worker of the only server.
-        servers: clients of all servers by their URLs, by rank; only rank 0 uses them.
-        seq_len: longest sequence of the training, which the servers must be able to serve.
-        world: the processes that call this bridge together.
+    config: BridgeConfig
+    policy: SharedWeights
+    """The policy whose model lies in this process's server, or in its worker of the only server."""
+    servers: Mapping[str, ServerClient]
+    """Clients of all servers by their URLs, by rank; only rank 0 uses them."""
+    seq_len: int
+    """Longest sequence of the training, which the servers must be able to serve."""
+    world: World = field(default_factory=World)
+    """The processes that call this bridge together."""
+    proved: Proved | None = None
+    """Result of the proof; None: no proof ran."""
+    _infos: list[BridgeInfo] = field(default_factory=list)
+    _version: int = 0
+    _metrics: dict[str, Metric] = field(default_factory=dict)
 
-    Attributes:
-        proved: result of the proof; None: no proof ran.
-    """
-
-    def __init__(
-        self,
-        config: BridgeConfig,
-        policy: SharedWeights,
-        servers: Mapping[str, ServerClient],
-        seq_len: int,
-        world: World | None = None,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._servers = dict(servers)
-        self._seq_len = seq_len
-        self._world = world or World()
-        self._device = policy.model.device
-        self._infos: list[BridgeInfo] = []
-        self._version = 0
-        self._fences = {url: ServerFence(server, config.in_flight) for url, server in servers.items()}
-        self._metrics: dict[str, Metric] = {}
-        self.proved: Proved | None = None
+    def __post_init__(self) -> None:
+        self._fences = {url: ServerFence(server, self.config.in_flight) for url, server in self.servers.items()}
 
     def close(self) -> None:
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.close()
 
     def connect(self, policy_version: int) -> int:
@@ -96,23 +85,9 @@ class SharedBridge(WeightBridge):
                 servers hold weights of different versions.
             WeightsError: weights that must be the same on all ranks differ.
         """
-        boots = self._world.gather(self._policy.source.boot_id)
-        self._check_pairs(boots)
-        states = self._world.lead(lambda: self._each(self._settled))
-        self._infos = [state.info for state in states]
-        self._check(boots)
-        version = self._world.lead(lambda: self._first_version(policy_version, states))
-        if self._policy.loaded is not None:
-            with self._fence(version, RESTORE_SECONDS):
-                self._policy.write_loaded()
-            log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
-        self._version = version
-        self._check_agreement("in its server's memory")
-        return version
-
-    def _check_pairs(self, boots: list[str]) -> None:
-        """Check that no two ranks are in the memory of one server, for example if their lists of servers differ."""
-        if len(self._servers) > 1 and len(set(boots)) < len(boots):
+        boots = self.world.gather(self.policy.source.boot_id)
+        # No two ranks may be in the memory of one server, as when their lists of servers differ.
+        if len(self.servers) > 1 and len(set(boots)) < len(boots):
             raise BridgeError(
                 "several trainer processes are in the memory of one server",
                 field="boot_id",
@@ -120,6 +95,17 @@ class SharedBridge(WeightBridge):
                 wanted="another server for each process",
                 fix="give all processes the same --server.port and --server.also",
             )
+        states = self.world.lead(lambda: self._each(self._settled))
+        self._infos = [state.info for state in states]
+        self._check(boots)
+        version = self.world.lead(lambda: self._first_version(policy_version, states))
+        if self.policy.loaded is not None:
+            with self._fence(version, RESTORE_SECONDS):
+                self.policy.write_loaded()
+            log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
+        self._version = version
+        self._check_agreement("in its server's memory")
+        return version
 
     @staticmethod
     def _settled(url: str, server: ServerClient) -> BridgeDebug:
@@ -134,7 +120,7 @@ class SharedBridge(WeightBridge):
 
     def _check(self, boots: list[str]) -> None:
         """Raise a `BridgeError` for settings of a server that training would fail on or learn wrongly from."""
-        of_ranks = self._infos if len(self._servers) > 1 else self._infos * len(boots)
+        of_ranks = self._infos if len(self.servers) > 1 else self._infos * len(boots)
         for boot, info in zip(boots, of_ranks, strict=True):
             if info.boot_id != boot:
                 raise BridgeError(
@@ -144,8 +130,8 @@ class SharedBridge(WeightBridge):
                     wanted=boot,
                     fix="start the trainer again",
                 )
-        found = [problems_of(info, self._seq_len, model=self._policy.model) for info in self._infos]
-        if problems := self._named(dict(zip(self._servers, found, strict=True))):
+        found = [problems_of(info, self.seq_len, model=self.policy.model) for info in self._infos]
+        if problems := self._named(dict(zip(self.servers, found, strict=True))):
             raise BridgeError.of(problems)
 
     def _first_version(self, policy_version: int, states: list[BridgeDebug]) -> int:
@@ -155,16 +141,16 @@ class SharedBridge(WeightBridge):
             BridgeError: no checkpoint is restored, and the servers do not hold weights of one policy.
         """
         infos = [state.info for state in states]
-        if self._policy.loaded is not None:
+        if self.policy.loaded is not None:
             return max(
                 policy_version if policy_version > info.policy_version else info.policy_version + 1 for info in infos
             )
-        faults = {url: self._faults(state) for url, state in zip(self._servers, states, strict=True)}
+        faults = {url: self._faults(state) for url, state in zip(self.servers, states, strict=True)}
         if problems := self._named(faults):
             raise BridgeError.of(problems)
         wanted = [max(policy_version, info.policy_version) for info in infos]
         if len(set(wanted)) > 1:
-            served = [f"{version} at {url}" for url, version in zip(self._servers, wanted, strict=True)]
+            served = [f"{version} at {url}" for url, version in zip(self.servers, wanted, strict=True)]
             raise BridgeError(
                 "the servers hold weights of different versions",
                 field="version",
@@ -191,12 +177,8 @@ class SharedBridge(WeightBridge):
 
     def _named(self, problems: Mapping[str, list[Problem]]) -> list[Problem]:
         """Return the problems of servers by URL; of several servers, with the URL in front."""
-        several = len(self._servers) > 1
-        return [
-            replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) if several else one
-            for url, found in problems.items()
-            for one in found
-        ]
+        several = len(self.servers) > 1
+        return [one for url, found in problems.items() for one in (at_server(url, found) if several else found)]
 
     def _each(self, do: Callable[[str, ServerClient], T]) -> list[T]:
         """Return what a function of URL and client returns for all servers, which are asked at the same time.
@@ -204,10 +186,10 @@ class SharedBridge(WeightBridge):
         Raises:
             BridgeError: it failed for servers; the message names them. The only server's error is raised as it is.
         """
-        if len(self._servers) == 1:
-            return [do(url, server) for url, server in self._servers.items()]
-        with ThreadPoolExecutor(len(self._servers), "servers") as threads:
-            asked = {url: threads.submit(do, url, server) for url, server in self._servers.items()}
+        if len(self.servers) == 1:
+            return [do(url, server) for url, server in self.servers.items()]
+        with ThreadPoolExecutor(len(self.servers), "servers") as threads:
+            asked = {url: threads.submit(do, url, server) for url, server in self.servers.items()}
         failed: dict[str, list[Problem]] = {}
         for url, future in asked.items():
             if isinstance(error := future.exception(), BridgeError | ServerError):
@@ -218,11 +200,11 @@ class SharedBridge(WeightBridge):
 
     def _check_agreement(self, when: str) -> None:
         """Check the parameters that all ranks have: all of them, or of shards those that every worker has whole."""
-        model = self._policy.model
+        model = self.policy.model
         shard = shard_of(model)
         cut = set() if shard is None else {*shard.cuts}
         common = [parameter for name, parameter in model.named_parameters() if name not in cut]
-        self._world.check_agreement(sampled(common), when)
+        self.world.check_agreement(sampled(common), when)
 
     def prove(self) -> float | None:
         """Prove all servers by one change, which all ranks make; each server is compared with what rank 0 computes.
@@ -231,13 +213,13 @@ class SharedBridge(WeightBridge):
             BridgeError: a server generates with other weights.
             WeightsError: weights that must be the same on all ranks differ afterwards.
         """
-        if not self._config.proof:
+        if not self.config.proof:
             warn_once(log, "bridge proof skipped (--no-proof): nothing shows that the server uses what is written")
             return None
         assert self._infos, "connect comes first"
-        model = self._policy.model
-        change = WeightChange(model, self._version, self._fence, self._world)
-        self.proved = Proof(model, self._servers, world=self._world).prove(self._infos[0], change)
+        model = self.policy.model
+        change = WeightChange(model, self._version, self._fence, self.world)
+        self.proved = Proof(model, self.servers, world=self.world).prove(self._infos[0], change)
         self._check_agreement("after the proof")
         return self.proved.noise
 
@@ -267,35 +249,31 @@ class SharedBridge(WeightBridge):
             BridgeError, ServerError: a fence could not be opened or closed.
         """
         assert self._infos, "connect comes first"
+        boots = dict(zip(self.servers, (info.boot_id for info in self._infos), strict=True))
         # A fence waits for this rank's device, which never finishes an operation with a rank that has ended. NCCL does
         # not report that; this call does.
-        self._world.barrier()
+        self.world.barrier()
         self.finish_kernels()  # so that the server does not pause for kernels queued earlier
-        self._world.barrier()
+        self.world.barrier()
         try:
-            self._world.lead(lambda: self._open(seconds))
+            self.world.lead(lambda: self._each(lambda url, _: self._fences[url].begin(boots[url], seconds)))
             yield
             self.finish_kernels()
-            self._world.barrier()  # no server resumes before all ranks have written
+            self.world.barrier()  # no server resumes before all ranks have written
         except BaseException:
-            if self._world.leads:
+            if self.world.leads:
                 for fence in self._fences.values():
                     fence.tear(version)
             raise
-        self._metrics = self._world.lead(lambda: self._close(version))
+        self._metrics = self.world.lead(lambda: self._close(version))
         self._version = version
-
-    def _open(self, seconds: float) -> None:
-        boots = dict(zip(self._servers, (info.boot_id for info in self._infos), strict=True))
-        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
 
     def _close(self, version: int) -> dict[str, Metric]:
         """Let all servers resume, and return the largest of each of their figures."""
         self._each(lambda url, _: self._fences[url].end(version))
-        rows = [reduce(fence.metrics) for fence in self._fences.values()]
-        return {name: Sum(max(row[name] for row in rows)) for name in rows[0]}
+        return largest(fence.metrics for fence in self._fences.values())
 
     def finish_kernels(self) -> None:
         """Wait until the trainer's device has done what was asked of it."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if (device := self.policy.model.device).type == "cuda":
+            torch.cuda.synchronize(device)

@@ -36,24 +36,21 @@ GROUP_SIZE, COMPLETION_TOKENS, SIGMA, PROMPT_TOKENS = 8, 512.0, 0.3, 64.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs of a 7B shape with LoRA r 16 on H200s, in seconds and tokens: those of docs/benchmarks.md.
-
-    Attributes:
-        server_tokens: completion tokens a second of one server with a publish each second ("Under load").
-        server_groups: groups in flight at that rate, 256 sequences. A server takes no more.
-        trainer_tokens: tokens a second of one trainer GPU, the fourth part of four ("Several GPUs for the trainer").
-        publish: of one version to one server under load; `publish_each`: what each further server adds.
-        api: CPU time of the rollout API for a group of 8 x 512 tokens with --store (docs/benchmarks.md).
-        environment: CPU time of an environment for such a group, on two busy cores.
-    """
+    """Measured costs of a 7B shape with LoRA r 16 on H200s, in seconds and tokens: those of docs/benchmarks.md."""
 
     server_tokens: float = 22_490.0
+    """Completion tokens a second of one server with a publish each second ("Under load")."""
     server_groups: int = 32
+    """Groups in flight at that rate, 256 sequences. A server takes no more."""
     trainer_tokens: float = 49_860.0 / 4
+    """Tokens a second of one trainer GPU, the fourth part of four ("Several GPUs for the trainer")."""
     publish: float = 0.0185
+    """Of one version to one server under load; `publish_each`: what each further server adds."""
     publish_each: float = 0.0014
     api: float = 0.00063
+    """CPU time of the rollout API for a group of 8 x 512 tokens with --store (docs/benchmarks.md)."""
     environment: float = 0.0101
+    """CPU time of an environment for such a group, on two busy cores."""
 
 
 @dataclass(frozen=True)
@@ -162,18 +159,15 @@ class Simulation:
             self._unplaced.append(([max(1, round(COMPLETION_TOKENS * each)) for each in drawn], self._steps))
         self._place()
 
-    def _place(self) -> None:
+    def _place(self, freed: int = 0) -> None:
         """Give waiting groups a place of a server, each for the mean length of its completions: a completion's time
         depends on its length alone, and places of short ones go to other groups while the longest one still runs."""
+        self._generating -= freed
         while self._unplaced and self._generating < self._slots:
             self._generating += 1
             lengths, step = self._unplaced.popleft()
-            self.after(fmean(lengths) * self._token_seconds, self._freed)
+            self.after(fmean(lengths) * self._token_seconds, partial(self._place, 1))
             self.after(max(lengths) * self._token_seconds, partial(self._generated, lengths, step))
-
-    def _freed(self) -> None:
-        self._generating -= 1
-        self._place()
 
     def _generated(self, lengths: list[int], step: int) -> None:
         self._running.add(lengths)

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from environments.arithmetic import Problem, ProblemSet, reward
+from environments.arithmetic import ProblemSet, reward
 from grpo_trainer.bench.loop import SPLIT, fenced
 from grpo_trainer.metrics.rows import read_rows
 
@@ -35,37 +35,31 @@ LONGEST = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What both trainers do.
-
-    Attributes:
-        sequences: completions of a step, in groups of `group`.
-        lora_r: rank of the adapter; 0: all weights are trained.
-        save_every: steps between checkpoints; 0: none.
-    """
+    """What both trainers do."""
 
     model: Path
     steps: int
     sequences: int
+    """Completions of a step, in groups of `group`."""
     group: int
     lr: float
     warmup: int = 5
     lora_r: int = 0
+    """Rank of the adapter; 0: all weights are trained."""
     save_every: int = 0
+    """Steps between checkpoints; 0: none."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """A task for TRL: `grpo run` has an environment.
-
-    Attributes:
-        columns: of TRL's data set, in the order of training: `prompt`, and what `score` needs.
-        score: TRL's reward function.
-        longest: tokens of an answer.
-    """
+    """A task for TRL: `grpo run` has an environment."""
 
     columns: Mapping[str, Sequence[Any]]
+    """Of TRL's data set, in the order of training: `prompt`, and what `score` needs."""
     score: Callable[..., list[float]]
+    """TRL's reward function."""
     longest: int
+    """Tokens of an answer."""
 
 
 @dataclass
@@ -202,15 +196,12 @@ SUMS = {"env": "arithmetic", "seq-len": 64}
 def sums() -> Questions:
     """Return the sums of two numbers that the demo model knows a little of."""
 
+    problems = {problem.prompt: problem for problem in ProblemSet.of(10, 49).train}
+
     def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [reward(_problem(prompt), answer) for prompt, answer in zip(prompts, completions, strict=True)]
+        return [reward(problems[prompt], answer) for prompt, answer in zip(prompts, completions, strict=True)]
 
-    return Questions({"prompt": [problem.prompt for problem in ProblemSet.of(10, 49).train]}, score, LONGEST)
-
-
-def _problem(prompt: str) -> Problem:
-    left, _, right = prompt.rstrip("=").partition("+")
-    return Problem(int(left), int(right))
+    return Questions({"prompt": list(problems)}, score, LONGEST)
 
 
 def main(

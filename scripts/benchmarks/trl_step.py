@@ -14,8 +14,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -23,26 +22,18 @@ from grpo_trainer.bench.__main__ import JsonLine, run_command, show
 from grpo_trainer.bench.models import SHAPES, random_model
 from grpo_trainer.bench.step import GROUP, StepOptions, bench_dtype, lengths_of, step_flops, synthetic_batch
 from grpo_trainer.config.flags import given, taking
-from grpo_trainer.config.options import build
+from grpo_trainer.config.options import build, option
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@dataclass(frozen=True)
-class TrlSettings:
-    """Further options of TRL.
+class TrlOptions(StepOptions):
+    """What is measured, and TRL's own settings."""
 
-    Attributes:
-        micro: sequences of a microbatch.
-        scoring: score all samples before the step, as it does with vLLM by default.
-        checkpointing: recompute activations.
-        liger: liger-kernel's norms, rotary embedding and activations.
-    """
-
-    micro: int
-    scoring: bool
-    checkpointing: bool
-    liger: bool
+    micro: int = option(8, help="Sequences of a microbatch.")
+    scoring: bool = option(True, help="Score all samples first, as TRL does with vLLM by default.")
+    checkpointing: bool = option(True, help="Recompute activations.")
+    liger: bool = option(False, help="liger-kernel's norms, rotary embedding and activations.")
 
 
 def timer(seconds: list[float]) -> Any:
@@ -65,7 +56,7 @@ def timer(seconds: list[float]) -> Any:
     return Timer()
 
 
-def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: list[float]) -> Any:
+def make_trainer(options: TrlOptions, folder: str, seconds: list[float]) -> Any:
     """TRL's trainer, fed with synthetic rollouts."""
     import torch
     from datasets import Dataset
@@ -98,15 +89,15 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
     steps = options.warmup + options.steps
     args = GRPOConfig(
         folder,
-        per_device_train_batch_size=trl.micro,
-        gradient_accumulation_steps=options.seqs // trl.micro,
+        per_device_train_batch_size=options.micro,
+        gradient_accumulation_steps=options.seqs // options.micro,
         num_generations=GROUP,
         max_completion_length=options.completion_len,
         max_steps=steps,
         learning_rate=1e-6,
         optim="adamw_torch_fused",
-        gradient_checkpointing=trl.checkpointing,
-        use_liger_kernel=trl.liger,
+        gradient_checkpointing=options.checkpointing,
+        use_liger_kernel=options.liger,
         bf16=on_gpu,
         use_cpu=not on_gpu,
         beta=0.0,
@@ -127,19 +118,19 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: l
         processing_class=numbered_tokenizer(shape.vocab),
         peft_config=adapter, rollout_func=rollouts, callbacks=[timer(seconds)],
     )  # fmt: skip
-    if trl.scoring:  # what it does with vLLM: samples come from another engine, so their ratio is corrected
+    if options.scoring:  # what it does with vLLM: samples come from another engine, so their ratio is corrected
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = type("Engine", (), {"sync_weights": lambda self: None})()
     return trainer
 
 
-def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
+def measure(options: TrlOptions) -> dict[str, Any]:
     """Figures under the names of `grpo bench step`."""
     import torch
 
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(options, trl, folder, seconds)
+        trainer = make_trainer(options, folder, seconds)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -154,10 +145,7 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     return {
         "trainer": "trl 1.16",
-        "shape": options.shape,
-        "lora_r": options.lora_r,
-        "lognormal": options.lognormal,
-        **vars(trl),
+        **options.model_dump(include={"shape", "lora_r", "lognormal", "micro", "scoring", "checkpointing", "liger"}),
         "step_s_median": round(median, 4),
         "step_s": [round(one, 4) for one in seconds],
         "tokens_per_s": round(tokens / median),
@@ -168,21 +156,13 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     }
 
 
-@app.command(cls=taking(StepOptions))
-def main(
-    ctx: typer.Context,
-    micro: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 8,
-    scoring: Annotated[bool, typer.Option(help="Score all samples first, as TRL does with vLLM by default.")] = True,
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
-    liger: Annotated[bool, typer.Option(help="liger-kernel's layers.")] = False,
-    json_line: JsonLine = False,
-) -> None:
+@app.command(cls=taking(TrlOptions))
+def main(ctx: typer.Context, json_line: JsonLine = False) -> None:
     """Measure TRL's GRPOTrainer on the job of `grpo bench step`."""
-    asked = build(StepOptions, given(ctx))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")
-    show(measure(asked, TrlSettings(micro, scoring, checkpointing, liger)), in_a_line=json_line)
+    show(measure(build(TrlOptions, given(ctx))), in_a_line=json_line)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from grpo_trainer.alignment.probes import probe_of
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError
-from grpo_trainer.parallel.sharded_update import ShardedUpdate
-from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.strategies import ShardedUpdate, TensorShards
 from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.manifest import Progress

@@ -24,7 +24,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import BUCKET_BYTES, TrainConfig
 from grpo_trainer.errors import GrpoError, ServerError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.parallel import sharded_update
+from grpo_trainer.parallel import strategies
 from grpo_trainer.parallel.world import World, buckets, join
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
@@ -60,7 +60,7 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     server.close = lambda: None  # type: ignore[method-assign]
     result: dict[str, Any] = {}
     try:
-        with mock.patch.object(sharded_update, "buckets", partial(buckets, limit=limit)), world:
+        with mock.patch.object(strategies, "buckets", partial(buckets, limit=limit)), world:
             work(config, world, server, fault, result)
     except GrpoError as error:
         problem = error.problems[0]

@@ -16,7 +16,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.tensor_shards import cut_model
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.strategies import TensorShards
 from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import choose_trained
 from grpo_trainer.trainer import Trainer

@@ -43,7 +43,7 @@ from grpo_trainer.model.load import (
     read_tokenizer,
 )
 from grpo_trainer.model.lora import adapter_settings, add_adapter, readable_settings, save_adapter
-from grpo_trainer.model.reference import AdapterOff, FrozenWeights, build_reference, check_room
+from grpo_trainer.model.reference import FrozenWeights, build_reference, check_room
 from grpo_trainer.trainer import Trainer
 from tests.golden.host import logprobs
 from tests.golden.models import (
@@ -329,14 +329,16 @@ def test_frozen_weights_compute_the_same(dtype: torch.dtype, fails: bool, monkey
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def test_adapter_off_is_the_base_and_keeps_what_was_accumulated() -> None:
+def test_adapter_off_is_the_base_and_keeps_what_was_accumulated(tmp_path: Path) -> None:
     model = tiny_lora()
+    reference = build_reference(model, kl_config(tmp_path / "nowhere", log_kl=True))
     base = logits(model)
     fill_b(model)
     assert not torch.allclose(logits(model), base)
     model(input_ids=TOKENS).logits.sum().backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    with AdapterOff(model).active():
+    assert reference is not None
+    with reference():
         assert torch.equal(logits(model), base)
     after = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
     assert before and before.keys() == after.keys()
@@ -387,7 +389,6 @@ def test_kl_reference_of_a_started_adapter(tmp_path: Path, reference: str) -> No
 
 def test_build_reference_only_where_it_is_wanted_and_fits(tmp_path: Path) -> None:
     assert build_reference(tiny_qwen(), kl_config(tmp_path / "nowhere")) is None
-    assert isinstance(build_reference(tiny_lora(), kl_config(tmp_path / "nowhere", log_kl=True)), AdapterOff)
     with refusing(ModelError, "--model-name", got=str(tmp_path)):
         build_reference(tiny_qwen(depth=3), kl_config(save_tiny(tmp_path), log_kl=True))
     check_room(2**30, free=2**30)

@@ -191,7 +191,7 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
     for packing in ("off", "on"):
         model, other = tiny("qwen2"), tiny("qwen2", initializer_range=0.1)
         weights = {name: value.detach() for name, value in other.named_parameters()}
-        reference = FrozenWeights(model, weights, list(model.model.layers))
+        reference = FrozenWeights(model, weights, list(model.model.layers)).active
         results.append(one_step(model, settings(packing=packing, loss=EVERYTHING), reference))
     assert_same(*results)
     assert results[0][0]["alignment/kl_reference"] > 0.01

@@ -299,7 +299,7 @@ def test_replan_a_server_here_gets_the_gpus_that_are_named(
     server = again.another_server(added)
     assert server is not None and server.env["CUDA_VISIBLE_DEVICES"] == added
     assert server.name == f"server-{given['server.replicas'] + 1}"
-    assert again._config.server.gpus == then  # pyright: ignore[reportPrivateUsage]
+    assert again.config.server.gpus == then
 
 
 def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:

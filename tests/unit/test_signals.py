@@ -17,11 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_trainer import cli, loop, phases, run, signals
-from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, HungError, StoppedError
 from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_start
+from grpo_trainer.run import CACHE_VARIABLE, compile_caches
 from grpo_trainer.signals import StepWatch, StopSignal
 from tests.processes import ROOT
 

@@ -79,7 +79,7 @@ def trained_once(data: RolloutBatch, loss: dict[str, object], batch_size: int) -
     model, other = TinyModel(), TinyModel(seed=1)
     settings = config(batch_size=batch_size, **loss, max_grad_norm=0)
     reference = FrozenWeights(model, {name: value.detach() for name, value in other.named_parameters()})
-    trainer = Trainer(model, settings, reference=reference)
+    trainer = Trainer(model, settings, reference=reference.active)
     return reduce(trainer.step(data, 0).metrics), gradients(trainer)
 
 

@@ -16,7 +16,7 @@ from grpo_trainer.alignment.probes import Probe, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.parallel.strategy import Divided
+from grpo_trainer.parallel.strategies import Divided
 from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints, seed_generators

@@ -9,7 +9,6 @@ later adapter of the same shapes repeats all recorded copies in one call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -104,22 +103,19 @@ class AdapterSlots:
         free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
         if not free:
             raise RuntimeError(f"all {len(self._manager.lora_index_to_id)} adapter slots are taken")
-        # Recorded copies write only what this layout covers; `_forget_slot` has dropped those of earlier layouts.
+        # Recorded copies write only what this layout covers; `_activate_by_vllm` has dropped those of earlier layouts.
         known = [slot for slot in free if (slot, key) in self._plans]
         if known:
             slot, unserved = known[0], ()
             self._plans[slot, key].run(adapter.buffer_E, lasting=adapter.lasting)
-            self._register(adapter_id, slot, config)
+            resident = SlotResident(adapter_id, config["r"], {})
+            resident.seal()
+            self._manager._registered_adapters[adapter_id] = resident
+            self._manager._active_adapters[adapter_id] = None
+            self._manager.lora_index_to_id[slot] = adapter_id
         else:
             slot, unserved = self._install_by_vllm(adapter_id, adapter, config)
         return Installed(slot, bool(known), unserved)
-
-    def _register(self, adapter_id: int, slot: int, config: Mapping[str, Any]) -> None:
-        resident = SlotResident(adapter_id, config["r"], {})
-        resident.seal()
-        self._manager._registered_adapters[adapter_id] = resident
-        self._manager._active_adapters[adapter_id] = None
-        self._manager.lora_index_to_id[slot] = adapter_id
 
     def _install_by_vllm(
         self, adapter_id: int, adapter: PackedAdapter, config: dict[str, Any]
@@ -164,7 +160,9 @@ class AdapterSlots:
         if adapter_id not in manager._active_adapters:
             if None not in manager.lora_index_to_id:
                 self._refuse_to_evict()
-            self._forget_slot(manager.lora_index_to_id.index(None))  # vLLM also takes the first free slot
+            slot = manager.lora_index_to_id.index(None)  # vLLM also takes the first free slot
+            for key in [key for key in self._plans if key[0] == slot]:  # copies of one layout, the slot's current one
+                del self._plans[key]
         return self._activate(adapter_id)
 
     def _refuse_to_evict(self) -> bool:
@@ -176,11 +174,6 @@ class AdapterSlots:
         """Drop all cached views, so that received buffers can be freed."""
         for plan in self._plans.values():
             plan.forget_views()
-
-    def _forget_slot(self, slot: int) -> None:
-        """Drop a slot's recorded copies; a slot has the copies of one layout, its current one."""
-        for key in [key for key in self._plans if key[0] == slot]:
-            del self._plans[key]
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:

@@ -73,7 +73,10 @@ class WeightChannel:
         self._stream = stream_beside(device)
         self._writer = ParameterWriter(model, shards)
         sizes = [layout.numel * layout.dtype.itemsize for layout in self._layouts]
-        staged = request.staging == "on" or (request.staging == "auto" and _has_room(sum(sizes), device))
+        staged = request.staging == "on" or (
+            request.staging == "auto"
+            and (device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > sum(sizes) + SPARE_BYTES)
+        )
         # Without staging one buffer has all buckets, one after the other.
         kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
         self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
@@ -161,7 +164,7 @@ class WeightChannel:
         self._end.close()
         self._writer.forget()
         self._buffers.clear()
-        _give_memory_back(self._device)  # `_has_room` of the next channel counts the driver's free memory
+        _give_memory_back(self._device)  # the next channel counts the driver's free memory
 
 
 class ParameterWriter:
@@ -261,7 +264,3 @@ def _least(name: str, parameter: Tensor) -> int:
 def _give_memory_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _has_room(nbytes: int, device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > nbytes + SPARE_BYTES
