@@ -44,7 +44,7 @@ def serve(settings: Settings) -> int:
     )
     host, port = listener.getsockname()[:2]
     log.info("serving http://%s", address(host, port))
-    if service.store is None:
+    if settings.store is None:
         log.info("no --store: groups are kept in memory and end with this process")
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
