@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 FILE_VARIABLE, NAME_VARIABLE = "GRPO_TRACE", "GRPO_TRACE_NAME"
 """Environment variables: the file that processes append to, and the name of a process in the timeline."""
+
 _lane: ContextVar[str | None] = ContextVar("lane", default=None)
 
 

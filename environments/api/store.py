@@ -87,8 +87,8 @@ class Store:
         self._is_closed = False
         if path is None:
             self._writer = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+            self._writer.execute("PRAGMA journal_mode = MEMORY")  # a full disk must not keep rows from being deleted
             self._writer.executescript(_SCHEMA)
-            self._thread.start()
             return
         try:
             check_sqlite(path, wire.STORE_FORMAT)
@@ -103,7 +103,6 @@ class Store:
             self._file = _identity(path)
         except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
-        self._thread.start()
 
     def damaged(self, reason: object) -> StoreError:
         """Return the error that what is written can't be read."""
@@ -159,20 +158,25 @@ class Store:
     def close(self) -> None:
         """Write what is noted, and let the file go."""
         self._is_closed = True
-        self._calls.put((None, self._noted, ()))
+        self._hand_over(None)
         self._thread.join()
         if self.path is not None:
             os.close(self._lock)
 
     async def _call(self, ids: Sequence[int] = ()) -> dict[int, Any]:
-        """Have the thread write what is noted; in one piece, so that no transaction holds half a change. Return the
-        rows of groups."""
+        """Have the thread write what is noted, and return the rows of groups."""
         if self._is_closed:
             raise StoreError(field=f"--store {self.path}", got="a store that is closed")
         done = asyncio.get_running_loop().create_future()
+        self._hand_over(done, ids)
+        return await done
+
+    def _hand_over(self, done: "asyncio.Future[Any] | None", ids: Sequence[int] = ()) -> None:
+        """Give the thread what is noted; in one piece, so that no transaction holds half a change."""
+        if self._thread.ident is None:
+            self._thread.start()
         self._calls.put((done, self._noted, ids))
         self._noted = []
-        return await done
 
     def _work(self) -> None:
         """The thread: everything that has gathered is one transaction, and none follows one that failed.
