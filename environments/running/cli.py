@@ -31,10 +31,10 @@ from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, Gr
 from environments.running.metrics import JsonlFile
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import ScoreTimeout, watch_loop
+from environments.scoring import watch_loop
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import trained_tokens
-from grpo_common.formats import FormatError
+from grpo_common.errors import UserError
 from grpo_common.pages.document import PAGE_STYLE, document
 from grpo_common.status import OWN
 from grpo_common.text import PrintableFormatter
@@ -75,11 +75,8 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     try:
         _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments), owns_process=arguments is None)
         sys.exit(0)
-    except (ConfigError, FormatError) as error:
+    except UserError as error:
         fail_and_exit(error, prog)
-    except (PeerError, ScoreTimeout) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -162,7 +159,7 @@ def _end_soon(_: object, error: BaseException | None, __: object) -> None:
         log.warning("code of the environment has not ended within %g s, so this process ends without it", CLOSE_S)
         if error is not None:
             print(error, file=sys.stderr)
-        os._exit(0 if error is None else 2 if isinstance(error, ConfigError | FormatError) else 1)
+        os._exit(0 if error is None else getattr(error, "exit_code", 1))
 
     _call_after(CLOSE_S, end)
 
