@@ -28,7 +28,7 @@ from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, GroupMaker, set_up
-from environments.running.metrics import JsonlFile
+from environments.running.metrics import open_lines
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
 from environments.scoring import watch_loop
@@ -206,13 +206,13 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await set_up(env)
-    file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
+    file = open_lines("--env.data_path_to_save_groups", path, "x")
     written, dropped = list[wire.ScoredData](), Counter[str]()
     maker, unused = GroupMaker(env, dropped), 0
 
     async def make(item: object) -> None:
         if (group := await maker.make(item)) is not None:
-            file.write(msgspec.json.encode(group))
+            file.write(msgspec.json.encode(group).decode() + "\n")
             written.append(group)
             maker.used()
             if len(written) % SAY_EVERY == 0:
