@@ -38,6 +38,8 @@ from grpo_common.suggest import did_you_mean
 class ConfigError(UserError, ValueError):
     """The command line or the configuration file is wrong."""
 
+    exit_code = 2
+
 
 class PromptTooLong(ConfigError):
     """A prompt leaves no room for an answer within `max_token_length`."""

@@ -1,13 +1,21 @@
 """What the HTTP clients and servers of a run share: time-outs, which failures are temporary, how to read an error
-answer, and how many connections a server takes."""
+answer, how many connections a server takes, and what it does when a client disconnects."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import Message, Receive
+
+T = TypeVar("T")
 
 CONNECT_S = 10.0
 """Time limit of a connection attempt, in seconds."""
@@ -112,3 +120,33 @@ def _decoded(body: bytes, packed: bool) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
+
+    Call it only after the body was read: before that, `request.receive` returns the body's parts.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def replayed(message: Message, receive: Receive) -> Receive:
+    """Return a `receive` that yields the message once and then the client's further ones, usually its disconnect."""
+    first = [message]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay

@@ -6,11 +6,11 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from environments.api import wire
 from environments.api.app import build_app
 from environments.api.http import Waiters
-from environments.api.server import Server
 from environments.api.service import Service
 from environments.base import BaseEnv
 from environments.peers.http import Answer
@@ -162,14 +161,16 @@ class LocalApi:
             self.service.batch_waiters, self.service.news_waiters = Waiters(), Waiters()
         app = self.app or build_app(self.service)
         config = uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        self._server = Server(config, self.service)
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = cast("Any", nullcontext)
         self._task = asyncio.create_task(self._server.serve())
         while not self._server.started:
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
         """Let the port go."""
-        self._server.stop()
+        self.service.end_waits()
+        self._server.should_exit = True
         await self._task
 
     async def exchange(self, service: Service) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from grpo_common.disconnects import unless_disconnected
+from grpo_common.http import unless_disconnected
 from grpo_common.suggest import did_you_mean
 from vllm_server.errors import ServeError
 from vllm_server.http import NDJSON, route

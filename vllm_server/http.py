@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_common.disconnects import replayed
+from grpo_common.http import replayed
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER, parse_version

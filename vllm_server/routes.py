@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from grpo_common.disconnects import unless_disconnected
+from grpo_common.http import unless_disconnected
 from vllm_server import protocol
 from vllm_server.errors import ServeError
 from vllm_server.http import parse_body, route

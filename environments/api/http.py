@@ -23,9 +23,8 @@ from starlette.routing import Route
 from environments.api import wire
 from environments.api.errors import ApiError
 from environments.api.groups import ENCODED_ROWS, REFUSED, UnreadGroup, refusal
-from grpo_common.disconnects import unless_disconnected
 from grpo_common.errors import Problem
-from grpo_common.http import is_msgpack
+from grpo_common.http import is_msgpack, unless_disconnected
 
 GZIP_MINIMUM = 1000
 """Answers of this many bytes or more are gzipped for clients that accept it."""

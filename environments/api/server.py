@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from typing import Any, cast
 
 import uvicorn
 
@@ -44,47 +44,36 @@ def serve(settings: Settings) -> int:
     )
     host, port = listener.getsockname()[:2]
     log.info("serving http://%s", address(host, port))
-    if service.store is None:
+    if settings.store is None:
         log.info("no --store: groups are kept in memory and end with this process")
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            return runner.run(_run(Server(config, service), service, listener))
+            return runner.run(_run(config, service, listener))
     finally:
         service.close()
 
 
-async def _run(server: "Server", service: Service, listener: socket.socket) -> int:
-    loop = asyncio.get_running_loop()
+async def _run(config: uvicorn.Config, service: Service, listener: socket.socket) -> int:
+    server = uvicorn.Server(config)
+    server.capture_signals = cast("Any", contextlib.nullcontext)  # uvicorn's raises a signal again: no exit code 0
+
+    def stop() -> None:
+        """End after the requests in flight, at once when asked twice."""
+        service.end_waits()
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    async def stop_on_failure() -> None:
+        await service.failed.wait()
+        log.critical("stopping, so that nothing is answered that is not written: %s", service.failure)
+        stop()
+
     for each in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(each, server.stop)
-    failed = asyncio.create_task(_stop_on_failure(server, service))
+        asyncio.get_running_loop().add_signal_handler(each, stop)
+    failed = asyncio.create_task(stop_on_failure())
     await server.serve(sockets=[listener])
     failed.cancel()
     return 1 if service.failed.is_set() else 0
-
-
-async def _stop_on_failure(server: "Server", service: Service) -> None:
-    await service.failed.wait()
-    log.critical("stopping, so that nothing is answered that is not written: %s", service.failure)
-    server.stop()
-
-
-class Server(uvicorn.Server):
-    """uvicorn, except that a signal ends it with exit code 0 and not by raising the signal again."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def stop(self) -> None:
-        """End after the requests in flight, at once when asked twice."""
-        self._service.end_waits()
-        self.force_exit = self.should_exit
-        self.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -111,13 +111,12 @@ class Service:
         self.settings = settings
         self.clock = clock
         self.timer = timer
-        self.store = store = Store(settings.store, settings.fsync) if settings.store else None
-        tables: Tables = store.table if store else lambda kind, record: {}
+        self.store = store = Store(settings.store, settings.fsync)
         try:
-            self.queue = queue = RolloutQueue(tables, settings.env_timeout, timer())
-            self._posts = Posts(tables, store is not None, clock())
+            self.queue = queue = RolloutQueue(store.table, settings.env_timeout, timer())
+            self._posts = Posts(store.table, settings.store is not None, clock())
         except StoreError as error:
-            raise store.damaged(error.got) if store else error from None
+            raise store.damaged(error.got) from None
         known = [*queue.groups, *queue.buffered]
         self.payloads = Payloads(store, known)
         self.explain = Explainer(queue)
@@ -129,7 +128,7 @@ class Service:
         self.batch_waiters, self.news_waiters = Waiters(), Waiters()
         self._warned: set[str] = set()
         self._limit = settings.max_queued_mb << 20
-        if store is not None:
+        if settings.store is not None:
             counts = len(known), len(queue.environments)
             log.info("store %s: %d groups, %d environments, step %d", settings.store, *counts, self.step)
 
@@ -308,7 +307,7 @@ class Service:
     def status(self) -> wire.Status:
         """Return the queue explained."""
         status = self.explain.status(self.timer())
-        limits = {"max_queued_bytes": self._limit, "durable": self.store is not None}
+        limits = {"max_queued_bytes": self._limit, "durable": self.settings.store is not None}
         return replace(status, warnings=self._warnings(), **limits)
 
     def _warnings(self) -> list[str]:
@@ -367,8 +366,7 @@ class Service:
     async def written(self) -> None:
         """Return when everything taken so far is as safe as this service makes it; then those who wait look again."""
         try:
-            if self.store is not None:
-                await self.store.commit()
+            await self.store.commit()
         except StoreError as error:
             self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
             raise
@@ -384,9 +382,7 @@ class Service:
 
     def close(self) -> None:
         """Write what is left and let the store go."""
-        self.payloads.close()
-        if self.store is not None:
-            self.store.close()
+        self.store.close()
 
     def _fail(self, error: StoreError) -> None:
         self.failure = self.failure or error

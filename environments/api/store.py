@@ -1,6 +1,6 @@
 """The queue on disk: a SQLite file with a write-ahead log that survives `kill -9` at any moment.
 
-Changes are collected while the event loop runs and written by one thread, everything that has gathered in one
+Changes are noted while the event loop runs and written by one thread, everything that has gathered in one
 transaction: the more clients wait, the more a commit carries. Answers are sent after `commit` returns.
 """
 
@@ -11,8 +11,8 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,9 +31,12 @@ CREATE TABLE IF NOT EXISTS payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)
 """
 MEMORY_BYTES = 1 << 30
 """Bytes of groups in memory, if the disk may have the others."""
+_PUT, _DROP = "REPLACE INTO payloads VALUES (?, ?)", "DELETE FROM payloads WHERE id = ?"
 _encode = msgspec.msgpack.encode
 R = TypeVar("R")
 Change = tuple[str, Sequence[object]]
+Call = tuple["asyncio.Future[Any] | None", Sequence[Change], Sequence[int]]
+"""Who waits (None: the thread ends), what is written first, and the groups that are read then."""
 
 
 class Table(dict[Any, R]):
@@ -64,9 +67,13 @@ class Table(dict[Any, R]):
 
 
 class Store:
-    """The queue's records and the groups' bytes in one file."""
+    """The queue's records and the groups' bytes in one file, on which one thread works, in the order of the calls.
 
-    def __init__(self, path: Path, fsync: bool = False) -> None:
+    Without a path it is a file without a name, which is gone when the process ends, however it ends. It then keeps
+    groups' bytes only.
+    """
+
+    def __init__(self, path: Path | None, fsync: bool = False) -> None:
         """Open or create; `fsync` also survives a power cut, at the price of a disk flush per commit.
 
         Raises:
@@ -75,9 +82,14 @@ class Store:
         """
         self.path = path
         self._noted: list[Change] = []
-        self._waiting: list[tuple[asyncio.Future[None] | None, list[Change]]] = []
-        self._wake = threading.Condition()
-        self._closing = False
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        self._is_closed = False
+        if path is None:
+            self._writer = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+            self._writer.execute("PRAGMA journal_mode = MEMORY")  # a full disk must not keep rows from being deleted
+            self._writer.executescript(_SCHEMA)
+            return
         try:
             check_sqlite(path, wire.STORE_FORMAT)
             self._lock = _lock(path)
@@ -91,11 +103,11 @@ class Store:
             self._file = _identity(path)
         except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
-        self._thread = threading.Thread(target=self._write, name="store", daemon=True)
-        self._thread.start()
 
     def damaged(self, reason: object) -> StoreError:
         """Return the error that what is written can't be read."""
+        if self.path is None:
+            return StoreError("groups that a trainer held cannot be read", got=reason, fix="use --store")
         return StoreError(
             field=f"--store {self.path}",
             got=reason,
@@ -103,8 +115,10 @@ class Store:
             fix="restore it from a copy, or move it away: the groups in it are lost then, checkpoints are not",
         )
 
-    def table(self, kind: str, record: type[R]) -> Table[R]:
+    def table(self, kind: str, record: type[R]) -> dict[Any, R]:
         """Return the records of a kind: those with numbers by number, others in the order in which they were put."""
+        if self.path is None:
+            return {}
         order = "CASE typeof(id) WHEN 'integer' THEN id END, rowid"
         try:
             rows = self._writer.execute(f"SELECT id, body FROM items WHERE kind = ? ORDER BY {order}", (kind,))
@@ -113,43 +127,29 @@ class Store:
             raise self.damaged(error) from error
 
         def put(key: Any, record: R) -> None:
-            self._noted.append(("REPLACE INTO items VALUES (?, ?, ?)", (kind, key, _encode(record))))
+            self.note("REPLACE INTO items VALUES (?, ?, ?)", kind, key, _encode(record))
 
         def delete(key: Any) -> None:
-            self._noted.append(("DELETE FROM items WHERE kind = ? AND id = ?", (kind, key)))
+            self.note("DELETE FROM items WHERE kind = ? AND id = ?", kind, key)
 
         return Table(known, put, delete)
 
-    def put_payload(self, group_id: int, payload: bytes) -> None:
-        """Note a group's bytes; they are readable once a `commit` has returned."""
-        self._noted.append(("INSERT INTO payloads VALUES (?, ?)", (group_id, payload)))
-
-    def drop_payload(self, group_id: int) -> None:
-        """Forget a group's bytes."""
-        self._noted.append(("DELETE FROM payloads WHERE id = ?", (group_id,)))
-
-    # Writing
+    def note(self, sql: str, *values: object) -> None:
+        """Note a statement for the next transaction."""
+        self._noted.append((sql, values))
 
     async def commit(self) -> None:
         """Return when everything noted so far is written.
 
         Raises:
-            StoreError: it could not be written; the store is not usable any more.
+            StoreError: it could not be written; a store with a path is not usable any more.
         """
-        if self._closing:
-            raise StoreError(field=f"--store {self.path}", got="a store that is closed")
-        done = asyncio.get_running_loop().create_future()
-        self._hand_over(done)
-        await done
+        if self._noted or self.path is not None:
+            await self._call()
 
-    def read_payloads(self, ids: Iterable[int]) -> dict[int, bytes]:
-        """Return the bytes of committed groups. Call it from a separate thread, it may wait for the disk."""
-        try:
-            with contextlib.closing(sqlite3.connect(self.path)) as reader:
-                query = "SELECT body FROM payloads WHERE id = ?"
-                found = {each: reader.execute(query, (each,)).fetchone() for each in ids}
-        except sqlite3.Error as error:
-            raise self.damaged(error) from error
+    async def read(self, ids: Sequence[int]) -> dict[int, bytes]:
+        """Return the bytes of groups, also of those that are noted. Raises StoreError."""
+        found = await self._call(ids)
         if lost := [each for each, row in found.items() if row is None]:
             field, fix = f"--store {self.path}", "was the file edited?"
             raise StoreError("the bytes of groups are missing", field=field, got=lost, fix=fix)
@@ -157,35 +157,55 @@ class Store:
 
     def close(self) -> None:
         """Write what is noted, and let the file go."""
+        self._is_closed = True
         self._hand_over(None)
         self._thread.join()
-        os.close(self._lock)
+        if self.path is not None:
+            os.close(self._lock)
 
-    def _hand_over(self, done: "asyncio.Future[None] | None") -> None:
-        """Give the thread what is noted; in one piece, so that no transaction holds half a change. None: it ends."""
-        with self._wake:
-            self._waiting.append((done, self._noted))
-            self._noted = []
-            self._closing = done is None
-            self._wake.notify()
+    async def _call(self, ids: Sequence[int] = ()) -> dict[int, Any]:
+        """Have the thread write what is noted, and return the rows of groups."""
+        if self._is_closed:
+            raise StoreError(field=f"--store {self.path}", got="a store that is closed")
+        done = asyncio.get_running_loop().create_future()
+        self._hand_over(done, ids)
+        return await done
 
-    def _write(self) -> None:
-        """The writing thread: everything that has gathered is one transaction, and none follows one that failed."""
+    def _hand_over(self, done: "asyncio.Future[Any] | None", ids: Sequence[int] = ()) -> None:
+        """Give the thread what is noted; in one piece, so that no transaction holds half a change."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._calls.put((done, self._noted, ids))
+        self._noted = []
+
+    def _work(self) -> None:
+        """The thread: everything that has gathered is one transaction, and none follows one that failed.
+
+        Without a path the changes of each call are a transaction: one that fails says nothing of the others.
+        """
         problem: StoreError | None = None
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._waiting)
-                waiting, self._waiting = self._waiting, []
-            problem = problem or self._transact([change for _, noted in waiting for change in noted])
-            for done, _ in waiting:
+            calls = [self._calls.get()]
+            while self.path is not None and not self._calls.empty():
+                calls.append(self._calls.get())
+            failed = problem or self._write([change for _, noted, _ in calls for change in noted])
+            problem = None if self.path is None else failed
+            for done, _, ids in calls:
                 if done is None:
                     self._writer.close()
                     return
+                answer: Any = failed
+                if failed is None:
+                    try:
+                        query = "SELECT body FROM payloads WHERE id = ?"
+                        answer = {each: self._writer.execute(query, (each,)).fetchone() for each in ids}
+                    except sqlite3.Error as error:
+                        answer = self.damaged(error)
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-                    done.get_loop().call_soon_threadsafe(_settle, done, problem)
+                    done.get_loop().call_soon_threadsafe(_settle, done, answer)
 
-    def _transact(self, changes: list[Change]) -> StoreError | None:
-        if _identity(self.path) != self._file:  # SQLite would continue to write into a file without a name
+    def _write(self, changes: Sequence[Change]) -> StoreError | None:
+        if self.path is not None and _identity(self.path) != self._file:  # SQLite would write into the nameless file
             return StoreError(
                 "deleted, or replaced, while in use",
                 field=f"--store {self.path}",
@@ -195,22 +215,22 @@ class Store:
             )
         try:
             if changes:
-                self._writer.execute("BEGIN IMMEDIATE")
-                for sql, values in changes:
-                    self._writer.execute(sql, values)
-                self._writer.execute("COMMIT")
+                with self._writer:
+                    self._writer.execute("BEGIN IMMEDIATE")
+                    for sql, values in changes:
+                        self._writer.execute(sql, values)
         except sqlite3.Error as error:
             return StoreError("cannot be written", field=f"--store {self.path}", got=error)
         return None
 
 
-def _settle(done: "asyncio.Future[None]", problem: StoreError | None) -> None:
+def _settle(done: "asyncio.Future[Any]", answer: Any) -> None:
     if done.cancelled():
         return
-    if problem is None:
-        done.set_result(None)
+    if isinstance(answer, StoreError):
+        done.set_exception(answer)
     else:
-        done.set_exception(problem)
+        done.set_result(answer)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -240,6 +260,8 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 def _prepare(db: sqlite3.Connection) -> None:
     """Make the tables; move what is in those of format 1 (a table for each kind), all in one transaction."""
+    if db.execute("PRAGMA user_version").fetchone() == (wire.STORE_FORMAT,):
+        return  # without a write: the file may be damaged
     db.execute("BEGIN IMMEDIATE")
     former = _tables(db)
     for statement in _SCHEMA.split(";"):
@@ -263,101 +285,60 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("COMMIT")
 
 
-class Overflow:
-    """Groups' bytes in a file without a name, which is gone when the process ends, however it ends.
-
-    One thread works on it, in the order of the calls.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "overflow")
-        self._file: sqlite3.Connection | None = None
-
-    def submit(self, sql: str, *values: object) -> Future[list[Any]]:
-        """Run a statement; return its rows, later."""
-        return self._thread.submit(self._run, sql, values)
-
-    def _run(self, sql: str, values: Sequence[object]) -> list[Any]:
-        if self._file is None:
-            self._file = sqlite3.connect("", isolation_level=None)  # SQLite's name for a file without one
-            self._file.execute("CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-        return self._file.execute(sql, values).fetchall()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
-
-
 class Payloads:
     """The groups' bytes by id: in memory, and beyond a limit on disk alone.
 
     The oldest groups are trained first, so it is the newest that are left in the store alone when memory is full.
-    Without a store, those that wait are all in memory (`--max-queued-mb` limits them), and those that a trainer holds
-    move to a file without a name when memory is full.
+    In a store without a path, those that wait are all in memory (`--max-queued-mb` limits them), and those that a
+    trainer holds move to its file when memory is full.
 
     Args:
         known: ids of groups that are in the store already, from an earlier process.
     """
 
-    def __init__(self, store: Store | None, known: Iterable[int] = ()) -> None:
-        self.store = store
+    def __init__(self, store: Store, known: Iterable[int] = ()) -> None:
         self.in_memory = 0
-        self._overflow = Overflow()
+        self._store = store
+        self._is_durable = store.path is not None
         self._is_full = False
         self._bodies: dict[int, bytes | None] = dict.fromkeys(known)  # None: on disk alone
 
     def put(self, group_id: int, body: bytes) -> None:
         """Keep a group's bytes; durably once the store has committed."""
-        fits = self.store is None or self.in_memory + len(body) <= MEMORY_BYTES
+        fits = not self._is_durable or self.in_memory + len(body) <= MEMORY_BYTES
         self._bodies[group_id] = body if fits else None
         self.in_memory += len(body) if fits else 0
-        if self.store is not None:
-            self.store.put_payload(group_id, body)
+        if self._is_durable:
+            self._store.note(_PUT, group_id, body)
 
     async def get(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of these groups, in this order.
-
-        Raises:
-            StoreError: they cannot be read.
-        """
+        """Return the bytes of these groups, in this order. Raises StoreError: they cannot be read."""
         found = {each: self._bodies[each] for each in ids}
-        from_disk = [each for each, body in found.items() if body is None]
-        if from_disk and self.store is not None:
-            await self.store.commit()
-            found |= await asyncio.to_thread(self.store.read_payloads, from_disk)
-        elif from_disk:
-            query = "SELECT body FROM payloads WHERE id = ?"
-            try:
-                rows = [await asyncio.wrap_future(self._overflow.submit(query, each)) for each in from_disk]
-            except sqlite3.Error as error:
-                raise StoreError("groups that a trainer held cannot be read", got=error, fix="use --store") from error
-            if lost := [each for each, row in zip(from_disk, rows, strict=True) if not row]:
-                field, wanted = "groups that a trainer held", "their bytes"
-                fix = "ask for the next batch: these were trained, or forgotten by a reset, meanwhile"
-                raise StoreError("the bytes of groups are missing", field=field, got=lost, wanted=wanted, fix=fix)
-            found |= {each: row[0][0] for each, row in zip(from_disk, rows, strict=True)}
+        if from_disk := [each for each, body in found.items() if body is None]:
+            found |= await self._store.read(from_disk)
         return [body for body in found.values() if body is not None]
 
     async def leave(self, ids: Iterable[int]) -> None:
         """Keep these groups on disk alone: a trainer has them, and they come again only if it is killed.
 
-        Without a store, what fits into memory stays there, and so does what the disk does not take.
+        In a store without a path, what fits into memory stays there, and so does what the disk does not take.
         """
         for each in ids:
             body = self._bodies.get(each)
-            if body is None or (self.store is None and self.in_memory <= MEMORY_BYTES):
+            if body is None or not (self._is_durable or self.in_memory > MEMORY_BYTES):
                 continue
-            if self.store is None:
-                statement = "REPLACE INTO payloads VALUES (?, ?)"
+            if not self._is_durable:
+                self._store.note(_PUT, each, body)
                 try:
-                    await asyncio.wrap_future(self._overflow.submit(statement, each, body))
-                except sqlite3.Error as error:
+                    await self._store.commit()
+                except StoreError as error:
                     if not self._is_full:
-                        log.warning("groups that the trainer holds stay in memory (%s); --store names a place", error)
+                        message = "groups that the trainer holds stay in memory (%s); --store names a place"
+                        log.warning(message, error.got)
                     self._is_full = True
                     return
                 if each not in self._bodies:  # trained, or forgotten by a reset, while it was written
-                    self._overflow.submit("DELETE FROM payloads WHERE id = ?", each)
+                    self._store.note(_DROP, each)
             if self._bodies.get(each) is not None:
                 self._bodies[each] = None
                 self.in_memory -= len(body)
@@ -367,15 +348,9 @@ class Payloads:
         for each in list(ids):
             body = self._bodies.pop(each, b"")
             self.in_memory -= len(body or b"")
-            if self.store is not None:
-                self.store.drop_payload(each)
-            elif body is None:
-                self._overflow.submit("DELETE FROM payloads WHERE id = ?", each)
+            if self._is_durable or body is None:
+                self._store.note(_DROP, each)
 
     def clear(self) -> None:
         """Forget everything."""
         self.drop(self._bodies)
-
-    def close(self) -> None:
-        """Let the file without a name go."""
-        self._overflow.close()

@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 
 from environments.config import ConfigError
 from environments.running.cli import COMMANDS
+from environments.running.trial import fail_and_exit
 
 MODULE: Final = "environments.from_verifiers"
 HELP: Final = {"-h", "--help"}
@@ -133,8 +134,7 @@ def main(arguments: list[str]) -> None:
         if find_spec("verifiers") is None:
             become(MODULE, arguments)
     except ConfigError as error:
-        print(f"grpo env verifiers: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail_and_exit(error, "grpo env verifiers")
     from environments.from_verifiers.env import VerifiersEnv
 
     VerifiersEnv.cli()

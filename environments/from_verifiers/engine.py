@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,19 +25,9 @@ from environments.peers.loopback import Loopback
 MODEL = "policy"
 
 
-class _SamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-
-
 class _Generate(msgspec.Struct):
     token_ids: list[int]
-    sampling_params: _SamplingParams
+    sampling_params: dict[str, Any]
 
 
 class Engine(Loopback):
@@ -64,20 +55,19 @@ class Engine(Loopback):
     async def _generate(self, request: Request) -> JSONResponse:
         try:
             asked = msgspec.json.decode(await request.body(), type=_Generate)
+            prompt, room = asked.token_ids, self._max_length - len(asked.token_ids)
+            given = {name: value for name, value in asked.sampling_params.items() if value is not None}
+            sampling = msgspec.convert({"max_tokens": room} | given, Sampling)
         except msgspec.DecodeError as error:
             return _refusal(422, str(error))
-        prompt, params = asked.token_ids, asked.sampling_params
-        room = self._max_length - len(prompt)
         if room < 1:
             return _refusal(
                 400,
                 f"This model's maximum context length is {self._max_length} tokens, the prompt has {len(prompt)} "
                 "(--env.max_token_length)",
             )
-        given = {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
-        given["max_tokens"] = min(room, params.max_tokens or room)
-        given["stop_token_ids"] = (*(params.stop_token_ids or ()), *self._stops)
-        sampling = Sampling(**given)
+        most, stops = min(room, sampling.max_tokens or room), (*sampling.stop_token_ids, *self._stops)
+        sampling = replace(sampling, max_tokens=most, stop_token_ids=stops)
         try:
             (completion,) = await self._client.generate(prompt, 1, sampling)
         except PeerRefused as refusal:

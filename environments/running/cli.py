@@ -28,13 +28,13 @@ from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, GroupMaker, set_up
-from environments.running.metrics import JsonlFile
+from environments.running.metrics import open_lines
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import ScoreTimeout, watch_loop
+from environments.scoring import watch_loop
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import trained_tokens
-from grpo_common.formats import FormatError
+from grpo_common.errors import UserError
 from grpo_common.pages.document import PAGE_STYLE, document
 from grpo_common.status import OWN
 from grpo_common.text import PrintableFormatter
@@ -75,11 +75,8 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     try:
         _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments), owns_process=arguments is None)
         sys.exit(0)
-    except (ConfigError, FormatError) as error:
+    except UserError as error:
         fail_and_exit(error, prog)
-    except (PeerError, ScoreTimeout) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -162,7 +159,7 @@ def _end_soon(_: object, error: BaseException | None, __: object) -> None:
         log.warning("code of the environment has not ended within %g s, so this process ends without it", CLOSE_S)
         if error is not None:
             print(error, file=sys.stderr)
-        os._exit(0 if error is None else 2 if isinstance(error, ConfigError | FormatError) else 1)
+        os._exit(0 if error is None else getattr(error, "exit_code", 1))
 
     _call_after(CLOSE_S, end)
 
@@ -209,13 +206,13 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await set_up(env)
-    file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
+    file = open_lines("--env.data_path_to_save_groups", path, "x")
     written, dropped = list[wire.ScoredData](), Counter[str]()
     maker, unused = GroupMaker(env, dropped), 0
 
     async def make(item: object) -> None:
         if (group := await maker.make(item)) is not None:
-            file.write(msgspec.json.encode(group))
+            file.write(msgspec.json.encode(group).decode() + "\n")
             written.append(group)
             maker.used()
             if len(written) % SAY_EVERY == 0:

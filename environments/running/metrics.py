@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TextIO
 
 from environments.api import wire
 from environments.config import ConfigError
@@ -15,34 +15,22 @@ from grpo_common.formats import KEY, ROWS_FORMAT
 log = logging.getLogger(__name__)
 
 
-class JsonlFile:
-    """A JSONL file, each line of which survives a crash of this process."""
+def open_lines(option: str, path: Path, mode: Literal["a", "x"] = "a") -> TextIO:
+    """Open a JSONL file to append to (`a`), or create a new one (`x`). Each line survives a crash of this process.
 
-    def __init__(self, option: str, path: Path, mode: Literal["ab", "xb"] = "ab") -> None:
-        """Open a file to append to (`ab`), or create a new one (`xb`).
-
-        Raises:
-            ConfigError: It can't be written, or should be new and exists; the message names the option.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open(mode)
-        except FileExistsError:
-            raise ConfigError(
-                field=option, got=f"{path}, which exists", wanted="a new file", fix="name another file, or remove it"
-            ) from None
-        except OSError as error:
-            fix = "name a file in a folder that you may write to"
-            raise ConfigError("cannot be written", field=f"{option} {path}", got=error.strerror, fix=fix) from None
-
-    def write(self, line: bytes) -> None:
-        """Write one line and flush it."""
-        self._file.write(line + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    Raises:
+        ConfigError: It can't be written, or should be new and exists; the message names the option.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open(mode, buffering=1, encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(
+            field=option, got=f"{path}, which exists", wanted="a new file", fix="name another file, or remove it"
+        ) from None
+    except OSError as error:
+        fix = "name a file in a folder that you may write to"
+        raise ConfigError("cannot be written", field=f"{option} {path}", got=error.strerror, fix=fix) from None
 
 
 class Reporter:
@@ -57,7 +45,7 @@ class Reporter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.file: JsonlFile | None = None
+        self.file: TextIO | None = None
         self.groups = 0
         self.dropped = Counter[str]()
         self._scores, self._lengths, self._versions = list[float](), list[int](), Counter[int]()
@@ -99,4 +87,4 @@ class Reporter:
         """Write metrics to the file."""
         if self.file is not None:
             named = {f"{self.name}/{key}": value for key, value in metrics.items()}
-            self.file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **named}, default=float).encode())
+            self.file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **named}, default=float) + "\n")

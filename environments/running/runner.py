@@ -25,7 +25,7 @@ from environments.config import BaseEnvConfig, ConfigError
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.groups import EnvironmentFailed, GroupMaker, set_up
-from environments.running.metrics import JsonlFile, Reporter
+from environments.running.metrics import Reporter, open_lines
 from environments.running.pace import InFlight, Limits, groups_to_start
 from environments.running.state import FOLDER, StateFiles, keep
 from environments.scoring import OF_CODE, error_of_code
@@ -80,7 +80,7 @@ class Runner:
         self.reporter = Reporter(env.name)
         self.groups = GroupMaker(env, self.reporter.dropped)
         path = self.config.data_path_to_save_groups
-        self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
+        self._file = open_lines("--env.data_path_to_save_groups", path) if path else None
         self._registration: wire.RegisterEnvResponse | None = None
         self._changed = asyncio.Condition()
         self._status: wire.StatusEnv | None = None
@@ -115,7 +115,7 @@ class Runner:
                 files.newest(step, self.env.restore)
             self.reporter.name = self.registration.wandb_name or self.env.name
             if path := self.config.metrics_path:
-                self.reporter.file = JsonlFile("--env.metrics_path", path)
+                self.reporter.file = open_lines("--env.metrics_path", path)
             await self._work()
         finally:
             await self._leave()
@@ -247,7 +247,7 @@ class Runner:
                 if group is None:
                     return
                 if self._file:
-                    self._file.write(msgspec.json.encode(group))
+                    self._file.write(msgspec.json.encode(group).decode() + "\n")
                 task = asyncio.current_task()
                 assert task is not None, "runs in a task"
                 self._tasks[task] = "posting"

@@ -126,10 +126,10 @@ def report() -> Report:
 
 
 def fail_and_exit(error: UserError, prog: str) -> NoReturn:
-    """Print an error, write it to the report of a trial, and exit with 2."""
+    """Print an error, write it to the report of a trial, and exit with its code."""
     report().write(problems=[asdict(problem) for problem in error.problems])
     print(f"{prog}: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(error.exit_code)
 
 
 async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> str:

@@ -23,7 +23,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running import groups, runner
 from environments.running.cli import evaluate, process
 from environments.running.groups import EnvironmentFailed, GroupTimeout
-from environments.running.metrics import JsonlFile, Reporter
+from environments.running.metrics import Reporter, open_lines
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import LocalApi, local_api, registration, serving, trained
 
@@ -464,7 +464,7 @@ async def test_runner_drops_groups_without_a_reward(monkeypatch: pytest.MonkeyPa
 
 def test_reporter_metrics_are_of_one_step(tmp_path: Path) -> None:
     reporter = Reporter("sums_0")
-    reporter.file = JsonlFile("--env.metrics_path", tmp_path / "metrics.jsonl")
+    reporter.file = open_lines("--env.metrics_path", tmp_path / "metrics.jsonl")
     reporter.add(group((1.0, 0.0), length=2, version=3))
     reporter.add(group((1.0, 1.0), length=4, version=4))
     reporter.dropped["all scores equal"] += 2

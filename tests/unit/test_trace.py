@@ -21,26 +21,23 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "trace.json"
     monkeypatch.setenv(trace.FILE_VARIABLE, str(path))
     monkeypatch.setenv(trace.NAME_VARIABLE, "a test")
-    trace._recorder.cache_clear()
+    trace._timeline.cache_clear()
     trace.begin_file(path)
     yield path
-    trace._recorder.cache_clear()
+    trace._timeline.cache_clear()
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:
-    recorder = trace._recorder()
-    assert recorder is not None
-    recorder.flush()
     lines = [line.removesuffix(",") for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines if line not in ("", "[", "]")]
 
 
 def test_without_the_variable_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(trace.FILE_VARIABLE, raising=False)
-    trace._recorder.cache_clear()
+    trace._timeline.cache_clear()
     with trace.stage("wait"):
         pass
-    assert trace._recorder() is None and not list(tmp_path.iterdir())
+    assert trace._timeline(os.getpid()) is None and not list(tmp_path.iterdir())
 
 
 def test_a_stage_of_a_thread_and_one_of_a_lane(file: Path) -> None:
@@ -81,7 +78,6 @@ def test_a_child_writes_its_own_events_only(file: Path) -> None:
     if (child := os.fork()) == 0:
         with trace.stage("save"):
             pass
-        recorded(file)
         os._exit(0)
     os.waitpid(child, 0)
     names = [(event["pid"] == child, event["name"]) for event in recorded(file)]
