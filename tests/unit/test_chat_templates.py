@@ -231,12 +231,6 @@ def test_a_turn_has_one_end_token_and_the_tokens_that_were_sampled(name: str, tu
     assert [token for token, trained in zip(talk.tokens, talk.trained, strict=True) if trained] == sampled
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_turn_end_is_the_templates(name: str) -> None:
-    tokenizer = build(name)
-    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(FAMILIES[name].end)
-
-
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", ALTERNATE])
 def test_turn_end_of_a_template_without_one(template: str | None) -> None:
     tokenizer = build.__wrapped__("chatml")

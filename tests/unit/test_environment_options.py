@@ -107,13 +107,6 @@ def test_settings_mistake_is_named(
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 
-def test_all_mistakes_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse("--env.group_size", "0", "--openai.timeout", "-1")
-    fields = {problem.field for problem in caught.value.problems}
-    assert fields == {"--env.tokenizer_name", "--env.group_size", "--openai.timeout"}
-
-
 SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + SHOWS_ROLES
 """As the templates of Gemma 2 and Mistral 0.2 do."""

@@ -24,7 +24,7 @@ from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
 from environments.peers.http import Answer, Peer, PeerError, PeerGone, PeerRefused
 from environments.peers.rollout_api import RolloutApi
-from grpo_common.http import Complaint, address, complaint, may_pass
+from grpo_common.http import Complaint, complaint
 from grpo_trainer.config.server import Server
 from tests.processes import free_port
 from tests.stand_ins import Asked, Reply, answering, local_api, registration
@@ -224,23 +224,6 @@ def test_another_kind_of_server_is_named() -> None:
 
 
 MSGPACK = "application/msgpack"
-
-
-@pytest.mark.parametrize(
-    ("status", "passes"),
-    [(200, False), (404, False), (409, False), (422, False), (501, False)]
-    + [(status, True) for status in (408, 425, 429, 499, 500, 502, 503, 504, 507)],
-)
-def test_which_failures_may_pass(status: int, passes: bool) -> None:
-    assert may_pass(status) == passes
-
-
-@pytest.mark.parametrize(
-    ("host", "shown"),
-    [("127.0.0.1", "127.0.0.1:80"), ("node-1", "node-1:80"), ("::1", "[::1]:80"), ("[fd00::2]", "[fd00::2]:80")],
-)
-def test_address_of_a_url(host: str, shown: str) -> None:
-    assert address(host, 80) == shown
 
 
 def test_http_addresses_and_errors() -> None:

@@ -90,17 +90,6 @@ def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Pa
     assert re.search(r"prompt of 2[45] tokens.* scores 0$", outcome.found)
 
 
-def test_the_smallest_environment_makes_a_group() -> None:
-    namespace: dict[str, type[base.BaseEnv[tuple[str, str]]]] = {}
-    exec(CAPITALS, namespace)
-    tokenizer = build_tokenizer()
-    server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
-    env = namespace["Capitals"](base.BaseEnvConfig(tokenizer_name="demo", group_size=2), server, tokenizer)
-    group = asyncio.run(env.scored(("France", "Paris")))
-    assert group is not None and group.scores == [1.0, 0.0] and env.name == "capitals"
-    assert asyncio.run(env.evaluate()) == {}
-
-
 SECOND = f"{CAPITALS}\n\nclass Second(Capitals):\n    pass\n\n\nclass Third(Capitals):\n    pass\n"
 CUT = (
     "from environments.peers.inference import Sampling\n"
