@@ -147,10 +147,6 @@ def test_blocks_are_sizes_that_triton_takes(tokens: int) -> None:
             assert blocks.tokens & (blocks.tokens - 1) == 0 == blocks.outer & (blocks.outer - 1)
 
 
-def test_ranks_at_a_time() -> None:
-    assert [lora_kernels.rank_block(rank) for rank in (1, 8, 16, 24, 64, 320)] == [16, 16, 16, 32, 64, 64]
-
-
 def test_the_operators_are_replaced_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.lora.ops.triton_ops.lora_expand_op  # defines the operators
     import vllm.lora.ops.triton_ops.lora_shrink_op
