@@ -39,6 +39,7 @@ from grpo_trainer.config.run import build_run
 from grpo_trainer.launch import trial
 from grpo_trainer.launch.trial import Trial, trying
 from tests.stand_ins import Scripted
+from tests.unit.factories import refusing
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
@@ -419,9 +420,8 @@ def test_process_stops_where_the_items_do(tens: type[BaseEnv[Any]], tmp_path: Pa
         return
 
     env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
-    with pytest.raises(PeerError) as error:
+    with refusing(PeerError, "tens", got="3 groups", wanted="4 groups"):
         asyncio.run(cli.process(env, 4))
-    assert (error.value.field, error.value.got, error.value.wanted) == ("tens", "3 groups", "4 groups")
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 

@@ -18,7 +18,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.before_start import Finding, fail, ok, warn
 from grpo_trainer.doctor.checks import print_findings
-from grpo_trainer.errors import StoppedError, TrainingError
+from grpo_trainer.errors import StoppedError
 from grpo_trainer.logs.console import RunConsole, live_line, step_line, waits_line
 from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import IN_WORDS, LOGGED, STARTING, Wait
@@ -111,12 +111,6 @@ def test_an_api_of_a_stored_run_with_a_removed_option(capsys: pytest.CaptureFixt
 # the end of a run --------------------------------------------------------------------------------------------
 
 
-class Spoilt(TrainingError):
-    """Ends a run whose weights are not to be saved."""
-
-    spoils_weights = True
-
-
 def stopped() -> StoppedError:
     """What a run raises after SIGTERM."""
     with StopSignal() as stop, pytest.raises(StoppedError) as error:
@@ -133,12 +127,6 @@ def stopped() -> StoppedError:
             stopped,
             False,
             "stopped by SIGTERM at step 12; nothing is saved (--checkpoint-interval never); start again",
-        ),
-        (
-            lambda: Spoilt("the processes' weights differ"),
-            True,
-            "the processes' weights differ; stopped at step 12; the weights are not saved, since they can't be relied "
-            "on; continue from runs/adapter_step_10 with --resume auto",
         ),
     ],
 )
