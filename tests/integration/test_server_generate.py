@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 TOLERANCE = 1e-3  # float32 on both sides
 SHORT = [21, 14, 21, 32]  # "2+2=": a newline is 2, a space 3, and so on by code point
+MESSAGE = {"role": "user", "content": "2+2="}
+SAMPLING: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
 LONG = [2 + (7 * i) % 95 for i in range(300)]  # longer than two cache blocks of 128
 
 
@@ -108,16 +111,6 @@ def test_unload_goes_back_to_the_version_before(server: Serving) -> None:
     assert_made_by(model, server.generate(SHORT, max_tokens=4, logprobs=0))
 
 
-def test_a_teacher_is_asked_for_prompt_logprobs(server: Serving, base: torch.nn.Module) -> None:
-    answer = server.generate(LONG, policy_version=0, prompt_logprobs=3, n=1, temperature=0.0, max_tokens=1)
-    assert answer.prompt_logprobs is not None
-    assert answer.prompt_logprobs[0] is None
-    got = [position[token] for token, position in zip(LONG, answer.prompt_logprobs, strict=True) if position]
-    wanted = forward(base, LONG[:1], LONG[1:])
-    torch.testing.assert_close(torch.tensor(got), wanted, atol=TOLERANCE, rtol=0)
-    assert all(3 <= len(position) <= 4 for position in answer.prompt_logprobs if position)
-
-
 def test_text_prompts_are_tokenised_and_stop_strings_end_them(server: Serving) -> None:
     answer = server.generate("2+2=", max_tokens=5)
     assert (answer.prompt, answer.prompt_token_ids) == ("2+2=", SHORT)
@@ -177,45 +170,33 @@ def versions(server: Serving) -> Iterator[tuple[int, int]]:
     ("route", "asked"),
     [
         ("/v1/completions", {"prompt": "2+2="}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "2+2="}]}),
+        ("/v1/chat/completions", {"messages": [MESSAGE]}),
+        ("/v1/messages", {"messages": [MESSAGE]}),
+        ("/v1/chat/completions/batch", {"messages": [[MESSAGE]]}),
     ],
 )
-def test_openai_routes_go_to_the_newest_version_and_say_so(
+def test_vllms_routes_go_to_the_newest_version_and_say_so(
     server: Serving, versions: tuple[int, int], route: str, asked: dict[str, object]
 ) -> None:
     older, newest = versions
-    sampling = {"max_tokens": 4, "temperature": 0.0}
-    own = server.generate("2+2=", max_tokens=4, temperature=0.0)
-    for model in (None, str(server.model_folder), "policy"):
-        named = {"model": model} if model else {}
-        answer = server.post(route, {**asked, **sampling, **named})
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-policy-version"] == str(newest)
-        assert answer.json()["model"] == f"policy-v{newest}"
-        choice = answer.json()["choices"][0]
-        assert (choice.get("text") or choice["message"]["content"]) == own.text[0]
-    pinned = server.post(route, {**asked, **sampling, "model": f"policy-v{older}"})
-    assert (pinned.headers["x-policy-version"], pinned.json()["model"]) == (str(older), f"policy-v{older}")
-    unknown = server.post(route, {**asked, **sampling, "model": "someone-else"})
-    assert unknown.status_code == 404
-    streamed = server.post(route, {**asked, **sampling, "stream": True})
-    assert streamed.headers["x-policy-version"] == str(newest)
+    for model, version in ((str(server.model_folder), newest), ("policy", newest), (f"policy-v{older}", older)):
+        answer = server.post(route, {**asked, **SAMPLING, "model": model})
+        assert (answer.status_code, answer.headers["x-policy-version"]) == (200, str(version)), answer.text
+        (said,) = server.generate("2+2=", policy_version=version, **SAMPLING).text
+        assert json.dumps(said) in answer.text and f'"policy-v{version}"' in answer.text
+
+
+def test_an_openai_request_without_a_model_of_another_or_as_a_stream(
+    server: Serving, versions: tuple[int, int]
+) -> None:
+    asked = {"prompt": "2+2=", **SAMPLING}
+    plain = server.post("/v1/completions", asked)
+    assert (plain.json()["model"], plain.headers["x-policy-version"]) == (f"policy-v{versions[1]}", str(versions[1]))
+    assert server.post("/v1/completions", {**asked, "model": "someone-else"}).status_code == 404
+    streamed = server.post("/v1/completions", {**asked, "stream": True})
+    assert streamed.headers["x-policy-version"] == str(versions[1])
     assert streamed.text.strip().endswith("data: [DONE]")
     assert all(v.in_flight == 0 for v in read_status(server).versions)
-
-
-@pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions/batch"])
-def test_vllms_other_routes_go_to_the_newest_version_too(
-    server: Serving, versions: tuple[int, int], route: str
-) -> None:
-    older, newest = versions
-    message = {"role": "user", "content": "2+2="}
-    asked = {"messages": [[message] if route.endswith("batch") else message], "max_tokens": 4, "temperature": 0.0}
-    for model, version in ((str(server.model_folder), newest), ("policy", newest), (f"policy-v{older}", older)):
-        answer = server.post(route, {**asked, "model": model})
-        assert (answer.status_code, answer.headers["x-policy-version"]) == (200, str(version)), answer.text
-        (said,) = server.generate("2+2=", policy_version=version, max_tokens=4, temperature=0.0).text
-        assert json.dumps(said) in answer.text
 
 
 def test_a_route_without_versions_is_refused(server: Serving) -> None:
