@@ -24,6 +24,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.channels import Channel, Way, open_channel
@@ -45,16 +46,19 @@ class Trainer:
     def __init__(self, server: Serving, device: str = "cpu", **options: Any) -> None:
         port = int(server.url.rpartition(":")[2])
         values: dict[str, object] = {"model": str(server.model_folder), "weight_bridge_mode": "lora_only"}
-        values |= {"vllm_port": port, "lora_r": RANK, "lora_keep_versions": KEEP_VERSIONS, "seq_len": 256}
-        values |= {"lora_root": str(server.adapter_root)}
+        values |= {"vllm_port": port, "lora_keep_versions": KEEP_VERSIONS, "seq_len": 256}
+        values |= {"lora_root": str(server.adapter_root)} | ({} if "lora_adapter" in options else {"lora_r": RANK})
         if server.key is not None:
             values["vllm_api_key"] = server.key
         self.config = build(TrainConfig, values | options)
         assert self.config.weight_bridge_mode == "lora_only"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        base = AutoModelForCausalLM.from_pretrained(server.model_folder, dtype=dtype)
-        base.to(device)  # pyright: ignore[reportArgumentType]
-        base.requires_grad_(False)
+        if self.config.load_in_4bit:
+            base = load_model(self.config)
+        else:
+            dtype = torch.bfloat16 if device == "cuda" else torch.float32
+            base = AutoModelForCausalLM.from_pretrained(server.model_folder, dtype=dtype)
+            base.to(device)  # pyright: ignore[reportArgumentType]
+            base.requires_grad_(False)
         self.model: PeftModel = add_adapter(base, self.config, seed=0)
         self.client = ServerClient(self.config.server)
         seq_len = self.config.seq_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from email.message import Message
@@ -104,6 +104,14 @@ def answering(handle: Handle) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def generated(asked: Mapping[str, Any], *completions: Sequence[int], version: int = 0, **others: Any) -> dict[str, Any]:
+    """The answer of `/generate` with these ids, each with a logprob of -0.5, and without text."""
+    answer = {"text": [""] * len(completions), "prompt": None, "finish_reasons": ["stop"] * len(completions)}
+    logprobs = [[[{str(token): -0.5}] for token in ids] for ids in completions]
+    answer |= {"policy_version": version, "model": "m", "prompt_token_ids": asked["prompt"]["prompt_token_ids"]}
+    return {**answer, "token_ids": [*completions], "logprobs": logprobs, **others}
 
 
 @dataclass

@@ -35,11 +35,10 @@ KEEP_VERSIONS = 2
 START_LIMIT_S = 240.0
 
 
-def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: int = 128, padded_rows: int = 0) -> Path:
+def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: int = 128) -> Path:
     """Two layers of Qwen2 with random weights, and a tokenizer with one token per printable character.
 
     Heads of 32: the CPU build has no attention kernel for smaller ones. A chat template that only joins.
-    The last `padded_rows` ids of the model are none of the tokenizer's.
     """
     characters = ["\n", *map(chr, range(32, 127))]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters])}
@@ -54,7 +53,7 @@ def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: i
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(vocabulary) + padded_rows,
+        vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
@@ -195,12 +194,11 @@ def serving(
     *flags: str,
     key_value_heads: int = 1,
     intermediate_size: int = 128,
-    padded_rows: int = 0,
     **options: Any,
 ) -> Iterator[Serving]:
     """A server of a tiny model below `folder`, with LoRA; `options` are those of `serve`."""
     model, adapters = folder / "model", folder / "adapters"
-    save_tiny_model(model, key_value_heads, intermediate_size, padded_rows)
+    save_tiny_model(model, key_value_heads, intermediate_size)
     adapters.mkdir(exist_ok=True)
     lora = ("--max-lora-rank", str(RANK), "--lora-root", str(adapters))
     with serve(model, folder, *lora, *flags, **options) as server:

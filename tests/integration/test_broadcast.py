@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import torch
@@ -22,7 +21,6 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.policy import AllWeights, build_policy
-from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient, at_url
 from grpo_trainer.shared.names import Facts, bind_names
 from grpo_trainer.trainer import Trainer
@@ -33,9 +31,9 @@ from grpo_trainer.weights.fleet import Fleet
 from grpo_trainer.weights.layout import ModelLayout
 from tests.bridge_contract import PROMPT
 from tests.golden.models import golden, random_model
-from tests.integration.serving import Serving, save_tiny_model
-from tests.processes import answers, free_port, running, tail, wait_for
-from tests.runs import finished, of_mode, rows, started
+from tests.integration.serving import Serving, save_tiny_model, serve
+from tests.processes import running, tail, wait_for
+from tests.runs import assert_fresh, of_mode, trained
 from tests.unit.factories import batch, refusing, sample
 from vllm_server.protocol import BRIDGE_CHECKSUMS_ROUTE, BRIDGE_STATE_DICT_INFO_ROUTE, Checksums, StateDictInfo
 from vllm_server.worker.shared_weights import added, checksum
@@ -55,13 +53,8 @@ def receiving(
 ) -> Iterator[Serving]:
     """A server that receives weights; by default of a tiny model."""
     model = model or save_tiny_model(folder / "model")
-    log, port = folder / "server.log", free_port()
-    words = ["--model", str(model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20), "--receive-weights"]
-    with running("-m", "vllm_server", *words, *flags, log=log, env=env) as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
-        assert process.poll() is None, tail(log)
-        yield Serving(url, model, folder, log, process)
+    with serve(model, folder, "--receive-weights", *flags, env=env) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +75,6 @@ class Sending:
         assert isinstance(policy, AllWeights) and self.config.weight_bridge_mode == "broadcast"
         self.policy = policy
         self.trainer = Trainer(policy.model, self.config)
-        self.checkpoints = Checkpoints(self.config, policy, self.trainer.optimizer)
         self.client = ServerClient(self.config.server)
         self.folder = folder / "weights"
         self.bridge = self.bridge_to(server)
@@ -167,20 +159,6 @@ def test_each_version_is_served_bit_for_bit(server: Serving, tmp_path: Path, tra
             assert_equal_bits(server, made.policy.model)
         assert reduce(made.bridge.publish(first + 3).metrics)["train/sync_time"] == 0.0, "nothing is sent twice"
     assert not list((tmp_path / "weights").glob("*")), "the server keeps its own copy"
-
-
-def test_a_checkpoint_is_sent_by_the_trainer_that_resumes_from_it(server: Serving, tmp_path: Path) -> None:
-    made = Sending(server, tmp_path)
-    version = made.bridge.connect(0)
-    probe = made.assert_serves(version)
-    made.checkpoints.save(Progress(1, version))
-    made.step()
-    made.bridge.publish(version + 1)
-    again = Sending(server, tmp_path, resume="auto")
-    progress = again.checkpoints.resume()
-    served = again.bridge.connect(progress.policy_version)
-    assert served > version + 1, "a version has one meaning"
-    assert again.assert_serves(served).server_logprobs.tolist() == probe.server_logprobs.tolist()
 
 
 def test_broadcast_auto_takes_the_next(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,19 +284,12 @@ def test_broadcast_server_killed_half_way(tmp_path: Path, transport: str, monkey
 
 
 def test_a_server_that_was_not_started_for_it_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "plain"
-    folder.mkdir()
-    model = save_tiny_model(folder / "model")
-    log, port = folder / "log", free_port()
-    with running("-m", "vllm_server", "--model", str(model), "--port", str(port), log=log) as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
-        made = Sending(Serving(url, model, folder, log, process), tmp_path)
+    with serve(save_tiny_model(tmp_path / "model"), tmp_path) as server:
         with pytest.raises(BridgeError) as refused:
-            made.bridge.connect(0)
+            Sending(server, tmp_path).bridge.connect(0)
         assert "--receive-weights" in refused.value.fix
         body = {"boot_id": "x", "spec": {"kind": "disk", "folder": "/"}, "buckets": []}
-        assert httpx.post(f"{url}/channels", json=body, trust_env=False).status_code == 409
+        assert server.post("/channels", body).status_code == 409
 
 
 # ------------------------------------------------------------------------------- models, shards, and whole runs
@@ -442,16 +413,11 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 )
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode(
-        "broadcast", **{"trainer-gpus": 2, "training-steps": 3, "broadcast-root": tmp_path / "root", **servers}
-    )
-    with started(demo_model, run_dir, log, **options) as process:
-        assert finished(process, log, 500) == 0, tail(log)
-    done = rows(run_dir)
+    run_dir = tmp_path / "run"
+    options = of_mode("broadcast", **{"trainer-gpus": 2, "broadcast-root": tmp_path / "root", **servers})
+    done = trained(demo_model, run_dir, **options)
     assert [row["step"] for row in done] == [1, 2, 3]
-    fresh = [row for row in done if row["rollout/staleness_max"] == 0]
-    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+    assert_fresh(done)
     said = (run_dir / "logs" / "trainer.log").read_text()
     assert said.count("synthetic change") == servers.get("server.replicas", 1)
     transport = servers.get("broadcast-transport", "main_memory")

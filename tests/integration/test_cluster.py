@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.run import build_run
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError, StoppedError
 from grpo_trainer.launch import ray_cluster
-from grpo_trainer.launch.places import Node, Place, Places, place_run
+from grpo_trainer.launch.places import Node, Place, Places
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
@@ -82,10 +81,6 @@ def pid_in(log: Path, word: str) -> int:
 
 
 PID = "import os; print('pid', os.getpid(), flush=True)\n"
-
-
-def test_the_head_is_first_and_every_node_has_its_resources(cluster: RayCluster) -> None:
-    assert [(node.is_head, node.gpus, node.cpus) for node in cluster.nodes] == [(True, 1, 1.0), (False, 2, 2.0)]
 
 
 def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
@@ -248,14 +243,6 @@ def test_a_cluster_without_enough_nodes_or_without_an_answer(nodes: Any, monkeyp
     address = f"127.0.0.1:{free_port()}"
     with refusing(ConfigError, "--cluster", got=address):
         RayCluster(address)
-
-
-def test_a_run_is_placed_on_the_nodes_that_ray_knows(cluster: RayCluster) -> None:
-    given = {"model_name": "demo", "weight_bridge_mode": "lora_only", "server.replicas": "2", "cluster": "auto"}
-    on_gpus = place_run(build_run({}, given), cluster.nodes, on_gpu=True)
-    found = {name: (place.is_here, place.gpus) for name, place in on_gpus.items()}
-    assert found == {"trainer": (True, (0,)), "server": (False, (0,)), "server-2": (False, (1,))}
-    assert all(isinstance(place.node, Node) for place in on_gpus.values())
 
 
 def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:

@@ -1,63 +1,72 @@
-"""Two trainer processes on the weights of two real servers: one policy, one version, no second copy."""
+"""Two trainer processes on the weights of two real servers, or on the shards of one server's two workers.
+
+One policy, one version, no second copy.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_trainer.alignment.probes import FAILED
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.policy import build_policy
 from grpo_trainer.trainer import Trainer
-from tests.integration.paired import STEPS
-from tests.integration.serving import START_LIMIT_S, Serving, serving
-from tests.processes import ROOT, answers, free_port, running, tail, wait_for
-from tests.runs import arguments, finished, of_mode, rows
-from tests.shared_contract import BATCH, MOMENTS, PROMISES, TOLERANCE, SharedContract, settings
+from tests.integration.paired import EXCHANGED, STEPS, exchanged_shards
+from tests.integration.serving import (
+    START_LIMIT_S,
+    Serving,
+    assert_ends_at_one_of_many_stop_ids,
+    serving,
+)
+from tests.processes import answers, free_port, modules, said_by, wait_for
+from tests.runs import assert_fresh, of_mode
+from tests.runs import trained as run
+from tests.shared_contract import BATCH, MOMENTS, PROMISES, TOLERANCE, WRITES, SharedContract, settings
 
 pytestmark = pytest.mark.timeout(600)
 
 WIDE = 1 << 15
 """Columns of the MLP. The weights take 50 MB, so that a copy shows in a process's memory."""
+OF_PAIRS = pytest.mark.parametrize("servers", ["pairs"], indirect=True)
+OF_SHARDS = pytest.mark.parametrize("servers", ["shards"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
-    """Two servers that start at the same time, each with its own model folder of the same weights."""
+@pytest.fixture(scope="module", params=["pairs", "shards"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
+    """Two servers that start at the same time, each with its own folder of the same weights; or one of two workers."""
+    count = 2 if request.param == "pairs" else 1
     with ExitStack() as stack:
         made = []
-        for name in ("one", "two"):
-            folder = tmp_path_factory.mktemp(name)
-            flags = ("--shared-weights", "--bridge-config-path", str(folder / "bridge.json"))
-            made.append(stack.enter_context(serving(folder, *flags, wait=False, intermediate_size=WIDE)))
+        for number in range(count):
+            folder = tmp_path_factory.mktemp(f"server-{number}")
+            flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json")]
+            flags += ["--tensor-parallel-size", str(2 // count)]
+            starting = serving(folder, *flags, wait=False, key_value_heads=2, intermediate_size=WIDE)
+            made.append(stack.enter_context(starting))
         for server in made:
-            wait_for(
-                "a healthy server", lambda at=server.url: answers(f"{at}/health"), server.log, START_LIMIT_S
-            )  # fmt: skip
+            wait_for("a healthy server", lambda at=server: answers(f"{at.url}/health"), server.log, START_LIMIT_S)
         yield made
+
+
+@pytest.fixture
+def two(servers: list[Serving], tmp_path: Path) -> SharedContract:
+    """The contract with two trainer processes."""
+    return SharedContract(servers, tmp_path, workers=2 // len(servers))
 
 
 def trained(servers: Sequence[Serving], folder: Path, *options: str) -> list[dict[str, Any]]:
     """What each rank saw."""
     ports = ",".join(server.url.rpartition(":")[2] for server in servers)
-    meeting = str(free_port())
-    words = [sys.executable, "-m", "tests.integration.paired"]
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), str(folder), str(servers[0].model_folder), meeting, ports, *options],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in said)
+    words = [folder, servers[0].model_folder, free_port(), ports, *options]
+    said_by(modules("tests.integration.paired", *([rank, *words] for rank in range(2))), [0, 0])
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -70,19 +79,22 @@ def alone(server: Serving, folder: Path) -> tuple[list[float], dict[str, torch.T
     return losses, dict(model.named_parameters())
 
 
-def test_two_pairs_train_as_one_process_on_one_copy_each(servers: list[Serving], tmp_path: Path) -> None:
-    first, second = trained(servers, tmp_path)
+def test_two_processes_train_as_one_on_one_copy_each(two: SharedContract) -> None:
+    first, second = trained(two.servers, two.folder, f"tensor_parallel_size={two.workers}")
     assert "error" not in first, first["error"]
-    losses, weights = alone(servers[0], tmp_path / "alone")
+    losses, weights = alone(two.servers[0], two.folder / "alone")
     assert first["losses"] == pytest.approx(losses, abs=1e-6)
     for name, weight in weights.items():
         assert torch.allclose(first["weights"][name], weight, atol=1e-6, rtol=0), name
     assert first["noise"] < TOLERANCE and max(first["gaps"]) < TOLERANCE
     assert first["versions"] == list(range(STEPS + 1))
-    assert first["answered"] == [version for version in range(1, STEPS + 1) for _ in servers]
-    assert first["boot"] != second["boot"], "each rank is in the memory of its own server"
+    assert first["answered"] == [version for version in range(1, STEPS + 1) for _ in two.servers]
+    assert (first["boot"] == second["boot"]) == (two.workers == 2), "each rank is in the memory of its own server"
+    whole = sum(weight.nbytes for weight in weights.values())
     for seen in (first, second):
-        assert seen["states"] <= 1.05 * seen["size"], "8 bytes for half of the weights, which have 4"
+        assert two.workers == 1 or seen["size"] < 0.6 * whole
+        states = 1.05 if two.workers == 1 else 2.1  # 8 bytes for half of the weights, or for each of the shard's
+        assert seen["states"] <= states * seen["size"]
         assert_one_copy(seen)
 
 
@@ -101,51 +113,77 @@ def assert_one_copy(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-def test_two_pairs_keep(servers: list[Serving], tmp_path: Path, promise: str) -> None:
-    getattr(SharedContract(servers, tmp_path), promise)()
+def test_two_processes_keep(two: SharedContract, promise: str) -> None:
+    getattr(two, promise)()
 
 
-def test_two_pairs_write_while_requests_run(servers: list[Serving], tmp_path: Path) -> None:
-    SharedContract(servers, tmp_path).writes_while_requests_run("keep", optimizer="adamw_8bit")
+def test_two_processes_write_while_requests_run(two: SharedContract) -> None:
+    two.writes_while_requests_run(**WRITES[two.workers - 1])
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_rank_that_dies(servers: list[Serving], tmp_path: Path, moment: str) -> None:
-    SharedContract(servers, tmp_path).survives_a_rank_that_dies(moment)
+def test_a_rank_that_dies(two: SharedContract, moment: str) -> None:
+    two.survives_a_rank_that_dies(moment)
 
 
-def test_ranks_that_differ(servers: list[Serving], tmp_path: Path) -> None:
-    SharedContract(servers, tmp_path).finds_ranks_that_differ()
+def test_ranks_that_differ(two: SharedContract) -> None:
+    two.finds_ranks_that_differ()
 
 
-def test_two_ranks_in_the_memory_of_one_server_are_refused(servers: list[Serving], tmp_path: Path) -> None:
-    pairs = SharedContract(servers, tmp_path)
-    with pairs.attached("another's server") as made, pytest.raises(BridgeError) as refused:
+@OF_PAIRS
+def test_two_ranks_in_the_memory_of_one_server_are_refused(two: SharedContract) -> None:
+    with two.attached("another's server") as made, pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
     assert refused.value.field == "boot_id"
 
 
-def test_servers_with_weights_of_different_versions_are_refused(servers: list[Serving], tmp_path: Path) -> None:
+@OF_PAIRS
+def test_servers_with_weights_of_different_versions_are_refused(two: SharedContract) -> None:
     """The second server gets a step more, by another trainer: the pairs then hold different versions."""
-    with SharedContract(servers[1:], tmp_path).attached() as made:
+    with SharedContract(two.servers[1:], two.folder).attached() as made:
         made.bridge.connect(0)
         assert made.step()
-    with SharedContract(servers, tmp_path).attached() as made, pytest.raises(BridgeError) as refused:
+    with two.attached() as made, pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
     assert refused.value.field == "version"
+
+
+@OF_SHARDS
+def test_a_completion_ends_at_any_of_many_stop_ids(servers: list[Serving]) -> None:
+    """The workers are processes of their own, to which requests are sent."""
+    assert_ends_at_one_of_many_stop_ids(servers[0])
+
+
+@OF_SHARDS
+@pytest.mark.parametrize("fault", [EXCHANGED, "another worker's matrix"])
+def test_shard_in_the_wrong_place(two: SharedContract, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    (server,) = two.servers
+    before = server.get("/bridge/info").json()
+    monkeypatch.setenv("BRIDGE_FILE", before["bridge_config_path"])
+    with exchanged_shards() if fault == EXCHANGED else nullcontext(), two.attached(fault) as made:
+        made.bridge.connect(0)
+        with pytest.raises(BridgeError) as refused:
+            made.bridge.prove()
+    assert FAILED in refused.value.field
+    assert server.get("/bridge/info").json()["policy_version"] == before["policy_version"]
+
+
+@OF_SHARDS
+def test_a_trainer_that_does_not_know_of_the_shards_is_refused(servers: list[Serving], tmp_path: Path) -> None:
+    (server,) = servers
+    config = settings(server.model_folder, tmp_path, [server.url.rpartition(":")[2]])
+    with pytest.raises(BridgeError) as refused:
+        build_policy(config)
+    assert "tp_degree" in refused.value.field and "--server.tensor-parallel-size 2" in refused.value.fix
 
 
 # ---------------------------------------------------------------- whole runs
 
 
 def test_a_run_of_two_pairs_resumes_with_one(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("shared_vllm")
-    with running(*arguments(demo_model, run_dir, **options, trainer_gpus=2), log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    with running(*arguments(demo_model, run_dir, **options, training_steps=5, resume="auto"), log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    done = rows(run_dir)
+    run_dir, options = tmp_path / "run", of_mode("shared_vllm")
+    run(demo_model, run_dir, **options, trainer_gpus=2)
+    done = run(demo_model, run_dir, **options, training_steps=5, resume="auto")
     assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
     assert_fresh(done)
     said = (run_dir / "logs" / "trainer-1.log").read_text()
@@ -153,17 +191,41 @@ def test_a_run_of_two_pairs_resumes_with_one(demo_model: Path, tmp_path: Path) -
 
 
 def test_two_adapters_over_the_bases_of_two_servers(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("lora_only", **{"share-base": True, "trainer-gpus": 2})
-    with running(*arguments(demo_model, run_dir, **options), log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    assert_fresh(rows(run_dir))
+    run_dir = tmp_path / "run"
+    assert_fresh(run(demo_model, run_dir, **of_mode("lora_only", **{"share-base": True, "trainer-gpus": 2})))
     assert (run_dir / "checkpoints" / "adapter_final" / "adapter_model.safetensors").exists()
     for name in ("trainer", "trainer-1"):
         assert "Single-copy mode active" in (run_dir / "logs" / f"{name}.log").read_text()
 
 
-def assert_fresh(done: list[dict[str, Any]]) -> None:
-    """Samples of both servers are those of the trainer's policy."""
-    fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
-    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+@pytest.fixture(scope="module")
+def two_headed(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with its only head of keys and values twice, which computes the same."""
+    folder = tmp_path_factory.mktemp("two") / "demo-model"
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    config = model.config
+    config.num_key_value_heads = 2
+    wide = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    twice = ("k_proj", "v_proj")
+    wide.load_state_dict(
+        {
+            name: torch.cat([value, value]) if any(part in name for part in twice) else value
+            for name, value in model.state_dict().items()
+        }
+    )
+    wide.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo_model).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_goes_on_from_shards_to_pairs_to_shards(two_headed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = of_mode("shared_vllm", **{"trainer-gpus": 2})
+    shards = {**options, "server.tensor_parallel_size": 2}
+    run(two_headed, run_dir, **shards)
+    run(two_headed, run_dir, **options, training_steps=4, resume="auto")
+    done = run(two_headed, run_dir, **shards, training_steps=5, resume="auto")
+    assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
+    assert_fresh(done)
+    said = (run_dir / "logs" / "trainer-1.log").read_text()
+    assert "Single-copy mode active" in said and "bridge proved" in said

@@ -128,13 +128,3 @@ def test_the_trainer_computes_with_the_servers_experts(served: tuple[nn.Module, 
     else:
         assert float(replayed.abs().mean()) <= float(without.abs().mean()) / 3
         assert 0 < changed < 0.1
-
-
-def test_requests_without_logprobs_and_streams_are_as_ever(served: tuple[nn.Module, str, list[Completion]]) -> None:
-    """Checked on the completions: the ones of a batch have their own rows, and a cached prompt has the same ones."""
-    _, _, completions = served
-    (first, again) = (unpack(completions[index].routed_experts or b"")[1] for index in (4, 8))
-    prompt = len(PROMPTS[1])
-    width = len(first) // (prompt + len(completions[4].token_ids) - 1)
-    assert first[: prompt * width] == again[: prompt * width]
-    assert len({completion.routed_experts for completion in completions}) == len(completions)

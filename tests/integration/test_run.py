@@ -162,8 +162,7 @@ def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -
     assert_ended(members)
     done = rows(run_dir)
     assert (run_dir / "checkpoints" / f"adapter_step_{done[-1]['step']}" / "adapter_model.safetensors").exists()
-    fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
-    assert all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+    assert_fresh(done)
     assert "rank 1 of 2 trainer processes" in (run_dir / "logs" / "trainer-1.log").read_text()
 
 

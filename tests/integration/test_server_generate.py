@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,15 +16,11 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from environments.api import wire
-from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
 from environments.peers.inference import Completion, InferenceClient, Sampling, Teacher
-from environments.tokenizers import load_tokenizer
 from environments.trajectory import scored_group
 from tests.integration.serving import (
-    KEEP_VERSIONS,
-    RANK,
     Serving,
     assert_ends_at_one_of_many_stop_ids,
     forward,
@@ -34,12 +30,14 @@ from tests.integration.serving import (
 )
 from tests.integration.streaming import paused
 from tests.processes import wait_for
-from vllm_server.protocol import BridgeInfo, GenerateResponse, LoraStatus
+from vllm_server.protocol import GenerateResponse, LoraStatus
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 TOLERANCE = 1e-3  # float32 on both sides
 SHORT = [21, 14, 21, 32]  # "2+2=": a newline is 2, a space 3, and so on by code point
+MESSAGE = {"role": "user", "content": "2+2="}
+SAMPLING: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
 LONG = [2 + (7 * i) % 95 for i in range(300)]  # longer than two cache blocks of 128
 
 
@@ -113,30 +111,6 @@ def test_unload_goes_back_to_the_version_before(server: Serving) -> None:
     assert_made_by(model, server.generate(SHORT, max_tokens=4, logprobs=0))
 
 
-def test_an_environment_of_atroposlib_can_read_the_answer(server: Serving) -> None:
-    body = {"prompt": {"prompt_token_ids": SHORT}, "logprobs": 0, "n": 4, "max_tokens": 6, "temperature": 1.0}
-    body |= {"stop": ["\n"], "top_p": 1.0}
-    answer = server.post("/generate", body, authorization="Bearer x").json()
-    assert len(answer["text"]) == len(answer["logprobs"]) == len(answer["finish_reasons"]) == 4
-    for tokens, positions, reason in zip(
-        answer["token_ids"], answer["logprobs"], answer["finish_reasons"], strict=True
-    ):
-        assert [int(next(iter(position[0]))) for position in positions] == tokens
-        assert all(len(position) == 1 and next(iter(position[0].values())) <= 0 for position in positions)
-        assert reason in ("stop", "length")
-    assert answer["prompt"] == "2+2="
-
-
-def test_a_teacher_is_asked_for_prompt_logprobs(server: Serving, base: torch.nn.Module) -> None:
-    answer = server.generate(LONG, policy_version=0, prompt_logprobs=3, n=1, temperature=0.0, max_tokens=1)
-    assert answer.prompt_logprobs is not None
-    assert answer.prompt_logprobs[0] is None
-    got = [position[token] for token, position in zip(LONG, answer.prompt_logprobs, strict=True) if position]
-    wanted = forward(base, LONG[:1], LONG[1:])
-    torch.testing.assert_close(torch.tensor(got), wanted, atol=TOLERANCE, rtol=0)
-    assert all(3 <= len(position) <= 4 for position in answer.prompt_logprobs if position)
-
-
 def test_text_prompts_are_tokenised_and_stop_strings_end_them(server: Serving) -> None:
     answer = server.generate("2+2=", max_tokens=5)
     assert (answer.prompt, answer.prompt_token_ids) == ("2+2=", SHORT)
@@ -176,35 +150,6 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert message in answer.json()["error"]["message"]
 
 
-def test_the_bridge_says_who_the_server_is(server: Serving) -> None:
-    _, newest = server.publish()
-    info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
-    assert info.boot_id == msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo).boot_id
-    assert (info.policy_version, info.update_count) == (newest.policy_version, newest.load_count)
-    assert (info.device, info.dtype, info.lora_name) == ("cpu", "float32", "policy")
-    assert (info.max_lora_rank, info.keep_versions, info.max_model_len) == (RANK, KEEP_VERSIONS, 512)
-    assert info.logprobs_mode == "processed_logprobs"
-    assert info.model_name == str(server.model_folder)
-    assert info.pid == server.process.pid
-
-
-def test_pause_holds_generation_and_resume_lets_it_go_on(server: Serving) -> None:
-    assert server.post("/bridge/pause", {"mode": "keep"}).json() == {"status": "paused"}
-    try:
-        assert server.get("/bridge/is_paused").json() == {"paused": True}
-        answers: list[GenerateResponse] = []
-        waiting = threading.Thread(target=lambda: answers.append(server.generate(SHORT, max_tokens=2)))
-        waiting.start()
-        waiting.join(1.0)
-        assert not answers
-    finally:
-        assert server.post("/bridge/resume", b"").json() == {"status": "resumed"}
-    waiting.join(60)
-    assert len(answers) == 1
-    assert server.get("/bridge/is_paused").json() == {"paused": False}
-    assert server.post("/bridge/pause", {"mode": "sleep"}).status_code == 422
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_version(server: Serving, stream: bool) -> None:
     server.publish()
@@ -225,45 +170,33 @@ def versions(server: Serving) -> Iterator[tuple[int, int]]:
     ("route", "asked"),
     [
         ("/v1/completions", {"prompt": "2+2="}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "2+2="}]}),
+        ("/v1/chat/completions", {"messages": [MESSAGE]}),
+        ("/v1/messages", {"messages": [MESSAGE]}),
+        ("/v1/chat/completions/batch", {"messages": [[MESSAGE]]}),
     ],
 )
-def test_openai_routes_go_to_the_newest_version_and_say_so(
+def test_vllms_routes_go_to_the_newest_version_and_say_so(
     server: Serving, versions: tuple[int, int], route: str, asked: dict[str, object]
 ) -> None:
     older, newest = versions
-    sampling = {"max_tokens": 4, "temperature": 0.0}
-    own = server.generate("2+2=", max_tokens=4, temperature=0.0)
-    for model in (None, str(server.model_folder), "policy"):
-        named = {"model": model} if model else {}
-        answer = server.post(route, {**asked, **sampling, **named})
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-policy-version"] == str(newest)
-        assert answer.json()["model"] == f"policy-v{newest}"
-        choice = answer.json()["choices"][0]
-        assert (choice.get("text") or choice["message"]["content"]) == own.text[0]
-    pinned = server.post(route, {**asked, **sampling, "model": f"policy-v{older}"})
-    assert (pinned.headers["x-policy-version"], pinned.json()["model"]) == (str(older), f"policy-v{older}")
-    unknown = server.post(route, {**asked, **sampling, "model": "someone-else"})
-    assert unknown.status_code == 404
-    streamed = server.post(route, {**asked, **sampling, "stream": True})
-    assert streamed.headers["x-policy-version"] == str(newest)
+    for model, version in ((str(server.model_folder), newest), ("policy", newest), (f"policy-v{older}", older)):
+        answer = server.post(route, {**asked, **SAMPLING, "model": model})
+        assert (answer.status_code, answer.headers["x-policy-version"]) == (200, str(version)), answer.text
+        (said,) = server.generate("2+2=", policy_version=version, **SAMPLING).text
+        assert json.dumps(said) in answer.text and f'"policy-v{version}"' in answer.text
+
+
+def test_an_openai_request_without_a_model_of_another_or_as_a_stream(
+    server: Serving, versions: tuple[int, int]
+) -> None:
+    asked = {"prompt": "2+2=", **SAMPLING}
+    plain = server.post("/v1/completions", asked)
+    assert (plain.json()["model"], plain.headers["x-policy-version"]) == (f"policy-v{versions[1]}", str(versions[1]))
+    assert server.post("/v1/completions", {**asked, "model": "someone-else"}).status_code == 404
+    streamed = server.post("/v1/completions", {**asked, "stream": True})
+    assert streamed.headers["x-policy-version"] == str(versions[1])
     assert streamed.text.strip().endswith("data: [DONE]")
     assert all(v.in_flight == 0 for v in read_status(server).versions)
-
-
-@pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions/batch"])
-def test_vllms_other_routes_go_to_the_newest_version_too(
-    server: Serving, versions: tuple[int, int], route: str
-) -> None:
-    older, newest = versions
-    message = {"role": "user", "content": "2+2="}
-    asked = {"messages": [[message] if route.endswith("batch") else message], "max_tokens": 4, "temperature": 0.0}
-    for model, version in ((str(server.model_folder), newest), ("policy", newest), (f"policy-v{older}", older)):
-        answer = server.post(route, {**asked, "model": model})
-        assert (answer.status_code, answer.headers["x-policy-version"]) == (200, str(version)), answer.text
-        (said,) = server.generate("2+2=", policy_version=version, max_tokens=4, temperature=0.0).text
-        assert json.dumps(said) in answer.text
 
 
 def test_a_route_without_versions_is_refused(server: Serving) -> None:
@@ -377,34 +310,3 @@ def test_a_teacher_reads_what_was_written(server: Serving) -> None:
         if likeliest:
             assert likeliest[0] == token  # the policy took the likeliest, and the teacher is the same model
             assert logprobs == sorted(logprobs, reverse=True)
-
-
-def test_answers_with_ids_of_the_padded_vocabulary_are_left_out_and_counted(tmp_path: Path) -> None:
-    class Letters(BaseEnv[str]):
-        def prompt(self, item: str) -> str:
-            return item
-
-        def score(self, item: str, answer: str) -> float:
-            return 1.0
-
-    async def scene(server: Serving) -> tuple[Letters, wire.ScoredData]:
-        name = str(server.model_folder)
-        config = BaseEnvConfig(tokenizer_name=name, group_size=32, max_tokens=2, max_token_length=64)
-        asking = client(server)
-        env = Letters(config, asking, load_tokenizer(name))
-        try:
-            group = await env.scored("12+34=")
-        finally:
-            await asking.close()
-        assert group is not None
-        return env, group
-
-    with serving(tmp_path, padded_rows=59) as server:
-        env, group = asyncio.run(scene(server))
-    known = len(env.tokenizer)
-    padded = [max(tokens) >= known for tokens in group.tokens]
-    assert 0 < sum(padded) < 32  # 59 of 156 ids
-    assert [bool(own.get(wire.UNSCORED)) for own in group.overrides or []] == padded
-    assert [any(id != wire.IGNORED for id in mask) for mask in group.masks] == [not own for own in padded]
-    assert len(wire.counted_scores(group)) == 32 - sum(padded)
-    assert env.measures.take()["unknown_tokens"] == sum(padded) / 32

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.policy import build_policy
-from tests.integration.serving import Serving, serving
+from tests.integration.serving import Serving, serve, serving
 from tests.processes import answers, free_port, running, tail, wait_for
-from tests.runs import arguments, finished, newest, of_mode, rows, wait_for_step
-from tests.shared_contract import PROMISES, WRITES, SharedContract
+from tests.runs import assert_fresh, finished, newest, of_mode, rows, trained, wait_for_step
+from tests.shared_contract import PROMISES, WRITES, SharedContract, settings
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,29 +40,21 @@ def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, 
 
 
 def test_a_server_that_shares_nothing_is_told_how_to(demo_model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    port = free_port()
-    words = ["--model", str(demo_model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20)]
-    with running("-m", "vllm_server", *words, log=log):
-        wait_for("a healthy server", lambda: answers(f"http://127.0.0.1:{port}/health"), log, 240)
-        values = {"model": str(demo_model), "weight_bridge_mode": "shared_vllm", "vllm_port": port}
+    with serve(demo_model, tmp_path) as plain:
+        config = settings(demo_model, tmp_path, [port := plain.url.rpartition(":")[2]])
         with pytest.raises(BridgeError) as refused:
-            build_policy(build(TrainConfig, values))
-        assert str(port) in refused.value.field and "--shared-weights" in refused.value.fix
+            build_policy(config)
+        assert port in refused.value.field and "--shared-weights" in refused.value.fix
 
 
 # ---------------------------------------------------------------- whole runs
 
 
 def test_an_adapter_is_trained_over_the_servers_own_base(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    words = arguments(demo_model, run_dir, **of_mode("lora_only", **{"training-steps": 4}))
-    with running(*words, "--share-base", log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    done = rows(run_dir)
-    assert [row["step"] for row in done] == [1, 2, 3, 4]
-    fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
-    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+    run_dir = tmp_path / "run"
+    done = trained(demo_model, run_dir, **of_mode("lora_only", **{"share-base": True}))
+    assert [row["step"] for row in done] == [1, 2, 3]
+    assert_fresh(done)
     said = (run_dir / "logs" / "trainer.log").read_text()
     assert "Single-copy mode active" in said and "bridge proved" in said
     assert (run_dir / "checkpoints" / "adapter_final" / "adapter_model.safetensors").exists()

@@ -16,7 +16,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.__main__ import folder
 from tests.processes import ROOT, running, tail
 from tests.runs import jsonl, trained
-from tests.stand_ins import Asked, Reply, answering
+from tests.stand_ins import Asked, Reply, answering, generated
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -163,12 +163,9 @@ def scripted(tokenizer: PreTrainedTokenizerFast, turns: list[str], prompts: list
     def handle(asked: Asked) -> Reply:
         if asked.method == "GET":
             return Reply(json={"boot_id": "b", "policy_version": 7} if asked.path == "/bridge/info" else {})
-        ids = asked.json()["prompt"]["prompt_token_ids"]
-        prompts.append(str(tokenizer.decode(ids)))
+        prompts.append(str(tokenizer.decode(asked.json()["prompt"]["prompt_token_ids"])))
         row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
-        answer = {"text": [""], "prompt": None, "finish_reasons": ["stop"], "policy_version": 7, "model": "m"}
-        logprobs = [[{str(token): -0.5}] for token in row]
-        return Reply(json={**answer, "prompt_token_ids": ids, "token_ids": [row], "logprobs": [logprobs]})
+        return Reply(json=generated(asked.json(), row, version=7))
 
     with answering(handle) as url:
         yield f"{url}/v1"

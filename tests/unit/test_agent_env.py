@@ -623,11 +623,6 @@ def test_env_scores_episodes_and_loses_those_that_fail_alone(tmp_path: Path, mon
     assert unfit(found, env.config, max_token_len=4) is None and unfit(found, env.config, max_token_len=3) is not None
 
 
-def test_env_of_an_agent_that_rewards_its_calls(tmp_path: Path) -> None:
-    found, _ = group(env_of(tmp_path, ["call", "0"]))
-    assert found is not None and found.scores == [0.5, 0.0] and found.advantages is not None
-
-
 def test_env_reward_functions_score_what_the_agent_returns_or_what_the_policy_said_last(tmp_path: Path) -> None:
     env = env_of(tmp_path, ["text", "none", "wrong", "raise"], f"{tmp_path}/tasked.py:exact")
     found, measures = group(env)

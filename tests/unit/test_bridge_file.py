@@ -153,10 +153,6 @@ CUDA = CudaIpcHandle(
 # places ----------------------------------------------------------------------------------------------------
 
 
-def test_ties_are_names_of_one_place(config: BridgeConfigFile) -> None:
-    assert tied_names(config) == {"head.weight": "embed.weight"}
-
-
 def test_storages_are_told_apart_by_handle_and_offset() -> None:
     """The same place in another storage is another place; small tensors share a block of GPU memory."""
     handles = {
@@ -446,6 +442,3 @@ def test_sharing_changes_no_bit_and_another_process_writes_through_the_handles()
 def test_parameters_that_a_trainer_could_not_write_to_are_refused(parameter: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=f"^w: .*{got}"):
         share({"w": parameter}, torch.device("cpu"))
-
-
-# versions --------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from environments import tokenizers
 from environments.config import PromptRefused
 from environments.conversation import Conversation
-from environments.gsm8k import Gsm8kConfig, Gsm8kEnv, Question
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render, turn_end
@@ -231,12 +230,6 @@ def test_a_turn_has_one_end_token_and_the_tokens_that_were_sampled(name: str, tu
     assert [token for token, trained in zip(talk.tokens, talk.trained, strict=True) if trained] == sampled
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_turn_end_is_the_templates(name: str) -> None:
-    tokenizer = build(name)
-    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(FAMILIES[name].end)
-
-
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", ALTERNATE])
 def test_turn_end_of_a_template_without_one(template: str | None) -> None:
     tokenizer = build.__wrapped__("chatml")
@@ -297,20 +290,12 @@ class Asks(MultiTurnEnv[str]):
 @pytest.mark.parametrize("name", ["gemma2", "mistral0.2"])
 def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_refused(name: str) -> None:
     tokenizer = build(name)
-    server = Scripted(tokenizer, lambda _: [])
-    asked = Gsm8kEnv(Gsm8kConfig(tokenizer_name="demo", system_prompt="be short"), server, tokenizer)
-    talk = Asks(MultiTurnConfig(tokenizer_name="demo"), server, tokenizer).begin("how many?")
-    wanted = render(tokenizer, [user("be short\n\nhow many?")])
-    assert tokenizer.decode(asked.tokenize(asked.prompt(Question("how many?", "18")))) == wanted
-    assert tokenizer.decode(talk.tokens) == wanted
+    talk = Asks(MultiTurnConfig(tokenizer_name="demo"), Scripted(tokenizer, lambda _: []), tokenizer).begin("how many?")
+    assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?")])
     say(talk, tokenizer, "two", FAMILIES[name].end)
     assert talk.hear([user("sure?")])
     said = {"role": "assistant", "content": "two"}
     assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?"), said, user("sure?")])
-    own = Gsm8kEnv(Gsm8kConfig(tokenizer_name="demo"), server, tokenizer)
-    prompt = own.prompt(Question("how many?", "18"))
-    assert [message["role"] for message in prompt] == ["system", "user"]  # type: ignore[index]
-    assert own.tokenize(prompt)
 
 
 @pytest.mark.parametrize(

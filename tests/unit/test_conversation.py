@@ -60,19 +60,10 @@ def talk(tokenizer: Qwen2Tokenizer, *turns: str, versions: tuple[int, ...] = (1,
 
 def test_conversation_tokens_and_version(tokenizer: Qwen2Tokenizer) -> None:
     made = talk(tokenizer, "one" + END, "two" + END)
-    rendered = tokenizer.apply_chat_template(made.messages, tokenize=False)
-    assert isinstance(rendered, str) and tokenizer.decode(made.tokens) == rendered.removesuffix("\n")
-    sampled = [token for token, trained in zip(made.tokens, made.trained, strict=True) if trained]
-    assert tokenizer.decode(sampled) == "one" + END + "two" + END
     assert made.rollout_logprobs == [-0.5 if trained else 1.0 for trained in made.trained]
     thought = talk(tokenizer, "<think>hm</think>one" + END, "two" + END)
     assert "<think>hm</think>one" in tokenizer.decode(thought.tokens)
     assert "<think>" not in tokenizer.apply_chat_template(thought.messages, tokenize=False)  # would be other tokens
-
-    made = talk(tokenizer, "on", "two" + END)
-    assert "on" + END + "\n<|im_start|>user\nyes" in tokenizer.decode(made.tokens)
-    ends = [t for t, token in enumerate(made.tokens) if token == tokenizer.eos_token_id]
-    assert [made.trained[place] for place in ends] == [False, False, False, True]
 
     assert talk(tokenizer, "a" + END, "b" + END, versions=(5, 4)).trajectory(1.0).policy_version == 4
     made = talk(tokenizer, "a" + END)

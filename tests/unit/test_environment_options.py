@@ -107,13 +107,6 @@ def test_settings_mistake_is_named(
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 
-def test_all_mistakes_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse("--env.group_size", "0", "--openai.timeout", "-1")
-    fields = {problem.field for problem in caught.value.problems}
-    assert fields == {"--env.tokenizer_name", "--env.group_size", "--openai.timeout"}
-
-
 SHOWS_ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if quiet %}!{% endif %}"
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + SHOWS_ROLES
 """As the templates of Gemma 2 and Mistral 0.2 do."""
@@ -391,9 +384,8 @@ def test_settings_check_of_a_table_and_of_servers_and_group_sizes() -> None:
         with refusing(ConfigError, field):
             check(name, values)
     check_server({"base_url": "http://127.0.0.1:9001/v1"})
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, "openai.model_nam", words=["openai.model_name"]):
         check_server({"model_nam": "m"})
-    assert caught.value.field == "openai.model_nam" and "openai.model_name" in caught.value.fix
 
     assert group_size("gsm8k", {"group_size": "16"}) == group_size("my.own", {"group_size": 16}) == 16
     assert group_size("arithmetic", {}) == 8

@@ -1,4 +1,4 @@
-"""Peers that are away, refuse or stay away; the client of the rollout API before the real one and one of JSON alone."""
+"""Peers that are away, refuse or stay away; posts to the rollout API that are repeated."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from environments.api import wire
-from environments.api.app import build_app
-from environments.api.service import Service
-from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
 from environments.peers.http import Answer, Peer, PeerError, PeerGone, PeerRefused
 from environments.peers.rollout_api import RolloutApi
-from grpo_common.http import Complaint, address, complaint, may_pass
+from grpo_common.http import Complaint, complaint
 from grpo_trainer.config.server import Server
 from tests.processes import free_port
-from tests.stand_ins import Asked, Reply, answering, local_api, registration
+from tests.stand_ins import Asked, Reply, answering
 from vllm_server.errors import ServeError
 
 NAME = "the oracle"
@@ -115,9 +109,7 @@ def test_peer_is_gone_after_the_patience(caplog: pytest.LogCaptureFixture, monke
     assert levels == [logging.INFO, logging.INFO, logging.WARNING, logging.INFO]  # the last reports that it is back
 
 
-WAIT = "wait for trainer to start"  # as the original protocol has it
 CONFIG = BaseEnvConfig(tokenizer_name="model", group_size=2, retry_timeout=5.0)
-TRAINER = registration(4, max_token_len=64, num_steps=10)
 GROUP = wire.ScoredData(
     tokens=[[1, 2, 3], [1, 2]],
     masks=[[-100, 2, 3], [-100, 2]],
@@ -125,37 +117,6 @@ GROUP = wire.ScoredData(
     inference_logprobs=[[1.0, -0.5, -0.25], [1.0, -1.5]],
     policy_versions=[3, 3],
 )
-
-
-class Tapped:
-    """The real API with every request kept for inspection; `losing` answers to posts are lost on the way."""
-
-    def __init__(self, service: Service, losing: int = 0) -> None:
-        self.service = service
-        self.inner = build_app(service)
-        self.losing = losing
-        self.requests: list[Request] = []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.inner(scope, receive, send)
-        request = Request(scope, receive)
-        body = await request.body()
-        self.requests.append(request)
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        if request.url.path != "/scored_data" or not self.losing:
-            return await self.inner(scope, again, send)
-        self.losing -= 1
-
-        async def lose(_: Message) -> None:
-            return
-
-        await self.inner(scope, again, lose)
-        return await Response(status_code=502)(scope, again, send)
 
 
 async def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
@@ -166,48 +127,19 @@ async def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) ->
         await api.close()
 
 
-def with_api(work: Callable[[RolloutApi], Awaitable[Any]], tapped: Tapped | None = None) -> Any:
-    async def run() -> Any:
-        tap = tapped or Tapped(Service(Settings()))
-        async with local_api(tap.service, tap) as local:
-            return await with_server(local.url, work)
+def test_a_post_whose_answer_is_lost_is_repeated_whole_and_with_its_key() -> None:
+    asked: list[Asked] = []
 
-    return asyncio.run(run())
+    def lose_twice(request: Asked) -> Reply | None:
+        asked.append(request)
+        lost = {1: None, 2: Reply(502)}
+        return lost.get(len(asked), Reply(json={"status": "received"}, headers={"Content-Type": wire.JSON}))
 
-
-def test_our_api_gets_message_pack_and_the_group_arrives_whole() -> None:
-    service = Service(Settings())
-    tapped = Tapped(service)
-
-    async def work(api: RolloutApi) -> None:
-        assert (await api.register("sums")).status == WAIT
-        await service.register(TRAINER)
-        await service.next_batch()
-        answer = await api.register("sums")
-        assert (answer.status, answer.env_id, answer.num_steps) == ("success", 0, 10)
-        assert await api.info() == wire.Info(batch_size=4, max_token_len=64)
-        await api.post(msgspec.structs.replace(GROUP, env_id=0))
-        status = await api.status(0)
-        assert (status.current_step, status.queue_size, status.self_queue_size) == (0, 1, 1)
-        await api.disconnect(0, patience=30.0)
-        assert not service.status().environments[0].connected
-
-    with_api(work, tapped)
-    (post,) = [request for request in tapped.requests if request.url.path == "/scored_data"]
-    assert post.headers["content-type"] == wire.MSGPACK
-    assert wire.decode_group(asyncio.run(post.body())) == msgspec.structs.replace(GROUP, env_id=0)
-
-
-def test_a_post_whose_answer_is_lost_counts_once() -> None:
-    service = Service(Settings())
-    tapped = Tapped(service, losing=2)
-
-    async def work(api: RolloutApi) -> None:
-        await api.post(GROUP)
-
-    with_api(work, tapped)
-    assert len({request.headers["idempotency-key"] for request in tapped.requests}) == 1
-    assert (len(tapped.requests), service.status().queue_size) == (3, 1)
+    with answering(lose_twice) as url:
+        asyncio.run(with_server(url, lambda api: api.post(GROUP)))
+    assert len(asked) == 3 and len({each.headers["idempotency-key"] for each in asked}) == 1
+    for each in asked:
+        assert each.headers["content-type"] == wire.MSGPACK and wire.decode_group(each.content) == GROUP
 
 
 def test_another_kind_of_server_is_named() -> None:
@@ -224,23 +156,6 @@ def test_another_kind_of_server_is_named() -> None:
 
 
 MSGPACK = "application/msgpack"
-
-
-@pytest.mark.parametrize(
-    ("status", "passes"),
-    [(200, False), (404, False), (409, False), (422, False), (501, False)]
-    + [(status, True) for status in (408, 425, 429, 499, 500, 502, 503, 504, 507)],
-)
-def test_which_failures_may_pass(status: int, passes: bool) -> None:
-    assert may_pass(status) == passes
-
-
-@pytest.mark.parametrize(
-    ("host", "shown"),
-    [("127.0.0.1", "127.0.0.1:80"), ("node-1", "node-1:80"), ("::1", "[::1]:80"), ("[fd00::2]", "[fd00::2]:80")],
-)
-def test_address_of_a_url(host: str, shown: str) -> None:
-    assert address(host, 80) == shown
 
 
 def test_http_addresses_and_errors() -> None:

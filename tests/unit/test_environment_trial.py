@@ -39,6 +39,7 @@ from grpo_trainer.config.run import build_run
 from grpo_trainer.launch import trial
 from grpo_trainer.launch.trial import Trial, trying
 from tests.stand_ins import Scripted
+from tests.unit.factories import refusing
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
@@ -88,17 +89,6 @@ def test_the_smallest_environment_of_the_docstring_is_tried_and_scores(model: Pa
     assert outcome.problems == ()
     # "The capital of France is " has 25 characters, one token each; Japan has one less. --seq-len leaves the room.
     assert re.search(r"prompt of 2[45] tokens.* scores 0$", outcome.found)
-
-
-def test_the_smallest_environment_makes_a_group() -> None:
-    namespace: dict[str, type[base.BaseEnv[tuple[str, str]]]] = {}
-    exec(CAPITALS, namespace)
-    tokenizer = build_tokenizer()
-    server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
-    env = namespace["Capitals"](base.BaseEnvConfig(tokenizer_name="demo", group_size=2), server, tokenizer)
-    group = asyncio.run(env.scored(("France", "Paris")))
-    assert group is not None and group.scores == [1.0, 0.0] and env.name == "capitals"
-    assert asyncio.run(env.evaluate()) == {}
 
 
 SECOND = f"{CAPITALS}\n\nclass Second(Capitals):\n    pass\n\n\nclass Third(Capitals):\n    pass\n"
@@ -430,9 +420,8 @@ def test_process_stops_where_the_items_do(tens: type[BaseEnv[Any]], tmp_path: Pa
         return
 
     env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
-    with pytest.raises(PeerError) as error:
+    with refusing(PeerError, "tens", got="3 groups", wanted="4 groups"):
         asyncio.run(cli.process(env, 4))
-    assert (error.value.field, error.value.got, error.value.wanted) == ("tens", "3 groups", "4 groups")
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 

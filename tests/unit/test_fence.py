@@ -23,6 +23,8 @@ from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
+    HIGHEST_VERSION,
+    PROOF_VERSION,
     InFlight,
     UpdateBeginRequest,
     UpdateEndRequest,
@@ -304,6 +306,16 @@ def test_fence_refuses_an_update(asked: UpdateBeginRequest, writable: bool, stat
     with refusing(ServeError, field, status):
         asyncio.run(fence.begin(asked))
     assert not fence.updating
+
+
+@pytest.mark.parametrize("version", [-2, HIGHEST_VERSION + 1, 10**30])
+@story
+async def test_fence_refuses_a_version_that_is_none(version: int) -> None:
+    fence = fence_on(Engine())
+    token = (await fence.begin(begin())).token
+    with refusing(ServeError, "version", 422):
+        await fence.end(end(token, version))
+    await fence.end(end(token, PROOF_VERSION))
 
 
 @story

@@ -169,41 +169,6 @@ def test_it_ends_with_the_server_even_in_the_midst_of_its_imports(tmp_path: Path
     assert_ended(started, log)
 
 
-ORPHAN = """
-import ctypes, os, pathlib, signal, sys, time
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, as a judge's worker asks
-pathlib.Path("asked").touch()
-while os.getppid() != int(sys.argv[1]): time.sleep(0.01)
-"""
-LATE = """
-import ctypes, os, pathlib, time
-from tests import warm
-asker, leave = os.getpid(), os._exit
-
-def late(status):
-    until = time.time() + 2.0
-    while os.getppid() == asker and not pathlib.Path("asked").exists() and time.time() < until: time.sleep(0.01)
-    leave(status)
-
-os._exit = late
-ctypes.CDLL(None).prctl(warm._PR_SET_CHILD_SUBREAPER, 1)
-wanted = {"words": ["orphan", str(asker)], "environment": dict(os.environ), "folder": os.getcwd()}
-pid = warm._fork_for_another(wanted | {"new_session": False, "process_group": None}, [0, 1, 2])
-print(os.waitpid(pid, 0)[1])
-"""
-
-
-def test_a_warm_process_does_not_end_with_the_one_that_forked_it(tmp_path: Path) -> None:
-    """That one, between this process and the zygote, may be slower than the whole start of its child."""
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", LATE], cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.split() == ["0"], done.stderr
-    assert (tmp_path / "asked").exists()
-
-
 def test_imports_are_silent_and_what_comes_after_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
     print("before", flush=True)
     with forking.silence():

@@ -139,18 +139,6 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
         assert made.metadata.shared <= 227 << 10  # bytes a program may have on Hopper
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 256, 512, 8192])
-def test_blocks_are_sizes_that_triton_takes(tokens: int) -> None:
-    for inputs in (64, 896, 3584, 18944):
-        for blocks in (lora_kernels.shrink_blocks(tokens, inputs), lora_kernels.expand_blocks(tokens, inputs)):
-            assert blocks.tokens >= 16 and blocks.outer >= 16
-            assert blocks.tokens & (blocks.tokens - 1) == 0 == blocks.outer & (blocks.outer - 1)
-
-
-def test_ranks_at_a_time() -> None:
-    assert [lora_kernels.rank_block(rank) for rank in (1, 8, 16, 24, 64, 320)] == [16, 16, 16, 32, 64, 64]
-
-
 def test_the_operators_are_replaced_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.lora.ops.triton_ops.lora_expand_op  # defines the operators
     import vllm.lora.ops.triton_ops.lora_shrink_op
@@ -202,12 +190,6 @@ def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[
         if any(slot >= 0 for slot in slots):
             for field in ("token_lora_mapping", "token_indices_sorted_by_lora_ids"):
                 assert torch.equal(getattr(ours, field)[: len(slots)], getattr(vllms, field)[: len(slots)]), field
-
-
-def test_slots_of_adapters() -> None:
-    assert lora.slots_of([7, 0, 9, 7], [9, None, 7]).tolist() == [2, -1, 0, 2]
-    with pytest.raises(KeyError):
-        lora.slots_of([8], [9, None, 7])
 
 
 def test_a_worker_groups_tokens_on_the_host_as_vllm_does_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

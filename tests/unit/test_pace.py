@@ -30,7 +30,6 @@ from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running import cli, runner, state
 from environments.running.cli import groups_page
-from environments.running.groups import EnvironmentFailed
 from environments.running.pace import (
     OVERTAKEN,
     RECENT_GROUPS,
@@ -366,15 +365,3 @@ def test_process_keeps_groups_in_a_file_that_is_named_like_a_page(tmp_path: Path
     asyncio.run(cli.process(Numbers(7, data_path_to_save_groups=path), 2))
     assert [len(json.loads(line)["tokens"]) for line in path.read_text().splitlines()] == [2, 2]
     assert "answers</small><b>4</b>" in (tmp_path / "groups.page.html").read_text()
-
-
-def test_process_ends_where_no_reward_ever_applies(tmp_path: Path) -> None:
-    class Never(Numbers):
-        async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
-            made = await super().collect_trajectories(item)
-            assert made is not None
-            return msgspec.structs.replace(made, masks=[[wire.IGNORED] * 2] * 2, overrides=[{"unscored": True}] * 2)
-
-    env = Never(7, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=4)
-    with pytest.raises(EnvironmentFailed, match="256 "):
-        asyncio.run(cli.process(env, 3))

@@ -52,13 +52,6 @@ def batch(queue: RolloutQueue, now: float = 0.0) -> list[int] | None:
     return None if granted is None else list(granted.groups)
 
 
-def test_groups_that_came_before_the_trainer_are_served() -> None:
-    queue = RolloutQueue()
-    ids = [offer(queue, 4), offer(queue, 4)]
-    queue.register(trainer(8))
-    assert batch(queue) == ids
-
-
 def test_a_larger_group_is_queued_and_a_smaller_one_when_its_environment_leaves() -> None:
     queue = started(8, env(4))
     assert queue.offer(0, 8, 100, 0.5)[1] is None and batch(queue) == [0]

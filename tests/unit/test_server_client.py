@@ -255,6 +255,11 @@ def test_client_raises_the_servers_own_parts(answer: Reply, parts: tuple[str, st
     assert str(answer.status) in re.findall(r"\w+", refused.value.summary)
 
 
+def test_client_refuses_the_answer_of_another_kind_of_server() -> None:
+    with replies(reply({"of": "another kind"})) as (client, _), pytest.raises(ServerError, match="lora_available"):
+        client.lora_status()
+
+
 def test_wait_for_servers_ends_in_time_and_is_a_phase() -> None:
     START.begin("connect", time.time())
     config = Server(port=free_port(), also=(f"127.0.0.1:{free_port()}",), startup_timeout=0.3)

@@ -50,13 +50,6 @@ def test_unservable_rank_names_the_legal_ones(rank: int) -> None:
     assert numbers == [rank, 1, 512, *protocol.LEGAL_LORA_RANKS]
 
 
-def test_generate_body_round_trips() -> None:
-    request = GenerateRequest(
-        prompt="2+2=", stream=True, model="policy-v3", policy_version=3, sampling={"stop": ["\n"]}
-    )
-    assert GenerateRequest.from_body(json.loads(json.dumps(request.to_body()))) == request
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

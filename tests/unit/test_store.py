@@ -23,6 +23,7 @@ from environments.api.queue import Group, Lease, Run
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.api.store import Payloads, Store
+from tests.unit.factories import refusing
 from tests.unit.test_queue import env, trainer
 
 
@@ -356,9 +357,8 @@ def test_the_database_of_another_program_stays_as_it_is(tmp_path: Path, table: s
 
 def test_a_store_in_use_and_a_file_that_is_none_are_refused_by_name(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
-    with pytest.raises(StoreError) as error:
+    with refusing(StoreError, f"--store {tmp_path / 's'}", got=f"process {os.getpid()}"):
         Store(tmp_path / "s")
-    assert (error.value.field, error.value.got) == (f"--store {tmp_path / 's'}", f"process {os.getpid()}")
     store.close()
     Store(tmp_path / "s").close()
     with pytest.raises(StoreError, match="too long"):
