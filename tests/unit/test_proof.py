@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,22 +34,18 @@ from grpo_trainer.alignment.proof import (
     NOISE_LIMIT_QUANTISED,
     NOISE_MARGIN,
     OTHER_WEIGHTS,
-    STALE,
-    UNSEEN,
     Change,
     Proof,
     Proved,
-    WeightChange,
 )
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import BridgeError, ConfigError, ServerError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.launch.plan import server_process
 from grpo_trainer.model.lora import use_few_kernels
-from tests.golden.models import random_model
 from tests.unit.tiny_lora import fill_b, tiny_lora
-from vllm_server.protocol import PROOF_VERSION, BridgeInfo, GenerateResponse
+from vllm_server.protocol import BridgeInfo, GenerateResponse
 
 INFO = BridgeInfo(
     enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m", served_model_name="m",
@@ -355,66 +350,6 @@ def test_each_row_of_a_forward_pass_lacks_one_module(few_kernels: bool) -> None:
     torch.testing.assert_close(logits_of(2)[1], rows_BTV[0])  # the hooks are gone
 
 
-# ---------------------------------------------------------------- all weights
-
-
-class Receiver:
-    """Serves a copy of all weights, taken when it is sent them; `fault` says what it does wrong."""
-
-    def __init__(self, trainer: nn.Module, fault: str = "") -> None:
-        self.trainer = trainer
-        self.model: Any = copy.deepcopy(trainer).eval()
-        self.fault = fault
-        self.version = 3
-        self.had_change: list[bool] = []
-
-    @contextmanager
-    def sending(self, version: int) -> Iterator[None]:
-        yield
-        served, present = self.model.state_dict(), self.trainer.state_dict()
-        self.had_change.append(any(not torch.equal(served[name], present[name]) for name in served))
-        if self.fault == "ends while it is sent them":
-            raise ServerError("no answer")
-        self.version = version
-        is_kept = {"keeps its own": True, "keeps the change": version != PROOF_VERSION}.get(self.fault, False)
-        if not is_kept:
-            self.model.load_state_dict(present)
-
-    def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
-        if self.fault == "ends while it is asked" and self.version == PROOF_VERSION:
-            raise ServerError("no answer")
-        version = 9 if self.fault == "wrong version" else self.version
-        return answer(prompt, *sampled(partial(next_logprobs, self.model), prompt, max_tokens), version)
-
-
-@pytest.mark.parametrize(
-    ("fault", "stage", "what"),
-    [
-        ("", "", ""),
-        ("keeps its own", "(synthetic change)", UNSEEN),
-        ("keeps the change", "(change undone)", STALE),
-        ("wrong version", ": version", ""),
-        # a run with other servers goes on with the trainer's weights
-        ("ends while it is sent them", "", ""),
-        ("ends while it is asked", "", ""),
-    ],
-)
-def test_weight_change_faults_are_caught_and_named(fault: str, stage: str, what: str) -> None:
-    model = random_model("qwen2").float().eval()
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    server: Any = Receiver(model, fault)
-    refused = nullcontext() if not fault else pytest.raises(ServerError if "ends" in fault else BridgeError)
-    with refused as error:
-        found = Proof(model, server).prove(INFO, WeightChange(model, 3, server.sending))
-        assert server.had_change == [True, True] and server.version == 3
-        assert max(found.noise, found.synthetic, found.restored) < 1e-4 < 0.004 <= found.synthetic_moved
-    if error is not None and "ends" not in fault:
-        assert error.value.field.endswith(stage) and what in error.value.summary
-    if "ends" in fault:  # the last: sent as they were
-        assert server.had_change == ([True, False] if "sent" in fault else [True, True])
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-
-
 # ---------------------------------------------------------------- a server in 8 bits
 
 
@@ -451,12 +386,6 @@ def test_a_server_is_started_in_8_bits_only_if_it_is_asked_for() -> None:
     assert coarse.server.in_8_bits
     assert words[words.index("--quantization") + 1] == words[words.index("--kv-cache-dtype") + 1] == "fp8"
     assert "--return-routed-experts" in server_words(trainer_of(routing_replay="server"))
-
-
-def test_the_flag_has_one_place() -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_run({}, {"model_name": "m", "server.extra_args": "-q,fp8"})
-    assert caught.value.problems[0].wanted == "--server.quantization"
 
 
 @pytest.mark.parametrize(
