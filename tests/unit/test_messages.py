@@ -171,9 +171,9 @@ def test_a_server_that_refuses(answers: list[Reply | None], text: str) -> None:
     ("code", "text"),
     [
         (
-            "print('ValueError: no room'); print('one'); print('two'); raise SystemExit(3)",
+            "print('(Engine) ERROR ValueError: no room'); print('one'); print('OSError: two'); raise SystemExit(3)",
             "server: has ended; got exit code 3; see LOG. The first errors in it:\n"
-            "  ValueError: no room\nIts last lines:\n  one\n  two",
+            "  ValueError: no room\nIts last lines:\n  one\n  OSError: two",
         ),
         (
             "import os; os.kill(os.getpid(), 9)",

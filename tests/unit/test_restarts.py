@@ -8,14 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -30,9 +28,9 @@ from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.servers import change, rows
-from tests.processes import alive, assert_ended, free_port, wait_for
+from tests.processes import alive, assert_ended, found_in, free_port, wait_for
 from tests.unit.factories import refusing
-from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, Recorded, spec
+from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, Recorded, spec
 
 TWICE = """
 import pathlib, sys, time
@@ -410,14 +408,9 @@ def test_an_address_of_another_form_is_refused(run: Path, url: str) -> None:
 
 
 OWNED_SERVER = """
-import http.server, signal, subprocess, sys
+import http.server, sys
 model, port = sys.argv[1], int(sys.argv[2])
 print("serving", model, flush=True)
-if "engine" in model:
-    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    print("engine", engine.pid, flush=True)
-if "deaf" in model:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(401 if "locked" in model and self.headers["Authorization"] != "Bearer secret" else 200)
@@ -447,21 +440,6 @@ def server(
         )
 
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def engines() -> Iterator[list[psutil.Process]]:
-    """Processes to be ended if a test fails to."""
-    processes: list[psutil.Process] = []
-    yield processes
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):  # nor is one ended that has got its number
-            process.kill()
-
-
-def engine_of(owned: OwnedServer) -> int:
-    wait_for("the engine", lambda: "engine " in owned.log_path.read_text(), owned.log_path, 30)
-    return int(owned.log_path.read_text().rpartition("engine ")[2].split()[0])
 
 
 def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
@@ -525,16 +503,14 @@ def test_owned_server_that_dies_later(tmp_path: Path) -> None:
             owned.check()
 
 
-def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[psutil.Process]) -> None:
-    with server(tmp_path) as owned:
-        owned.start("deaf-engine", 0)
-        owned.wait_ready()
-        engines.append(psutil.Process(engine_of(owned)))
-        pid = owned.pid
+def test_owned_server_ends_with_its_whole_family(tmp_path: Path) -> None:
+    with server(tmp_path, STUBBORN) as owned:
+        owned.start("model", 0)
+        wait_for("its child", lambda: found_in(owned.log_path, CHILD) is not None, owned.log_path, 30)
+        child, pid = found_in(owned.log_path, CHILD), owned.pid
         owned.stop()
-        assert pid is not None
-        assert_ended([pid, *(engine.pid for engine in engines)])
-        assert owned.pid is None
+        assert child is not None and pid is not None
+        assert_ended([pid, int(child[1])])
         owned.check()  # nothing runs: nothing is wrong
 
 
