@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -11,10 +10,11 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -24,14 +24,12 @@ from grpo_trainer import dry_run
 from grpo_trainer.cli import app
 from grpo_trainer.config.run import build_run
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch import agent as agent_module
 from grpo_trainer.launch import process
 from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on, seeing
 from grpo_trainer.launch.places import Node, Place
-from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 from tests.processes import assert_ended, wait_for
-from tests.unit.test_supervisor import SAYS, STUBBORN
+from tests.unit.test_supervisor import SAYS, STUBBORN, spec
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "runs/a", "cluster": "auto"}
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -213,113 +211,83 @@ def test_the_command_writes_the_script_and_starts_nothing(tmp_path: Path, monkey
 NODE = Node("b", "10.0.0.2", 2)
 
 
-def spec(name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:
-    return ProcessSpec(name=name, argv=(sys.executable, "-c", code, *arguments), **options)
-
-
-def in_a_process(work: Callable[[Path], Any], folder: Path) -> Any:
-    """Return a function's result from a separate process: an agent changes its folder and its environment."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(work, (folder,))
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeAgent]]:
+    """Make an agent; the folder and the variables that it sets are those of the test alone."""
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):
+        yield lambda **environment: NodeAgent(str(tmp_path / "work"), environment)
 
 
 def finished(agent: NodeAgent, name: str) -> tuple[list[Line], int]:
     """The lines and the exit code of a process."""
     lines: list[Line] = []
-    while True:
-        news = agent.news()
+    while name not in (news := agent.news()).ended:
         lines += news.lines
-        if name in news.ended:
-            return lines, news.ended[name]
+    agent.order(name, "kill")
+    return [*lines, *news.lines], news.ended[name]
 
 
-def lines_of_a_process(folder: Path) -> tuple[list[Line], int]:
-    agent = NodeAgent(str(folder / "work"), {})
-    agent.start(spec("env", "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)"), {})
-    return finished(agent, "env")
-
-
-def test_an_agent_tells_lines_before_the_exit_code(tmp_path: Path) -> None:
-    lines, code = in_a_process(lines_of_a_process, tmp_path)
+def test_an_agent_tells_lines_before_the_exit_code(agent: Callable[..., NodeAgent]) -> None:
+    here = agent()
+    here.start(spec("env", "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)"), {})
+    lines, code = finished(here, "env")
     assert code == 3 and {(line.is_error, line.text) for line in lines} == {(False, "a"), (True, "b")}
 
 
-def surroundings(folder: Path) -> dict[str, Any]:
+def test_a_process_finds_its_files_its_gpu_and_the_variables_of_the_run(
+    tmp_path: Path, agent: Callable[..., NodeAgent]
+) -> None:
     os.environ |= {"RAY_JOB_ID": "7", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "4,6"}
-    agent = NodeAgent(str(folder / "work"), {"HF_HOME": "/h"})
+    here = agent(HF_HOME="/h")
     code = """
 import json, os, pathlib, stat, sys
 path = pathlib.Path(sys.argv[1])
 mode = stat.S_IMODE(path.stat().st_mode)
 print(json.dumps({"cwd": os.getcwd(), "env": dict(os.environ), "file": path.read_text(), "mode": mode}))
 """
-    one = spec("trainer-1", code, "config/t.toml", place=Place(NODE, (1,)))
-    agent.start(one, {"config/t.toml": b"key"})
-    (line,), _ = finished(agent, "trainer-1")
-    return json.loads(line.text)
-
-
-def test_a_process_finds_its_files_its_gpu_and_the_variables_of_the_run(tmp_path: Path) -> None:
-    found = in_a_process(surroundings, tmp_path)
-    assert (
-        Path(found["cwd"]) == tmp_path / "work"
-        and found["file"] == "key"
-        and found["mode"] == stat.S_IRUSR | stat.S_IWUSR
-    )
+    here.start(spec("trainer-1", code, "config/t.toml", place=Place(NODE, (1,))), {"config/t.toml": b"key"})
+    (line,), _ = finished(here, "trainer-1")
+    found = json.loads(line.text)
+    assert (found["cwd"], found["file"], found["mode"]) == (str(tmp_path / "work"), "key", stat.S_IRUSR | stat.S_IWUSR)
     environment = found["env"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "6" and environment["HF_HOME"] == "/h"
     assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
 
 
-def statuses_of_a_process(folder: Path) -> tuple[bytes, bytes]:
-    agent = NodeAgent(str(folder / "work"), {})
-    code = SAYS + "log.warning('careful')"
-    agent.start(spec("env", code, env={VARIABLE: "run/status/env.json"}), {})
-    while not (news := agent.news()).ended:
+def test_an_agent_passes_on_what_a_process_says_of_itself(
+    tmp_path: Path, agent: Callable[..., NodeAgent], remote: RemoteProcess
+) -> None:
+    here = agent()
+    here.start(spec("env", SAYS + "log.warning('careful')", env={VARIABLE: "run/status/env.json"}), {})
+    while not (news := here.news()).ended:
         pass
-    return news.said["env"], (folder / "work" / "run" / "status" / "env.json").read_bytes()
-
-
-def test_an_agent_passes_on_what_a_process_says_of_itself(tmp_path: Path, remote: RemoteProcess) -> None:
-    content, written = in_a_process(statuses_of_a_process, tmp_path)
-    assert content == written
-    said = parse(content)
-    assert said is not None
+    content, said = news.said["env"], parse(news.said["env"])
+    assert content == (tmp_path / "work" / "run" / "status" / "env.json").read_bytes() and said is not None
     remote.pid = said.pid
     remote.tell(content)
     assert [notice.text for notice in remote.hear()] == ["WARNING careful"] and not remote.hear()
 
 
-def lines_beyond_a_log(folder: Path) -> tuple[bool, int]:
-    null = folder / "null"
+def test_an_agent_of_a_process_that_says_much_leaves_the_null_device_where_it_is(
+    tmp_path: Path, agent: Callable[..., NodeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    null, here = tmp_path / "null", agent()
     null.symlink_to(os.devnull)
-    agent_module.os.devnull, process.LOG_CHARACTERS = str(null), 1000
-    agent = NodeAgent(str(folder / "work"), {})
-    agent.start(spec("env", "for number in range(100): print('x' * 100)"), {})
-    lines, _ = finished(agent, "env")
-    return null.is_symlink(), len(lines)
+    monkeypatch.setattr(os, "devnull", str(null))
+    monkeypatch.setattr(process, "LOG_CHARACTERS", 1000)
+    here.start(spec("env", "for number in range(100): print('x' * 100)"), {})
+    assert len(finished(here, "env")[0]) == 100 and null.is_symlink()
 
 
-def test_an_agent_of_a_process_that_says_much_leaves_the_null_device_where_it_is(tmp_path: Path) -> None:
-    assert in_a_process(lines_beyond_a_log, tmp_path) == (True, 100)
-
-
-def ended_family(folder: Path) -> list[int]:
-    agent = NodeAgent(str(folder), {})
-    pid = agent.start(spec("trainer", STUBBORN), {})
-    lines: list[Line] = []
+def test_a_kill_reaches_grandchildren(agent: Callable[..., NodeAgent]) -> None:
+    here, lines = agent(), list[Line]()
+    pid = here.start(spec("trainer", STUBBORN), {})
     while not lines:
-        lines += agent.news().lines
-    agent.order("trainer", "note_family")
-    agent.order("trainer", "terminate")
-    agent.order("trainer", "kill")
-    return [pid, int(lines[0].text.split()[1])]
-
-
-def test_a_kill_reaches_grandchildren(tmp_path: Path) -> None:
-    pids = in_a_process(ended_family, tmp_path)
-    assert pids
-    assert_ended(pids)
+        lines += here.news().lines
+    for order in ("note_family", "terminate", "kill"):
+        here.order("trainer", order)
+    assert_ended([pid, int(lines[0].text.split()[1])])
 
 
 def test_agent_environment() -> None:
