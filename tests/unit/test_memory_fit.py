@@ -24,8 +24,8 @@ from grpo_trainer.engine.recompute import Kept, LayerMemory, Recomputation, know
 from grpo_trainer.parallel.shards import is_sharded
 from grpo_trainer.parallel.world import World
 from tests.unit.factories import TinyModel
-from tests.unit.test_packing import settings, tiny
-from tests.unit.tiny_lora import tiny_qwen
+from tests.unit.test_packing import settings
+from tests.unit.tiny_lora import tiny, tiny_qwen
 
 
 @pytest.mark.parametrize(("architecture", "compiles"), [("qwen2", True), ("qwen3_5_text", False)])

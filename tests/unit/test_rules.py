@@ -214,6 +214,9 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     "row",
     [
         in_train(rules.processes, {**TWO, "sharding": "full"}, "", ONE_GPU),
+        in_run(rules.groups, {"batch_size": 16, "gradient_accumulation_steps": 1}, "", file=groups_of(6, 10)),  # 6 + 10
+        # whose groups nobody knows before it runs
+        in_run(rules.groups, {"batch_size": 3}, "", file={"environments": [{"name": "my.envs.maze"}]}),
         in_train(rules.loss, {"kl_beta": 0.1, "ref_offload": True}, "", CPU),
         in_train(rules.four_bits, {**LORA, "load_in_4bit": True, "dtype": "bfloat16"}, ""),
         in_train(rules.shared_weights, {**SHARED, "vllm_dtype": "float32"}, ""),

@@ -210,28 +210,22 @@ def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
     assert supervisor.begun and not supervisor.waits
 
 
-def test_supervisor_trainer_before_its_first_step_has_little_time_to_end(tmp_path: Path) -> None:
-    says = """
-        for phase in sys.argv[1:]:
-            OWN.update(phase=phase, since=time.time())
-        time.sleep(60)
-    """
-
-    def started(name: str, *phases: str, **options: Any) -> Process:
-        child = supervisor.start(speaking(tmp_path, name, says, *phases, **options))
-        last = "".join(phases[-1:])
-        wait_for("it says so", lambda: child.hear() == [] and child.status.phase == last, child.log_path)
-        return child
-
-    with Recorded(tmp_path) as supervisor:
-        children = [
-            started("a", "compile", ends_run=True, stop_seconds=120),
-            started("b", "compile", FIRST_STEP, ends_run=True, stop_seconds=120),
-            started("c", FIRST_STEP, TRAINED, ends_run=True, stop_seconds=120),
-            started("d", stop_seconds=3),
-        ]
-        assert [child.stop_seconds for child in children] == [START_STOP_SECONDS, 120, 120, 3]
-        assert [child.may_save for child in children] == [False, True, True, False]
+@pytest.mark.parametrize(
+    ("phase", "options", "seconds", "may_save"),
+    [
+        ("compile", {"ends_run": True, "stop_seconds": 120}, START_STOP_SECONDS, False),
+        (FIRST_STEP, {"ends_run": True, "stop_seconds": 120}, 120, True),
+        (TRAINED, {"ends_run": True, "stop_seconds": 120}, 120, True),
+        ("", {"stop_seconds": 3}, 3, False),
+    ],
+)
+def test_process_trainer_before_its_first_step_has_little_time_to_end(
+    tmp_path: Path, phase: str, options: dict[str, Any], seconds: float, may_save: bool
+) -> None:
+    child = Process(spec("trainer", "pass", **options), tmp_path / "trainer.log")
+    child.status = status.Status(phase=phase)
+    assert (child.stop_seconds, child.may_save) == (seconds, may_save)
+    child.end(1.0)
 
 
 # failures ------------------------------------------------------------------------------------------------------
