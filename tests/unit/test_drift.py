@@ -319,9 +319,3 @@ def test_norm_spikes() -> None:
 
     history = NormHistory(0.0)
     assert not any(history.is_spike(norm) for norm in [1.0] * NormHistory.NEEDED + [1e9])
-
-    history, resumed = NormHistory(2.0), NormHistory(2.0)
-    for norm in [1.0] * NormHistory.NEEDED:
-        history.is_spike(norm)
-    resumed.restore(history.norms)
-    assert resumed.is_spike(2.1) and resumed.norms == [1.0] * NormHistory.NEEDED + [2.1]

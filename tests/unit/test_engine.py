@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.factories import refusing, story
+from tests.unit.factories import story
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.publisher import Delivery
 from vllm_server.server import Adapters, SharedEngine, describe_workers
@@ -123,15 +123,11 @@ def test_the_device_is_waited_for_after_the_pause_is_confirmed(batches: int, aft
 
 
 class Door:
-    """Stands in for the fence, for vLLM's table of requests and for its engine."""
+    """Stands in for the fence and for vLLM's engine."""
 
     def __init__(self) -> None:
         self.salt, self.passed, self.fault = "old", asyncio.Event(), False
         self.begun: list[tuple[str, str]] = []
-        self.forgotten: list[str] = []
-        core = SimpleNamespace(add_request_async=self.add)
-        self.engine: Any = SimpleNamespace(engine_core=core, output_processor=self)
-        SharedEngine(self.engine).salt_caches(self.passage, lambda: self.salt)
 
     async def passage(self) -> None:
         await self.passed.wait()
@@ -141,48 +137,17 @@ class Door:
     async def add(self, request: Any) -> None:
         self.begun.append((request.request_id, request.cache_salt))
 
-    def abort_requests(self, names: list[str], *, internal: bool) -> None:
-        assert internal
-        self.forgotten += names
-
-    def arrives(self, name: str) -> asyncio.Task[None]:
-        request = SimpleNamespace(request_id=name, cache_salt=None)
-        return asyncio.create_task(self.engine.engine_core.add_request_async(request))
-
-
-@story
-async def test_a_completion_that_arrives_during_an_update_gets_the_new_cache_key() -> None:
-    door = Door()
-    arriving = door.arrives("a")
-    await asyncio.sleep(0.01)
-    assert door.begun == []
-    door.salt = "new"
-    door.passed.set()
-    await arriving
-    assert door.begun == [("a", "new ")]
-
-
-@pytest.mark.parametrize("torn", [True, False])
-@story
-async def test_a_completion_that_may_not_begin_leaves_nothing_in_vllms_tables(torn: bool) -> None:
-    door = Door()
-    arriving = door.arrives("a")
-    await asyncio.sleep(0)
-    door.fault = torn
-    if torn:
-        door.passed.set()
-    else:
-        arriving.cancel()
-    with pytest.raises(ServeError if torn else asyncio.CancelledError):
-        await arriving
-    assert (door.forgotten, door.begun) == (["a"], [])
-
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("refusal", [None, ServeError, asyncio.CancelledError], ids=["begins", "torn", "cancelled"])
 @story
-async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cache_key(n: int, torn: bool) -> None:
-    """vLLM passes the completions of one request to its engine in another way than a single one."""
+async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cache_key(
+    n: int, refusal: type[BaseException] | None
+) -> None:
+    """vLLM passes the completions of one request to its engine in another way than a single one.
+
+    One that may not begin leaves nothing in vLLM's tables.
+    """
     llm = pytest.importorskip("vllm.v1.engine.async_llm").AsyncLLM
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -191,15 +156,15 @@ async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cach
     async def ended(names: list[str]) -> None: ...
 
     door, table = Door(), OutputProcessor(None, log_stats=False)
-    door.engine.output_processor = table
-    door.engine.engine_core = SimpleNamespace(add_request_async=door.add, abort_requests_async=ended)
-    SharedEngine(door.engine).salt_caches(door.passage, lambda: door.salt)
+    core = SimpleNamespace(add_request_async=door.add, abort_requests_async=ended)
+    engine: Any = SimpleNamespace(engine_core=core, output_processor=table)
+    SharedEngine(engine).salt_caches(door.passage, lambda: door.salt)
     unchecked = SimpleNamespace(
         apply_watermarking=lambda *_: None, resolve_watermarking=lambda _: None, assign_request_id=lambda _: None
     )
     parts: dict[str, Any] = {"errored": False, "log_requests": False, "input_processor": unchecked}
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
-    vllms = SimpleNamespace(**parts, **vars(door.engine), vllm_config=config, check_admission=lambda *_, **__: None)
+    vllms = SimpleNamespace(**parts, **vars(engine), vllm_config=config, check_admission=lambda *_, **__: None)
     vllms._run_output_handler = lambda: None
     vllms._add_request, vllms.abort = partial(llm._add_request, vllms), partial(llm.abort, vllms)
 
@@ -208,10 +173,13 @@ async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cach
     arriving = asyncio.create_task(llm.add_request(vllms, "a", request, params))
     await asyncio.sleep(0.01)
     assert (len(table.request_states), door.begun) == (n, [])
-    door.salt, door.fault = "new", torn
-    door.passed.set()
-    if torn:
-        with refusing(ServeError, "weights", 503):
+    door.salt, door.fault = "new", refusal is ServeError
+    if refusal is asyncio.CancelledError:
+        arriving.cancel()
+    else:
+        door.passed.set()
+    if refusal is not None:
+        with pytest.raises(refusal):
             await arriving
         assert not table.request_states and door.begun == []
     else:

@@ -25,13 +25,6 @@ def publish(held: PolicyRegistry, version: int | None = None, *, name: str | Non
     return ready
 
 
-def publish_trial(held: PolicyRegistry) -> Version:
-    """A version 7 that is served by name only."""
-    trial = held.reserve("trial", 7, adapter_id=9, path="/adapters/trial", now=1.0, by_name_only=True)
-    held.activate(trial)
-    return trial
-
-
 @pytest.mark.parametrize("number", [0, 6])
 def test_registry_counts_from_the_version_of_the_base_model(number: int) -> None:
     held = registry(base_version=number)
@@ -78,7 +71,9 @@ def test_registry_resolves_the_newest_or_the_pinned_version() -> None:
 
 def test_registry_trial_is_served_by_name_only() -> None:
     held = registry(keep=1, capacity=3)
-    first, trial = publish(held, 1), publish_trial(held)
+    first = publish(held, 1)
+    trial = held.reserve("trial", 7, adapter_id=9, path="/adapters/trial", now=1.0, by_name_only=True)
+    held.activate(trial)
     assert held.resolve() is held.resolve("policy") is first and held.resolve("trial") is trial
     with refusing(ServeError, "policy_version"):
         held.resolve(policy_version=7)
@@ -149,22 +144,6 @@ def test_registry_retire_brings_back_the_one_before() -> None:
     assert held.retire("policy-v1") is held.retire("policy-v1") is first
     held.remove(first)
     assert held.retire("policy-v1") is None and held.newest is held.base and held.retire() is None
-
-
-def test_registry_makes_room_from_what_nobody_uses() -> None:
-    """The newest stays."""
-    held = registry(keep=2, capacity=3)
-    first, second, third = publish(held, 1), publish(held, 2), publish(held, 3)
-    held.begin(second)
-    assert held.make_room() is True  # the first has retired already
-    held.remove(first)
-    assert held.make_room() is True  # two of three places are taken
-    fourth = publish(held, 4)
-    held.begin(third)
-    assert held.make_room() is False and not fourth.retired  # two are used
-    held.end(third)
-    assert held.make_room() is True
-    assert held.removable() == [third]
 
 
 @pytest.mark.parametrize("keep", [0, 4])

@@ -44,16 +44,11 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.launch.plan import server_process
 from grpo_trainer.model.lora import use_few_kernels
+from tests.unit.factories import bridge_info
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.protocol import BridgeInfo, GenerateResponse
 
-INFO = BridgeInfo(
-    enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m", served_model_name="m",
-    device="cpu", dtype="float32", boot_id="b", pid=1, policy_version=0, lora_name="policy", max_lora_rank=8,
-    max_loras=4, keep_versions=4, max_model_len=512, logprobs_mode="processed_logprobs", vllm_version="0",
-    lora_dtype="float32", machine="m", workers=[],
-)  # fmt: skip
-
+INFO = msgspec.structs.replace(bridge_info(), device="cpu", dtype="float32", lora_dtype="float32", workers=[])
 
 SCALING = 32 / 8
 """lora_alpha / r of the trainer."""
