@@ -76,16 +76,6 @@ def test_servers_there_waits_for_servers(monkeypatch: pytest.MonkeyPatch, mode: 
     assert len(asked) == waits
 
 
-def test_one_process_leads_by_plain_calls() -> None:
-    with World() as world:
-        assert world.lead(lambda: "led") == "led" and world.scatter(lambda: ["own"]) == "own"
-        assert world.scatter(lambda: None) is None
-        world.barrier()
-        with pytest.raises(ZeroDivisionError) as failed:
-            world.lead(lambda: 1 // 0)
-        assert world.is_common(failed.value)
-
-
 @pytest.mark.parametrize("has_head", [True, False])
 def test_a_teachers_unknown_token_is_found_before_a_pass(has_head: bool) -> None:
     """Of a model, too, whose configuration has the size of the vocabulary in that of its text."""

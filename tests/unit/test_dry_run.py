@@ -22,6 +22,7 @@ from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run_defaults import chosen, described
+from tests.unit.factories import refusing
 
 GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
@@ -137,12 +138,10 @@ def test_what_would_stop_the_run_stops_the_dry_one(
     model: Path, busy_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dry_run, "look", lambda: CPU)
-    with pytest.raises(PortBusyError) as error:
+    with refusing(PortBusyError, "--api.port"):
         dry_run.look_ahead(build_run({}, {**BASE, "model_name": str(model), "api.port": busy_port}), print)
-    assert error.value.field == "--api.port"
-    with pytest.raises(ConfigError) as wrong:
+    with refusing(ConfigError, "--json"):
         CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)
-    assert wrong.value.field == "--json"
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"

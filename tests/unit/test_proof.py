@@ -28,7 +28,7 @@ from grpo_trainer.alignment.adapter import (
     multiplied,
 )
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
-from grpo_trainer.alignment.probes import COMPLETION_TOKENS_COARSE, FAILED, computed_in_fp8, rounded_to_fp8
+from grpo_trainer.alignment.probes import COMPLETION_TOKENS_COARSE, FAILED, computed_in_fp8
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
     NOISE_LIMIT_QUANTISED,
@@ -383,23 +383,6 @@ def test_a_server_is_started_in_8_bits_only_if_it_is_asked_for() -> None:
     assert "--return-routed-experts" in server_words(trainer_of(routing_replay="server"))
 
 
-@pytest.mark.parametrize(
-    ("values", "largest", "rounded"),
-    [
-        # 448 is the greatest number of e4m3: the scale is 1. Three bits stay after the leading one.
-        ([448.0, 17.0, 18.9, -300.0, 0.0], [448.0], [448.0, 16.0, 18.0, -288.0, 0.0]),
-        ([896.0, 34.0], [896.0], [896.0, 32.0]),
-        ([[448.0, 17.0], [0.0, -896.0]], [[448.0], [896.0]], [[448.0, 16.0], [0.0, -896.0]]),
-        ([0.0, 0.0], [0.0], [0.0, 0.0]),
-    ],
-)
-def test_rounded_to_fp8(values: Any, largest: Any, rounded: Any) -> None:
-    assert rounded_to_fp8(torch.tensor(values), torch.tensor(largest)).tolist() == rounded
-    if values == [0.0, 0.0]:  # the scale must not be 0 in 16 bits either
-        for dtype in (torch.bfloat16, torch.float16):
-            assert not rounded_to_fp8(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype)).any()
-
-
 class Model(nn.Module):
     """A linear layer, an adapter's, and a head."""
 
@@ -414,14 +397,18 @@ class Model(nn.Module):
 
 
 def test_activations_have_a_scale_a_token_and_only_linear_layers_of_the_base_model_are_rounded_to_fp8() -> None:
-    model, tokens = Model(), torch.tensor([[448.0, 17.0], [0.0, 34.0]])
-    exact = [448.0 * 448 + 17 * 17, 34.0 * 17]
+    model, tokens = Model(), torch.tensor([[448.0, 17.0], [0.0, 34.0], [0.0, 0.0]])
+    exact = [448.0 * 448 + 17 * 17, 34.0 * 17, 0.0]
     with torch.no_grad(), computed_in_fp8(model):
-        # the second token's scale is its own: 34 is its greatest number, which is exact
-        assert model.layer(tokens)[:, 0].tolist() == pytest.approx([448.0 * 448 + 16 * 16, 34.0 * 16])
+        # 448 is the greatest number of e4m3: the scale is 1. Three bits stay after the leading one, so 17 becomes 16.
+        # The second token's scale is its own: 34 is its greatest number, which is exact.
+        assert model.layer(tokens)[:, 0].tolist() == pytest.approx([448.0 * 448 + 16 * 16, 34.0 * 16, 0.0])
         for other in (model.lora_A, model.lm_head):
             assert other(tokens)[:, 0].tolist() == exact
     assert model.layer(tokens)[:, 0].tolist() == exact
+    for dtype in (torch.bfloat16, torch.float16):  # no scale is 0 in 16 bits either
+        with torch.no_grad(), computed_in_fp8(model.to(dtype)):
+            assert not model.layer(torch.zeros(1, 2, dtype=dtype)).any()
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:

@@ -13,11 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageTextToText,
-    Llama4Config,
-    LlavaConfig,
     PreTrainedModel,
-    Qwen2AudioConfig,
-    Qwen3VLConfig,
 )
 
 from grpo_trainer.batch.microbatches import split
@@ -30,7 +26,7 @@ from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.machine import Machine
 from grpo_trainer.model import export
 from grpo_trainer.model.export import stored_tensors
-from grpo_trainer.model.load import load_all_weights, load_model, not_trainable
+from grpo_trainer.model.load import load_all_weights, load_model
 from grpo_trainer.model.lora import OUTSIDE_TEXT, add_adapter, save_adapter
 from grpo_trainer.model.text_part import load_causal_lm
 from grpo_trainer.policy import Adapter, AllWeights
@@ -160,23 +156,6 @@ def test_sequences_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({**options, "packing": "on"})
     with pytest.raises(ConfigError, match="linear_attention"):
         build_forward(part(tmp_path), config)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"]), ("text part", "qwen3_vl_text")),
-        # its names are language_model.model.layers…
-        (Llama4Config(architectures=["Llama4ForConditionalGeneration"]), ("language_model",)),
-        (LlavaConfig(architectures=["LlavaForConditionalGeneration"]), ()),
-        # a kind that says in its text part alone whether the head is tied
-        (Qwen2AudioConfig(architectures=["Qwen2AudioForConditionalGeneration"]), ()),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_not_trainable_without_a_text_part(config: object, words: tuple[str, ...]) -> None:
-    refused = not_trainable(config)
-    assert (refused is None) == (not words) and all(word in str(refused) for word in words)
 
 
 def test_files_without_the_text_part_are_refused(tmp_path: Path) -> None:
