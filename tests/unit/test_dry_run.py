@@ -1,28 +1,43 @@
-"""`grpo run --dry-run`: one row a process, without secrets, and nothing starts."""
+"""What a run would start: `--dry-run` starts nothing and shows no secret; `--slurm` writes a sound script."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import signal
 import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from environments.demo_model.model import build_tokenizer
+from grpo_common.status import VARIABLE, parse
 from grpo_trainer import dry_run
 from grpo_trainer.cli import app
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.errors import ConfigError, PortBusyError
-from grpo_trainer.launch.places import Node, place_run
+from grpo_trainer.launch import process
+from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on, seeing
+from grpo_trainer.launch.places import Node, Place, place_run
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run_defaults import chosen, described
+from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
+from tests.processes import assert_ended, wait_for
 from tests.unit.factories import refusing
+from tests.unit.test_supervisor import SAYS, STUBBORN, spec
 
 GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
@@ -182,3 +197,300 @@ def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
     here = described(given, chosen(given, CPU, shape_of(str(model))), CPU, shape_of(str(model)))
     assert (ahead.summary == here) != bool(missing), "what is said of this machine is left out"
     assert here[0].startswith(ahead.summary[0]) and here[-1].startswith(ahead.summary[-1])
+
+
+# a job of Slurm -------------------------------------------------------------------------------------------------------
+
+
+JOB = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "runs/a", "cluster": "auto"}
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+
+SRUN = """
+echo "srun $*" >>"$LOG"
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = 'printf "%s\\n" a1 a2 a3'
+PYTHON = "echo 10.0.0.7"
+RAY = """
+echo "ray $* mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN} pid=$$" >>"$LOG"
+exec sleep 60
+"""
+GRPO = """
+echo "grpo $* address=$RAY_ADDRESS folder=$PWD" >>"$LOG"
+exit 3
+"""
+PATIENT_GRPO = """
+trap 'echo "grpo ends" >>"$LOG"; exit 7' TERM
+echo "grpo is up" >>"$LOG"
+while :; do sleep 0.05; done
+"""
+
+
+def write(path: Path, words: list[str], gpus_per_node: int = 8, **flags: Any) -> Job:
+    given = {**JOB, **{key.replace("__", "."): value for key, value in flags.items()}}
+    return dry_run.write_job(build_run({}, given), path, gpus_per_node, words)
+
+
+@pytest.mark.parametrize("flags", [{}, {"trainer_gpus": "3", "server__replicas": "11"}])
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_the_script_is_sound(tmp_path: Path, flags: dict[str, Any], gpus: int) -> None:
+    path = tmp_path / "job.sbatch"
+    write(path, ["--run-dir", "a folder; rm -rf $HOME 'x'"], gpus, **flags)
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+    done = subprocess.run([str(SHELLCHECK), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert path.stat().st_mode & stat.S_IXUSR
+
+
+def sbatch_options(script: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, flags=re.MULTILINE))
+
+
+def test_nodes_gpus_and_the_time_to_save_follow_from_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    job = write(path, [], trainer_gpus="3", server__replicas="11")  # 14 GPUs on nodes of 8
+    options = sbatch_options(path.read_text())
+    assert (options["nodes"], options["gpus-per-node"], job.nodes) == ("2", "8", 2)
+    assert "exclusive" in options and options["ntasks-per-node"] == "1"
+    assert options["signal"] == "B:TERM@67", "the trainer's 7 s and 60 more"
+    assert "gpus-per-node" not in sbatch_options(job_script(write(path, [], 0, cluster_nodes="3")))
+    assert sbatch_options(path.read_text())["nodes"] == "3"
+
+
+def test_every_process_is_listed_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    write(path, [], 2, server__replicas="2", tensor_parallel_size="2")
+    listed = dict(re.findall(r"^#   (\S+) +(node .+)$", path.read_text(), flags=re.MULTILINE))
+    assert listed == {
+        "api": "node 1", "trainer": "node 1, GPU 0", "server": "node 2, GPU 0,1", "server-2": "node 3, GPU 0,1",
+        "env-arithmetic": "node 1",
+    }  # fmt: skip
+
+
+def test_no_node_is_large_enough() -> None:
+    config = build_run({}, {**JOB, "tensor_parallel_size": "4"})
+    with refusing(ConfigError, "--cluster", words=["4"]):
+        nodes_of_job(config, 2)
+    assert len(nodes_of_job(config, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--config", "a.toml", "--slurm", "job", "--lr", "1"], ("--config", "a.toml", "--lr", "1")),
+        (["--slurm=job", "--gpus-per-node", "4", "--trace"], ("--trace",)),
+        (["--cluster", "h:1", "--cluster-nodes=2", "--dry-run", "--json"], ()),
+    ],
+)
+def test_the_job_repeats_the_command(words: list[str], kept: tuple[str, ...]) -> None:
+    assert command_of(words) == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--vllm-api-key", "door"], "--vllm-api-key"),
+        (["--lr", "1", "--env.rollout_api_key=door"], "--env.rollout_api_key"),
+    ],
+)
+def test_a_key_among_the_arguments_is_refused(words: list[str], flag: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        command_of(words)
+    assert error.value.got == flag and "door" not in str(error.value)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with stand-ins for Slurm's, Ray's and our commands, and a script that calls them."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    stubs = {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON, "ray": RAY, "grpo": GRPO}
+    for name, body in stubs.items():
+        stub(programs / name, body)
+    path = tmp_path / "job.sbatch"
+    made = write(path, ["--run-dir", "it's here"], cluster_nodes=3)
+    path.write_text(job_script(Job(made.plan, 3, 8, made.command, tmp_path, programs)))
+    return path
+
+
+def stub(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/bash\n{body}")
+    path.chmod(0o755)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    job = {"SLURM_JOB_ID": "20017", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_CPUS_ON_NODE": "4"}
+    return {**os.environ, **job, "LOG": str(folder / "log"), "PATH": f"{folder / 'programs'}:{os.environ['PATH']}"}
+
+
+def pids_of_ray(log: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"^ray .*pid=(\d+)$", log, flags=re.MULTILINE)]
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_the_script_starts_ray_on_all_nodes_and_the_run_on_the_first(job: Path) -> None:
+    # The run waits here until Ray's commands have been called, as the real one waits for its nodes.
+    stub(job.parent / "programs" / "grpo", 'until [ "$(grep -c ^ray "$LOG")" -ge 2 ]; do sleep 0.02; done\n' + GRPO)
+    done = subprocess.run(["bash", str(job)], env=environment(job.parent), timeout=250, check=False)
+    assert done.returncode == 3, "the job ends as the run does"
+    log = (job.parent / "log").read_text()
+    steps = [shlex.split(line)[1:] for line in log.splitlines() if line.startswith("srun")]
+    head = next(step for step in steps if "--head" in step)
+    assert "--nodelist=a1" in head and "--node-ip-address=10.0.0.7" in head and "--port=20017" in head
+    others = next(step for step in steps if "--address=10.0.0.7:20017" in step)
+    assert {"--nodes=2", "--ntasks=2", "--exclude=a1", "--cpus-per-task=4"} <= {*others}
+    assert re.findall(r"mode=token token=(\d+)", log) == ["64", "64"], "32 random bytes in hexadecimal digits"
+    (run,) = [line for line in log.splitlines() if line.startswith("grpo")]
+    assert run == (
+        f"grpo run --run-dir it's here --cluster auto --cluster-nodes 3 address=10.0.0.7:20017 folder={job.parent}"
+    )
+    assert len(pids_of_ray(log)) == 2 and not [pid for pid in pids_of_ray(log) if runs(pid)]
+
+
+def test_the_end_of_the_jobs_time_reaches_the_run(job: Path) -> None:
+    stub(job.parent / "programs" / "grpo", PATIENT_GRPO)
+    log = job.parent / "log"
+    with subprocess.Popen(["bash", str(job)], env=environment(job.parent)) as process:
+        wait_for("the run is up", lambda: log.exists() and "grpo is up" in log.read_text().splitlines(), log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 7
+    assert log.read_text().splitlines()[-1] == "grpo ends"
+
+
+def test_the_command_writes_the_script_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = tmp_path / "job.sbatch", tmp_path / "run"
+    words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--run-dir", str(folder)]
+    words += ["--slurm", str(path), "--gpus-per-node", "4"]
+    monkeypatch.setattr(sys, "argv", ["grpo", *words])
+    both = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert isinstance(both.exception, ConfigError) and both.exception.field == "--dry-run" and not path.exists()
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and str(path) in done.stdout and not folder.exists()
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("command=(")]
+    typed = shlex.split(line.removeprefix("command=(").removesuffix(")"))
+    assert typed == [*words[1:7], "--cluster", "auto", "--cluster-nodes", "1"]
+
+
+# agents on other nodes -----------------------------------------------------------------------------------------------
+
+
+NODE = Node("b", "10.0.0.2", 2)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeAgent]]:
+    """Make an agent; the folder and the variables that it sets are those of the test alone."""
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):
+        yield lambda **environment: NodeAgent(str(tmp_path / "work"), environment)
+
+
+def finished(agent: NodeAgent, name: str) -> tuple[list[Line], int]:
+    """The lines and the exit code of a process."""
+    lines: list[Line] = []
+    while name not in (news := agent.news()).ended:
+        lines += news.lines
+    agent.order(name, "kill")
+    return [*lines, *news.lines], news.ended[name]
+
+
+def test_an_agent_tells_lines_before_the_exit_code(agent: Callable[..., NodeAgent]) -> None:
+    here = agent()
+    here.start(spec("env", "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)"), {})
+    lines, code = finished(here, "env")
+    assert code == 3 and {(line.is_error, line.text) for line in lines} == {(False, "a"), (True, "b")}
+
+
+def test_a_process_finds_its_files_its_gpu_and_the_variables_of_the_run(
+    tmp_path: Path, agent: Callable[..., NodeAgent]
+) -> None:
+    os.environ |= {"RAY_JOB_ID": "7", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "4,6"}
+    here = agent(HF_HOME="/h")
+    code = """
+import json, os, pathlib, stat, sys
+path = pathlib.Path(sys.argv[1])
+mode = stat.S_IMODE(path.stat().st_mode)
+print(json.dumps({"cwd": os.getcwd(), "env": dict(os.environ), "file": path.read_text(), "mode": mode}))
+"""
+    here.start(spec("trainer-1", code, "config/t.toml", place=Place(NODE, (1,))), {"config/t.toml": b"key"})
+    (line,), _ = finished(here, "trainer-1")
+    found = json.loads(line.text)
+    assert (found["cwd"], found["file"], found["mode"]) == (str(tmp_path / "work"), "key", stat.S_IRUSR | stat.S_IWUSR)
+    environment = found["env"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "6" and environment["HF_HOME"] == "/h"
+    assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
+
+
+def test_an_agent_passes_on_what_a_process_says_of_itself(
+    tmp_path: Path, agent: Callable[..., NodeAgent], remote: RemoteProcess
+) -> None:
+    here = agent()
+    here.start(spec("env", SAYS + "log.warning('careful')", env={VARIABLE: "run/status/env.json"}), {})
+    while not (news := here.news()).ended:
+        pass
+    content, said = news.said["env"], parse(news.said["env"])
+    assert content == (tmp_path / "work" / "run" / "status" / "env.json").read_bytes() and said is not None
+    remote.pid = said.pid
+    remote.tell(content)
+    assert [notice.text for notice in remote.hear()] == ["WARNING careful"] and not remote.hear()
+
+
+def test_an_agent_of_a_process_that_says_much_leaves_the_null_device_where_it_is(
+    tmp_path: Path, agent: Callable[..., NodeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    null, here = tmp_path / "null", agent()
+    null.symlink_to(os.devnull)
+    monkeypatch.setattr(os, "devnull", str(null))
+    monkeypatch.setattr(process, "LOG_CHARACTERS", 1000)
+    here.start(spec("env", "for number in range(100): print('x' * 100)"), {})
+    assert len(finished(here, "env")[0]) == 100 and null.is_symlink()
+
+
+def test_a_kill_reaches_grandchildren(agent: Callable[..., NodeAgent]) -> None:
+    here, lines = agent(), list[Line]()
+    pid = here.start(spec("trainer", STUBBORN), {})
+    while not lines:
+        lines += here.news().lines
+    for order in ("note_family", "terminate", "kill"):
+        here.order("trainer", order)
+    assert_ended([pid, int(lines[0].text.split()[1])])
+
+
+def test_agent_environment() -> None:
+    given = {"HF_HOME": "/h", "VLLM_API_KEY": "k", "PYTHONPATH": "/p", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    assert passed_on(given) == {"HF_HOME": "/h", "VLLM_API_KEY": "k", "PYTHONPATH": "/p"}
+
+    both = spec("server", "", place=Place(NODE, (0, 2)))
+    assert seeing(both, "3,5,7").env["CUDA_VISIBLE_DEVICES"] == "3,7"
+    assert seeing(replace(both, place=Place(NODE)), "3,5,7").env == {}
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteProcess:
+    one = spec("server", "", ready_url="http://10.0.0.2:1/health")
+    return RemoteProcess(one, tmp_path / "server.log", lambda text, is_error: None, lambda _: None)
+
+
+def test_a_remote_process_keeps_its_lines_and_its_cause(remote: RemoteProcess, tmp_path: Path) -> None:
+    assert remote.exit_code is None and not remote.ready
+    for text in ("ValueError: no float32", *(f"line {n}" for n in range(40))):
+        remote.write(Line("server", is_error=True, text=text))
+    remote.note_end(1)
+    error = remote.ended()
+    assert (error.field, error.got) == ("server", "exit code 1")
+    assert "ValueError: no float32" in error.fix and "line 39" in error.fix
+    assert (tmp_path / "server.log").read_text().splitlines()[-1] == "line 39"
+
+
+def test_a_process_that_is_lost_names_its_node_unless_it_had_ended(remote: RemoteProcess, tmp_path: Path) -> None:
+    ended = RemoteProcess(remote.spec, tmp_path / "ended.log", lambda text, is_error: None, lambda _: None)
+    ended.note_end(0)
+    for each in (remote, ended):
+        each.note_end(lost="gone-b")
+    assert (remote.exit_code, remote.ended().got) == (-9, "gone-b")
+    assert (ended.exit_code, ended.ended().got) == (0, "exit code 0")
+    remote.kill()  # and nobody waits for it
