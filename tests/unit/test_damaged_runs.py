@@ -329,12 +329,6 @@ def held(tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
         process.communicate()
 
 
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """All files below a folder: what is in them, and when it was written."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-
 def test_held_folder_refuses_a_second_holder(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
     folder = tmp_path / "checkpoints"
     holder = held(folder)
@@ -413,11 +407,11 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
     (folder / "queue.sqlite").write_text("the live run's, too")
     for check in ("refuse_missing", "refuse_without_room"):
         monkeypatch.setattr(run, check, lambda *_, **__: None)
-    before = contents(folder)
+    before = content(folder)
     flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
     with refusing(ConfigError, f"--run-dir {folder}", words=[str(holder.pid)]):
         run.run(build_run({}, {**flags, "training_steps": "7", "run_dir": str(folder)}), Console(quiet=True))
-    assert contents(folder) == before
+    assert content(folder) == before
 
 
 def test_held_folder_second_trainer(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
@@ -425,8 +419,8 @@ def test_held_folder_second_trainer(tmp_path: Path, held: Callable[[Path], subpr
     holder = held(folder)
     (folder / "step_1").mkdir()
     (folder / "step_1" / "state.json").write_text("{}")
-    before = contents(tmp_path)
+    before = content(tmp_path)
     values = {"model": "/no/model", "device": "cpu", "save_path": str(folder), "log_dir": str(tmp_path)}
     with refusing(ConfigError, f"--save-path {folder}", words=[str(holder.pid)]):
         loop.train(build(TrainConfig, values | {"resume": "auto"}), lambda _: World())
-    assert contents(tmp_path) == before
+    assert content(tmp_path) == before

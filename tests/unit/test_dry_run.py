@@ -202,7 +202,6 @@ def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
 # a job of Slurm -------------------------------------------------------------------------------------------------------
 
 
-JOB = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "runs/a", "cluster": "auto"}
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 SRUN = """
@@ -228,8 +227,7 @@ while :; do sleep 0.05; done
 
 
 def write(path: Path, words: list[str], gpus_per_node: int = 8, **flags: Any) -> Job:
-    given = {**JOB, **{key.replace("__", "."): value for key, value in flags.items()}}
-    return dry_run.write_job(build_run({}, given), path, gpus_per_node, words)
+    return dry_run.write_job(a_run(cluster="auto", **flags), path, gpus_per_node, words)
 
 
 @pytest.mark.parametrize("flags", [{}, {"trainer_gpus": "3", "server__replicas": "11"}])
@@ -269,7 +267,7 @@ def test_every_process_is_listed_with_its_place(tmp_path: Path) -> None:
 
 
 def test_no_node_is_large_enough() -> None:
-    config = build_run({}, {**JOB, "tensor_parallel_size": "4"})
+    config = a_run(cluster="auto", tensor_parallel_size="4")
     with refusing(ConfigError, "--cluster", words=["4"]):
         nodes_of_job(config, 2)
     assert len(nodes_of_job(config, 4)) == 2

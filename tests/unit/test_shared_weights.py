@@ -26,6 +26,7 @@ from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.unit.factories import batch, refusing, sample
+from tests.unit.test_checkpoint import ROLLOUTS
 from tests.unit.test_proof import INFO, answer, next_logprobs, sampled
 from tests.unit.tiny_lora import tiny_qwen
 from vllm_server.protocol import (
@@ -38,8 +39,6 @@ from vllm_server.protocol import (
     UpdateEndRequest,
     UpdateEndResponse,
 )
-
-ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
 
 
 def sharing(theirs: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
@@ -235,7 +234,7 @@ def test_proof_changes_the_weights_and_puts_every_bit_back(made: Made) -> None:
     before = made.weights()
     noise, proved = made.bridge.prove(), made.bridge.proved
     assert proved is not None and noise == proved.noise
-    assert max(noise, proved.synthetic, proved.restored) < 1e-5 < 0.004 <= proved.synthetic_moved
+    assert max(proved.noise, proved.synthetic, proved.restored) < 1e-5 < 0.004 <= proved.synthetic_moved
     assert same(made.weights(), before)
     assert made.bridge.publish(0).version == 0
     assert made.server.told == ["begin keep", f"end {PROOF_VERSION}", "begin keep", "end 0"]
