@@ -25,16 +25,14 @@ from transformers import (
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
-from grpo_trainer.model.export import export_model
 from grpo_trainer.model.load import build_without_weights, freeze, load_model
 from grpo_trainer.shared import attach
 from grpo_trainer.shared.attach import attach_model, bind, build_skeleton, open_handles, server_device
-from grpo_trainer.shared.names import Binding, NamesError
+from grpo_trainer.shared.names import Binding
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
 from tests.golden.stand_in import StandIn, bridge_config, stand_in
 from tests.unit.factories import refusing
 from tests.unit.test_bridge_file import CUDA
-from vllm_server.protocol.bridge_config import FileHandle
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -135,17 +133,6 @@ def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(t
     assert torch.equal(logprobs(model), logprobs(server.model.train()))
 
 
-def test_what_is_saved_is_what_was_loaded(tmp_path: Path) -> None:
-    """Under the names of published checkpoints, the experts one by one."""
-    server = stand_in("mixtral", tmp_path / "served")
-    (tmp_path / "saved").mkdir()
-    export_model(attached(server), None, tmp_path / "saved", torch.float32)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    wanted = dict(server.model.named_parameters())
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, wanted[name]), name
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -223,23 +210,6 @@ def test_attach_wrong_buffer(qwen: StandIn, monkeypatch: pytest.MonkeyPatch, fac
 
 
 # faults ----------------------------------------------------------------------------------------------------
-
-
-def test_attach_refuses_a_head_that_is_not_tied_there(tmp_path: Path) -> None:
-    """The trainer would not change the server's separate head."""
-    server = stand_in("llama", tmp_path)
-    handles = dict(server.config.ipc_handles)
-    embedding = handles["model.embed_tokens.weight"]
-    assert isinstance(embedding, FileHandle)
-    memory = tmp_path / "memory"
-    end = -(-memory.stat().st_size // 64) * 64
-    os.truncate(memory, end + 128 * 128 * 4)
-    handles["lm_head.weight"] = msgspec.structs.replace(embedding, offset=end)
-    apart = StandIn(tmp_path, server.model, bridge_config(str(tmp_path), handles))
-    with pytest.raises(NamesError) as refused:
-        attached(apart)
-    assert refused.value.problems[1].field == "lm_head.weight"
-    assert "model.embed_tokens.weight" in refused.value.problems[1].wanted
 
 
 def test_attach_refuses_another_dtype_than_the_servers(qwen: StandIn) -> None:

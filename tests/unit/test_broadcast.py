@@ -21,7 +21,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load, load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel
 
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError
@@ -32,7 +32,8 @@ from grpo_trainer.weights.build import weights_folder
 from grpo_trainer.weights.channels import Channel, MainMemory, ModelFiles, TrainerPlace, Way
 from grpo_trainer.weights.layout import ModelLayout
 from tests.golden.models import CONFIGS, random_model
-from tests.unit.factories import OURS, bridge_info, refusing, worker
+from tests.unit.factories import bridge_info, refusing, worker
+from tests.unit.tiny_lora import tiny
 from vllm_server.protocol import file_parts
 from vllm_server.protocol.channels import ChannelRequest, FolderSpec, MainMemorySpec, MappedTensor, Spec, Staging
 from vllm_server.protocol.file_parts import PartThreads
@@ -45,10 +46,6 @@ from vllm_server.worker.weights import WeightChannel
 CPU = torch.device("cpu")
 LIMIT = 40_000
 """Bytes: small models travel in several buckets."""
-
-OTHER = "GPU-1"
-SEES_OURS = worker(uuid=OTHER, visible=[OTHER, OURS])
-APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
 
 
 def tensors_of(model: PreTrainedModel) -> Mapping[str, Tensor]:
@@ -174,14 +171,9 @@ def test_buckets_together_are_the_checkpoint_of_now(architecture: str, dtype: to
     assert all(sent[name].dtype == dtype and torch.equal(sent[name], wanted[name]) for name in wanted)
 
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 24, "num_hidden_layers": 1}
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-
-
 @pytest.fixture
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True))
+    return tiny("qwen2", hidden_size=16, num_hidden_layers=1)
 
 
 def gathering(model: PreTrainedModel) -> PresentWeights:
@@ -259,8 +251,7 @@ def test_main_memory_without_shared_memory(model: PreTrainedModel, monkeypatch: 
 
 def test_main_memory_of_what_is_converted_for_a_checkpoint() -> None:
     """transformers fuses a mixture's experts, which a checkpoint has apart."""
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
+    mixture = tiny("qwen3_moe", num_experts=4, moe_intermediate_size=8)
     with pytest.raises(BridgeError, match="experts"):
         MainMemory(way_of(mixture, gathering(mixture)))
 
@@ -481,6 +472,8 @@ def opened(
 
 
 def staged(channel: WeightChannel, version: int = 0) -> None:
+    if not channel.staged:
+        return
     channel.begin_staging(version)
     deadline = time.monotonic() + 30
     while not channel.has_staged():
@@ -495,9 +488,8 @@ def test_the_second_version_repeats_the_copies_of_the_first(tmp_path: Path, stag
     assert channel.staged == (staging == "on") and (channel.staging_bytes == 4 * 116) == (staging == "on")
     for version, value in enumerate((10.0, 20.0, 30.0)):
         write(tmp_path / str(version), value)
-        if staging == "on":
-            staged(channel, version)
-            assert model.values() != [value, value + 1, value, 0.0, value + 2], "nothing is written before"
+        staged(channel, version)
+        assert model.values() != [value, value + 1, value, 0.0, value + 2], "nothing is written before"
         assert channel.apply(version).replayed == (version > 0)
         assert model.values() == [value, value + 1, value, value + 1, value + 2]
         assert float(model.embed[6:].abs().sum()) == 0.0, "the padding is not touched"
@@ -516,8 +508,7 @@ def test_worker_loads_again_what_a_models_loading_computes(
     places = [parameter.data_ptr() for parameter in model.parameters()]
     for version, value in enumerate((1.0, 2.0)):
         write(tmp_path / str(version), value)
-        if staging == "on":
-            staged(channel, version)
+        staged(channel, version)
         assert channel.apply(version).replayed == (version > 0 and kind is Latent)
         q, k, v, embed, gate = model.values()
         factor = 2 if kind is Computing else 1
@@ -534,8 +525,7 @@ def test_a_parameter_that_no_bucket_has_is_an_error_by_name(tmp_path: Path, stag
     buckets = [SHAPES[:2], SHAPES[2:4]]
     channel = opened(tmp_path, Merged(), staging, buckets)
     write(tmp_path / "0", 1.0, buckets)
-    if staging == "on":
-        staged(channel)
+    staged(channel)
     with pytest.raises(ValueError, match="gate"):
         channel.apply(0)
 
@@ -571,8 +561,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, staging
     file = tmp_path / "0" / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", value))  # the last element of `gate`
     with refusing(NotFiniteError, "gate"):
-        if staging == "on":
-            staged(channel)
+        staged(channel)
         channel.apply(0)
     assert model.values() == ([0.0] * 5 if staging == "on" else [5.0, 6.0, 0.0, 0.0, 0.0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -192,16 +193,12 @@ def test_resume_refuses_other_trained_layers_by_their_names(tmp_path: Path) -> N
     first.step(ROLLOUTS, 0)
     path = checkpoints(first, tmp_path).save(Progress(1, 1))
     for other, got, wanted in (
-        (trainer_of_layer(1), "12 model.layers.0.", "12 model.layers.1."),
-        (trainer_of_all_weights(), "0 ", "15 lm_head"),
+        (trainer_of_layer(1), r"12 .*model\.layers\.0\.", r"12 .*model\.layers\.1\."),
+        (trainer_of_all_weights(), "0 ", "15 .*lm_head"),
     ):
         with refusing(ConfigError, f"--resume {path}", words=["--train-layer-indices"]) as error:
             checkpoints(other, tmp_path).resume()
-        for said, (count, _, name) in (
-            (error.value.got, got.partition(" ")),
-            (error.value.wanted, wanted.partition(" ")),
-        ):
-            assert said.startswith(f"{count} ") and name in said
+        assert re.match(got, error.value.got) and re.match(wanted, error.value.wanted)
     assert checkpoints(trainer_of_layer(0), tmp_path).resume() == Progress(1, 1)
 
 

@@ -1,13 +1,19 @@
-"""A run's folder with damaged files: nothing ends in a traceback, and no file is emptied."""
+"""A run's folder: one process holds it; nothing ends in a traceback if files are damaged, and none is emptied."""
 
 from __future__ import annotations
 
 import codecs
+import errno
 import json
+import os
+import subprocess
+import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -25,16 +31,19 @@ from environments.running.state import FOLDER as STATES
 from environments.running.state import DataSet, StateFiles, keep, refuse_changed
 from grpo_common.errors import UserError
 from grpo_common.roster import read_members, read_served
+from grpo_trainer import files, loop, run
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.checks import Case, run_folder
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
+from grpo_trainer.files import held_folder
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import build_policy
 from grpo_trainer.record import write_record
 from grpo_trainer.report.runs import list_runs
@@ -43,6 +52,7 @@ from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
 from tests.stand_ins import Scripted
+from tests.unit.factories import refusing
 from tests.unit.test_report import html_of, row, write_run
 
 TORN = b'{"step": 3, "reward/me'
@@ -286,3 +296,131 @@ def test_resuming_a_damaged_run_fuzz(damage: list[tuple[Path, tuple[str, float, 
             moved = [folder / path, folder / "checkpoints" / f"damaged_{path.parent.name}" / path.name]
             kept = next((each for each in moved if each.is_file()), None)
             assert data in after or (path.suffix == ".jsonl" and kept and kept.stat().st_size), path
+
+
+# a folder is written by one process, and a second one is refused before it has written anything -----------------------
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from grpo_trainer.files import held_folder
+with held_folder(Path(sys.argv[1]), "--save-path"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+    """Have another process hold a folder."""
+    started: list[subprocess.Popen[str]] = []
+
+    def hold(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(folder)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_held_folder_refuses_a_second_holder(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
+    folder = tmp_path / "checkpoints"
+    holder = held(folder)
+    with refusing(ConfigError, f"--save-path {folder}", words=[str(holder.pid)]), held_folder(folder, "--save-path"):
+        pass
+    holder.kill()
+    holder.wait()
+    with held_folder(folder, "--save-path"), held_folder(tmp_path / "another", "--save-path"):
+        pass
+    with held_folder(folder, "--save-path"):
+        pass
+
+
+def test_a_child_does_not_hold_the_folder_of_its_parent(tmp_path: Path) -> None:
+    code, pipe = "print(flush=True); input()", subprocess.PIPE
+    with held_folder(tmp_path, "--save-path"):
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, close_fds=False)
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+    with held_folder(tmp_path, "--save-path"):
+        pass
+    child.communicate(b"\n")
+
+
+def test_a_folder_that_is_gone_is_noticed_and_one_that_came_back_is_another(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with held_folder(folder, "--run-dir") as held:
+        held.check()
+        (folder / files.LOCK_FILE).unlink()  # nobody is disturbed by that
+        held.check()
+        folder.rename(tmp_path / "moved")
+        for there in (False, True):
+            if there:
+                folder.mkdir()
+            with refusing(
+                FolderGoneError, f"--run-dir {folder}", got="another folder" if there else os.strerror(errno.ENOENT)
+            ):
+                held.check()
+        folder.rmdir()
+        (tmp_path / "moved").rename(folder)
+        held.check()
+
+
+def test_a_write_into_a_folder_that_is_gone_names_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as raised:
+        files.write_bytes(tmp_path / "gone" / "file", b"")
+    error = from_os_error(raised.value, "write")
+    assert isinstance(error, FolderGoneError) and error.field == str(tmp_path / "gone" / "file")
+    with pytest.raises(OSError) as raised:
+        (tmp_path / "file").read_bytes()
+    assert from_os_error(raised.value, "write") is None  # a file that is missed in a folder is no such thing
+
+
+def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(number: int) -> Callable[[Path], NoReturn]:
+        def hold(path: Path) -> NoReturn:
+            raise OSError(number, os.strerror(number), str(path))
+
+        return hold
+
+    monkeypatch.setattr(files, "hold", fail(errno.ENOSYS))
+    with held_folder(tmp_path, "--save-path"):
+        pass
+    monkeypatch.setattr(files, "hold", fail(errno.EROFS))
+    with pytest.raises(OSError, match=str(tmp_path)), held_folder(tmp_path, "--save-path"):
+        pass
+
+
+def test_a_second_run_in_a_live_folder_touches_nothing(
+    tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    holder = held(folder)
+    (folder / "config").mkdir()
+    (folder / "config" / "trainer.toml").write_text("# the live run's")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "queue.sqlite").write_text("the live run's, too")
+    for check in ("refuse_missing", "refuse_without_room"):
+        monkeypatch.setattr(run, check, lambda *_, **__: None)
+    before = content(folder)
+    flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
+    with refusing(ConfigError, f"--run-dir {folder}", words=[str(holder.pid)]):
+        run.run(build_run({}, {**flags, "training_steps": "7", "run_dir": str(folder)}), Console(quiet=True))
+    assert content(folder) == before
+
+
+def test_held_folder_second_trainer(tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]]) -> None:
+    folder = tmp_path / "checkpoints"
+    holder = held(folder)
+    (folder / "step_1").mkdir()
+    (folder / "step_1" / "state.json").write_text("{}")
+    before = content(tmp_path)
+    values = {"model": "/no/model", "device": "cpu", "save_path": str(folder), "log_dir": str(tmp_path)}
+    with refusing(ConfigError, f"--save-path {folder}", words=[str(holder.pid)]):
+        loop.train(build(TrainConfig, values | {"resume": "auto"}), lambda _: World())
+    assert content(tmp_path) == before

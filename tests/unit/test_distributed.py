@@ -76,16 +76,6 @@ def test_servers_there_waits_for_servers(monkeypatch: pytest.MonkeyPatch, mode: 
     assert len(asked) == waits
 
 
-def test_one_process_leads_by_plain_calls() -> None:
-    with World() as world:
-        assert world.lead(lambda: "led") == "led" and world.scatter(lambda: ["own"]) == "own"
-        assert world.scatter(lambda: None) is None
-        world.barrier()
-        with pytest.raises(ZeroDivisionError) as failed:
-            world.lead(lambda: 1 // 0)
-        assert world.is_common(failed.value)
-
-
 @pytest.mark.parametrize("has_head", [True, False])
 def test_a_teachers_unknown_token_is_found_before_a_pass(has_head: bool) -> None:
     """Of a model, too, whose configuration has the size of the vocabulary in that of its text."""
@@ -370,10 +360,6 @@ def pairs(size: int, folder: Path, *options: str, statuses: tuple[int, ...] | No
     return [torch.load(path) for path in paths if path.exists()]
 
 
-def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(float((one["weights"][name] - other["weights"][name]).abs().max()) for name in one["weights"])
-
-
 def assert_sound(result: dict[str, Any]) -> None:
     assert "error" not in result, (result["error"], result["field"], result["got"])
 
@@ -388,10 +374,10 @@ def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, 
     first, second = pairs(2, tmp_path, *options)
     for result in (alone, first, second):
         assert_sound(result)
-    assert largest_difference(first, second) == 0.0
+    assert max_difference(first["weights"], second["weights"]) == 0.0
     in_8_bits = "optimizer=adamw_8bit" in options
     slack = 2e-4 if in_8_bits else 1e-6  # blocks of 8-bit states begin at other elements
-    assert largest_difference(first, alone) < slack
+    assert max_difference(first["weights"], alone["weights"]) < slack
     assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5 if in_8_bits else 1e-6)
     assert first["noise"] < 1e-4
     assert first["version"] == alone["version"] == STEPS
@@ -403,7 +389,7 @@ def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, 
 def test_pairs_round_weights_in_16_bits_once_for_all_also_after_a_resume(tmp_path: Path) -> None:
     first, second = pairs(2, tmp_path, "served=bfloat16", "proof=false")
     assert_sound(first)
-    assert largest_difference(first, second) == 0.0
+    assert max_difference(first["weights"], second["weights"]) == 0.0
     assert next(iter(first["weights"].values())).dtype == torch.bfloat16
     resumed, _ = pairs(2, tmp_path, "served=bfloat16", "proof=false", "resume=auto")
     assert max_difference(resumed["first"], first["beyond"]) == 0.0, "with its own random numbers"
@@ -417,7 +403,7 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
     assert_sound(straight)
     resumed = pairs(after, tmp_path, "resume=auto", f"save_path={tmp_path / 'kept'}")
     for result in resumed:
-        assert largest_difference(result, straight) < 1e-6
+        assert max_difference(result["weights"], straight["weights"]) < 1e-6
         assert_sound(result)
     assert resumed[0]["version"] == straight["version"] == 2 * STEPS
 

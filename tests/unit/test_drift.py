@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,14 +32,11 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.head import token_scores
 from grpo_trainer.engine.routing import CHANGED_MAX
 from grpo_trainer.errors import BridgeError, DriftError
-from grpo_trainer.loop import Desk, run_steps
 from grpo_trainer.metrics.types import Max, reduce
 from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.rollouts.groups import Sample
-from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
-from tests.unit.test_loop import Fakes
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
 from vllm_server.protocol.routed_experts import RoutedShape
 
@@ -284,20 +281,6 @@ def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
     assert "train/logprob_gap" not in one.step(of_version(3, nothing, unknown), 0).metrics
 
 
-# ---------------------------------------------------------------- in the loop
-
-
-def test_stop_gives_the_batch_back_and_saves_a_checkpoint() -> None:
-    class Drifted(Fakes):
-        def next(self, version: int, *, last: bool) -> ReadyBatch:
-            return of_version(version, rollouts(other(), 7))
-
-    one, fakes = trainer(), cast(Any, Drifted())
-    with pytest.raises(DriftError, match=r"\b4\b.*\bcheckpoint\b.*--resume auto"):
-        run_steps(one.config, Progress(4, 7), one, fakes, Desk(fakes, fakes), fakes)
-    assert fakes.events == ["prove", "publish 7", "begin at 4", "clock", "release b", "stop 4/7", "settle "]
-
-
 # spikes of the gradient's norm ---------------------------------------------------------------------------------------
 
 
@@ -319,9 +302,3 @@ def test_norm_spikes() -> None:
 
     history = NormHistory(0.0)
     assert not any(history.is_spike(norm) for norm in [1.0] * NormHistory.NEEDED + [1e9])
-
-    history, resumed = NormHistory(2.0), NormHistory(2.0)
-    for norm in [1.0] * NormHistory.NEEDED:
-        history.is_spike(norm)
-    resumed.restore(history.norms)
-    assert resumed.is_spike(2.1) and resumed.norms == [1.0] * NormHistory.NEEDED + [2.1]

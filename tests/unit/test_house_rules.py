@@ -162,7 +162,6 @@ SHORT = {
         "test_policy_publisher.py test_publisher_refuses_when_no_place_comes_free",
         "test_scoring.py test_threads_a_hung_function_is_named_and_gives_its_place_to_others",
         "test_server_client.py test_wait_for_servers_ends_in_time_and_is_a_phase",
-        "test_supervisor.py test_supervisor_server_that_is_never_ready",
     ),
     "it expects that nothing happens meanwhile": (
         "test_rollout_api_bounds.py test_our_environment_waits_for_room",

@@ -23,6 +23,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import (
     BridgeError,
     ConfigError,
+    DriftError,
     GrpoError,
     HungError,
     PeerGoneError,
@@ -239,6 +240,7 @@ def test_the_wait_for_the_last_evaluation_is_no_step_that_hangs() -> None:
     [
         ("next", TrainingError("waited 1800 s for a batch"), 3, "stop 2/7"),  # two steps were trained
         ("step", RuntimeError("CUDA out of memory"), 3, "stop 2/7"),  # before the third has written
+        ("step", DriftError("base model"), 3, "stop 2/7"),
         ("publish", ServerError("no answer"), 3, "stop 2/7"),  # the first call is before any step
         ("publish", ProcessFailedError("the server did not start"), 2, "stop 1/6"),
         ("maybe_save", OSError("disk full"), 2, "stop 2/7"),

@@ -19,6 +19,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.before_start import Finding, fail, ok, warn
 from grpo_trainer.doctor.checks import print_findings
 from grpo_trainer.errors import StoppedError
+from grpo_trainer.launch.process import Process
 from grpo_trainer.logs.console import RunConsole, live_line, step_line, waits_line
 from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import IN_WORDS, LOGGED, STARTING, Wait
@@ -26,6 +27,7 @@ from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal
 from tests.unit.test_environment_options import parse
+from tests.unit.test_supervisor import spec
 from vllm_server.errors import ServeError
 from vllm_server.http import parse_body
 from vllm_server.protocol import LoraLoadRequest
@@ -106,6 +108,28 @@ def test_an_api_of_a_stored_run_with_a_removed_option(capsys: pytest.CaptureFixt
     assert parse_api(["--memory-mb", "512", "--port", "1"]) == parse_api(["--port", "1"])
     said = "--memory-mb has been removed and changes nothing; leave it out: --max-queued-mb bounds what waits"
     assert capsys.readouterr().err == f"warning: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "print('(Engine) ERROR ValueError: no room'); print('one'); print('OSError: two'); raise SystemExit(3)",
+            "server: has ended; got exit code 3; see LOG. The first errors in it:\n"
+            "  ValueError: no room\nIts last lines:\n  one\n  OSError: two",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "server: has ended; got killed by SIGKILL; see LOG. Its last lines:\n  (none)",
+        ),
+    ],
+)
+def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
+    log = tmp_path / "server.log"
+    child = Process(spec("server", code), log, last_lines=2)
+    child.popen.wait()
+    assert str(child.ended()) == text.replace("LOG", str(log))
+    child.close()
 
 
 # the end of a run --------------------------------------------------------------------------------------------

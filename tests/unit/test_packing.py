@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.batch.microbatches import Packed, layout
@@ -30,7 +29,7 @@ from grpo_trainer.rollouts.groups import RolloutBatch
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, refusing, sample
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts, gradients
-from tests.unit.tiny_lora import VOCAB, fill_b, tiny_qwen
+from tests.unit.tiny_lora import KINDS, VOCAB, fill_b, tiny, tiny_qwen
 
 # ---------------------------------------------------------------- attention
 
@@ -79,26 +78,6 @@ def test_attention_is_that_of_each_sequence_alone(row: Packed, rows: list[list[i
 
 
 # ---------------------------------------------------------------- models
-
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SIZES |= {"initializer_range": 0.2, "pad_token_id": 0}
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 16},
-    "llama": {"attention_bias": True},
-    "mistral": {"sliding_window": None},
-    "mixtral": {"num_local_experts": 4, "sliding_window": None},
-    "phi3": {"sliding_window": 100},
-    "olmo2": {},
-}
-
-
-def tiny(kind: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return model.train()
 
 
 def settings(**changes: Any) -> TrainConfig:

@@ -1,26 +1,37 @@
-"""Which process goes to which machine."""
+"""Which process goes to which machine, and the agents that run them there."""
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_common.status import VARIABLE, parse
 from grpo_trainer.config.options import build
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
+from grpo_trainer.launch import process
+from grpo_trainer.launch.agent import Line, NodeAgent, RemoteProcess, passed_on, seeing
 from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, gpus_of_run, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.run import planned
+from tests.processes import assert_ended
+from tests.unit.factories import refusing
+from tests.unit.test_supervisor import SAYS, STUBBORN, spec
 
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a", "cluster": "auto"}
 
@@ -79,9 +90,8 @@ def test_a_server_that_shares_its_weights_is_on_the_trainers_gpu(flags: dict[str
     ],
 )
 def test_too_few_gpus_are_refused(flags: dict[str, Any], gpus: tuple[int, ...], got: str, wanted: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refusing(ConfigError, "--cluster", words=[got, wanted]):
         placed(a_run(**flags), *gpus)
-    assert error.value.field == "--cluster" and got in error.value.got and wanted in error.value.wanted
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
@@ -310,3 +320,124 @@ def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None
     assert free_nodes([big, small], places.values(), 2) == [big]
     assert free_nodes([small, big], places.values(), 0) == [big, small]
     assert free_nodes([big, small], [Place(big)] * 7, 0) == [small, big]  # 1 core of 8, and 2
+
+
+# agents on other nodes -----------------------------------------------------------------------------------------------
+
+
+NODE = Node("b", "10.0.0.2", 2)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeAgent]]:
+    """Make an agent; the folder and the variables that it sets are those of the test alone."""
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ):
+        yield lambda **environment: NodeAgent(str(tmp_path / "work"), environment)
+
+
+def finished(agent: NodeAgent, name: str) -> tuple[list[Line], int]:
+    """The lines and the exit code of a process."""
+    lines: list[Line] = []
+    while name not in (news := agent.news()).ended:
+        lines += news.lines
+    agent.order(name, "kill")
+    return [*lines, *news.lines], news.ended[name]
+
+
+def test_an_agent_tells_lines_before_the_exit_code(agent: Callable[..., NodeAgent]) -> None:
+    here = agent()
+    here.start(spec("env", "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)"), {})
+    lines, code = finished(here, "env")
+    assert code == 3 and {(line.is_error, line.text) for line in lines} == {(False, "a"), (True, "b")}
+
+
+def test_a_process_finds_its_files_its_gpu_and_the_variables_of_the_run(
+    tmp_path: Path, agent: Callable[..., NodeAgent]
+) -> None:
+    os.environ |= {"RAY_JOB_ID": "7", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "4,6"}
+    here = agent(HF_HOME="/h")
+    code = """
+import json, os, pathlib, stat, sys
+path = pathlib.Path(sys.argv[1])
+mode = stat.S_IMODE(path.stat().st_mode)
+print(json.dumps({"cwd": os.getcwd(), "env": dict(os.environ), "file": path.read_text(), "mode": mode}))
+"""
+    here.start(spec("trainer-1", code, "config/t.toml", place=Place(NODE, (1,))), {"config/t.toml": b"key"})
+    (line,), _ = finished(here, "trainer-1")
+    found = json.loads(line.text)
+    assert (found["cwd"], found["file"], found["mode"]) == (str(tmp_path / "work"), "key", stat.S_IRUSR | stat.S_IWUSR)
+    environment = found["env"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "6" and environment["HF_HOME"] == "/h"
+    assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
+
+
+def test_an_agent_passes_on_what_a_process_says_of_itself(
+    tmp_path: Path, agent: Callable[..., NodeAgent], remote: RemoteProcess
+) -> None:
+    here = agent()
+    here.start(spec("env", SAYS + "log.warning('careful')", env={VARIABLE: "run/status/env.json"}), {})
+    while not (news := here.news()).ended:
+        pass
+    content, said = news.said["env"], parse(news.said["env"])
+    assert content == (tmp_path / "work" / "run" / "status" / "env.json").read_bytes() and said is not None
+    remote.pid = said.pid
+    remote.tell(content)
+    assert [notice.text for notice in remote.hear()] == ["WARNING careful"] and not remote.hear()
+
+
+def test_an_agent_of_a_process_that_says_much_leaves_the_null_device_where_it_is(
+    tmp_path: Path, agent: Callable[..., NodeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    null, here = tmp_path / "null", agent()
+    null.symlink_to(os.devnull)
+    monkeypatch.setattr(os, "devnull", str(null))
+    monkeypatch.setattr(process, "LOG_CHARACTERS", 1000)
+    here.start(spec("env", "for number in range(100): print('x' * 100)"), {})
+    assert len(finished(here, "env")[0]) == 100 and null.is_symlink()
+
+
+def test_a_kill_reaches_grandchildren(agent: Callable[..., NodeAgent]) -> None:
+    here, lines = agent(), list[Line]()
+    pid = here.start(spec("trainer", STUBBORN), {})
+    while not lines:
+        lines += here.news().lines
+    for order in ("note_family", "terminate", "kill"):
+        here.order("trainer", order)
+    assert_ended([pid, int(lines[0].text.split()[1])])
+
+
+def test_agent_environment() -> None:
+    given = {"HF_HOME": "/h", "VLLM_API_KEY": "k", "PYTHONPATH": "/p", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    assert passed_on(given) == {"HF_HOME": "/h", "VLLM_API_KEY": "k", "PYTHONPATH": "/p"}
+
+    both = spec("server", "", place=Place(NODE, (0, 2)))
+    assert seeing(both, "3,5,7").env["CUDA_VISIBLE_DEVICES"] == "3,7"
+    assert seeing(replace(both, place=Place(NODE)), "3,5,7").env == {}
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteProcess:
+    one = spec("server", "", ready_url="http://10.0.0.2:1/health")
+    return RemoteProcess(one, tmp_path / "server.log", lambda text, is_error: None, lambda _: None)
+
+
+def test_a_remote_process_keeps_its_lines_and_its_cause(remote: RemoteProcess, tmp_path: Path) -> None:
+    assert remote.exit_code is None and not remote.ready
+    for text in ("ValueError: no float32", *(f"line {n}" for n in range(40))):
+        remote.write(Line("server", is_error=True, text=text))
+    remote.note_end(1)
+    error = remote.ended()
+    assert (error.field, error.got) == ("server", "exit code 1")
+    assert "ValueError: no float32" in error.fix and "line 39" in error.fix
+    assert (tmp_path / "server.log").read_text().splitlines()[-1] == "line 39"
+
+
+def test_a_process_that_is_lost_names_its_node_unless_it_had_ended(remote: RemoteProcess, tmp_path: Path) -> None:
+    ended = RemoteProcess(remote.spec, tmp_path / "ended.log", lambda text, is_error: None, lambda _: None)
+    ended.note_end(0)
+    for each in (remote, ended):
+        each.note_end(lost="gone-b")
+    assert (remote.exit_code, remote.ended().got) == (-9, "gone-b")
+    assert (ended.exit_code, ended.ended().got) == (0, "exit code 0")
+    remote.kill()  # and nobody waits for it

@@ -479,10 +479,9 @@ def test_logits_that_one_side_rounds_are_told(
 
 
 def test_a_busy_port_names_its_holder_and_free_ones_differ(busy_port: int) -> None:
-    with pytest.raises(PortBusyError) as error:
+    with refusing(PortBusyError, "--api.port", words=[str(busy_port), f"pid {os.getpid()}"]) as error:
         claim_ports({"api": busy_port, "server": 0})
-    assert error.value.field == "--api.port" and error.value.exit_code == 2
-    assert str(busy_port) in error.value.got and f"pid {os.getpid()}" in error.value.got
+    assert error.value.exit_code == 2
     claimed = claim_ports({"a": 0, "b": 0, "c": 0})
     assert list(claimed) == ["a", "b", "c"]
     assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5
@@ -496,9 +495,8 @@ def test_free_ports_are_those_of_a_range(monkeypatch: pytest.MonkeyPatch) -> Non
         holder.bind(("127.0.0.1", port := free_port()))
         monkeypatch.setenv(VARIABLE, f"{port}-{port + 1}")
         assert claim_ports({"a": 0}) == {"a": port + 1}
-        with pytest.raises(PortBusyError) as error:
+        with refusing(PortBusyError, VARIABLE, words=["held"]):
             claim_ports({"a": 0, "b": 0})
-        assert error.value.field == VARIABLE and "held" in error.value.got.split()
 
 
 def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from environments.config import BaseEnvConfig, ServerConfig
@@ -133,9 +133,7 @@ def test_redact_known_secrets_and_problems() -> None:
 
 
 def test_trackers_and_logs_of_processes_get_no_secret(tmp_path: Path) -> None:
-    config = TrainConfig(
-        model_name="m", wandb_project="p", rollout_api_key="hunter2", atropos_url="http://u:hunter3@h:1"
-    )
+    config = TrainConfig(model_name="m", rollout_api_key="hunter2", atropos_url="http://u:hunter3@h:1")
     assert "hunter" not in json.dumps(public(config))
     log = tmp_path / "server.log"
     child = Process(ProcessSpec("server", ("true", "--hf-token", "hunter2", "--seed", "7")), log)
@@ -175,6 +173,7 @@ def tables(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+@example({"x": [json.dumps("--hf-token " + SECRET), 0], "y": ['{"a": [{"token": "' + SECRET + '"}]}', 0]})
 @given(st.dictionaries(st.sampled_from(["x", "y", "env"]), tables(PLAIN | st.sampled_from([*CARRIERS.values()]))))
 def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
     """And the rest is as it was, so the result is TOML again, and hiding twice changes nothing."""
@@ -185,14 +184,6 @@ def test_planted_secrets_at_any_depth_are_hidden(value: dict[str, Any]) -> None:
     for drop in (False, True):
         found = redact(value, drop=drop)
         assert SECRET not in tomli_w.dumps(found.value) and SECRET not in " ".join(found.names)
-
-
-def test_redact_json() -> None:
-    found = redact({"a": [json.dumps("--hf-token " + SECRET), 0]}, drop=True)
-    assert SECRET not in json.dumps(found.value) and found.value["a"][-1] == 0
-
-    clean = redacted(['{"a": [{"token": "' + SECRET + '"}]}', 0])
-    assert redacted(clean) == clean == ['{"a": [{"token": "…"}]}', 0]
 
 
 @given(st.dictionaries(st.sampled_from(["x", "env"]), tables(PLAIN | st.sampled_from([*CARRIERS.values()]))))
@@ -241,20 +232,11 @@ def test_hostile_text_is_taken_in_time_that_grows_with_its_length() -> None:
 # foreign text --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain — ünïcode 漢字 🙂\t|", "plain — ünïcode 漢字 🙂\t|"),
-        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
-        ("a\nb\r\x00", "a\\nb\\r\\x00"),
-        ("\u202eevil", "\\u202eevil"),
-        ("\x9b31m", "\\x9b31m"),
-        ("\udcff", "\\udcff"),
-    ],
-    ids=["kept", "escape", "lines", "direction", "C1", "surrogate"],
-)
-def test_printable_shows_control_characters(text: str, shown: str) -> None:
-    assert printable(text) == shown
+def test_printable_escapes_control_characters_alone() -> None:
+    assert (
+        printable("ünïcode 漢字 🙂\t|\x1b]0;\x07\n\u202e\x9b\udcff")
+        == "ünïcode 漢字 🙂\t|\\x1b]0;\\x07\\n\\u202e\\x9b\\udcff"
+    )
 
 
 def test_printable_counts_what_it_cuts() -> None:

@@ -8,14 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -30,9 +28,9 @@ from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.servers import change, rows
-from tests.processes import alive, assert_ended, free_port, wait_for
+from tests.processes import alive, assert_ended, found_in, free_port, wait_for
 from tests.unit.factories import refusing
-from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, Recorded, spec
+from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, Recorded, spec
 
 TWICE = """
 import pathlib, sys, time
@@ -167,9 +165,9 @@ def test_restarts_of_a_server_that_is_never_ready(tmp_path: Path, monkeypatch: p
     url = f"http://127.0.0.1:{free_port()}/health"
     options = {"ready_url": url, "ready_timeout": 0.3, "restarts": "server", "after_errors": True}
     running = Running(tmp_path, 2)
-    with pytest.raises(ProcessFailedError) as error, running:
+    with refusing(ProcessFailedError, "server"), running:
         running.run([[spec("server", SLEEPER, **options)]])
-    assert len(running.pids["server"]) == 3 and error.value.field == "server"
+    assert len(running.pids["server"]) == 3
 
 
 def test_supervisor_does_not_blame_a_process_that_has_lost_another_one(tmp_path: Path) -> None:
@@ -409,37 +407,20 @@ def test_an_address_of_another_form_is_refused(run: Path, url: str) -> None:
 # the trainer's own server --------------------------------------------------------------------------------------------
 
 
-OWNED_SERVER = """
-import http.server, signal, subprocess, sys
-model, port = sys.argv[1], int(sys.argv[2])
-print("serving", model, flush=True)
-if "engine" in model:
-    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    print("engine", engine.pid, flush=True)
-if "deaf" in model:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(401 if "locked" in model and self.headers["Authorization"] != "Bearer secret" else 200)
-        self.end_headers()
-        self.wfile.write(model.encode())
-    def log_message(self, *arguments): pass
-http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
-"""
 CAUSE = "ValueError: no such model"
 DIES = f"import sys; print({CAUSE!r}, file=sys.stderr); print('giving up'); sys.exit(3)"
 SLEEPS = "import time; print('loading', flush=True); time.sleep(600)"
 
 
 def server(
-    tmp_path: Path, script: str = OWNED_SERVER, *, timeout: float = 60.0, key: str | None = None, **options: object
+    tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, key: str | None = None, **options: object
 ) -> OwnedServer:
     port = free_port()
 
     def launch(model: str, version: int) -> ProcessSpec:
         return ProcessSpec(
             name="server",
-            argv=(sys.executable, "-c", script, f"{model}-v{version}", str(port)),
+            argv=(sys.executable, "-c", script, str(port), f"{model}-v{version}"),
             ready_url=f"http://127.0.0.1:{port}/health",
             ready_key=key,
             ready_timeout=timeout,
@@ -447,21 +428,6 @@ def server(
         )
 
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def engines() -> Iterator[list[psutil.Process]]:
-    """Processes to be ended if a test fails to."""
-    processes: list[psutil.Process] = []
-    yield processes
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):  # nor is one ended that has got its number
-            process.kill()
-
-
-def engine_of(owned: OwnedServer) -> int:
-    wait_for("the engine", lambda: "engine " in owned.log_path.read_text(), owned.log_path, 30)
-    return int(owned.log_path.read_text().rpartition("engine ")[2].split()[0])
 
 
 def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
@@ -473,10 +439,10 @@ def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
             owned.wait_ready()
             assert owned.pid is not None
             pids.append(owned.pid)
-            line = f"serving locked-v{version}"  # a thread writes the log
+            line = f"server up locked-v{version}"  # a thread writes the log
             wait_for(line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30)
         assert not alive(pids[:1]) and alive(pids[1:])
-        assert "serving locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
+        assert "server up locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
     assert_ended(pids)
 
 
@@ -496,7 +462,7 @@ def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
     [
         (DIES, 60, "model", "exit code 3", ("logs/server.log", CAUSE, "giving up")),
         (SLEEPS, 0.5, "model", "/health", ("0 s", "--server.startup-timeout")),
-        (OWNED_SERVER, 3600, "locked", "401", ()),  # it refuses the key
+        (SERVER, 3600, "locked", "401", ()),  # it refuses the key
     ],
 )
 def test_owned_server_that_is_not_ready_is_named_and_ended(
@@ -525,16 +491,14 @@ def test_owned_server_that_dies_later(tmp_path: Path) -> None:
             owned.check()
 
 
-def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[psutil.Process]) -> None:
-    with server(tmp_path) as owned:
-        owned.start("deaf-engine", 0)
-        owned.wait_ready()
-        engines.append(psutil.Process(engine_of(owned)))
-        pid = owned.pid
+def test_owned_server_ends_with_its_whole_family(tmp_path: Path) -> None:
+    with server(tmp_path, STUBBORN) as owned:
+        owned.start("model", 0)
+        wait_for("its child", lambda: found_in(owned.log_path, CHILD) is not None, owned.log_path, 30)
+        child, pid = found_in(owned.log_path, CHILD), owned.pid
         owned.stop()
-        assert pid is not None
-        assert_ended([pid, *(engine.pid for engine in engines)])
-        assert owned.pid is None
+        assert child is not None and pid is not None
+        assert_ended([pid, int(child[1])])
         owned.check()  # nothing runs: nothing is wrong
 
 

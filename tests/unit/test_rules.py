@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from grpo_trainer.config.rules import Case, Hardware, Rule, check
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from vllm_server.protocol.flat import encode_header, lay_out
+from tests.unit.test_lora import saved
 
 CPU, ONE_GPU = Hardware(on_gpu=False, gpus=0), Hardware(on_gpu=True, gpus=1)
 SHARED = {"weight_bridge_mode": "shared_vllm"}
@@ -214,6 +213,9 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     "row",
     [
         in_train(rules.processes, {**TWO, "sharding": "full"}, "", ONE_GPU),
+        in_run(rules.groups, {"batch_size": 16, "gradient_accumulation_steps": 1}, "", file=groups_of(6, 10)),  # 6 + 10
+        # whose groups nobody knows before it runs
+        in_run(rules.groups, {"batch_size": 3}, "", file={"environments": [{"name": "my.envs.maze"}]}),
         in_train(rules.loss, {"kl_beta": 0.1, "ref_offload": True}, "", CPU),
         in_train(rules.four_bits, {**LORA, "load_in_4bit": True, "dtype": "bfloat16"}, ""),
         in_train(rules.shared_weights, {**SHARED, "vllm_dtype": "float32"}, ""),
@@ -250,20 +252,8 @@ def test_a_rank_from_torchrun_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_run({}, {"model_name": "m", "sharding": "none"}), "a run counts its own processes"
 
 
-def adapter(folder: Path, layers: tuple[int, ...] = (0, 1)) -> Path:
-    """A LoRA checkpoint of rank 8, scale 12 / 8, on two modules of layers."""
-    modules = [f"model.layers.{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.up_proj")]
-    tensors = {f"base_model.model.{name}.lora_{half}.weight": (8, 8) for name in modules for half in "AB"}
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj"]})
-    )
-    (folder / "adapter_model.safetensors").write_bytes(encode_header(lay_out(tensors.items(), "F32"), {}))
-    return folder
-
-
 def test_options_that_contradict_an_adapter_are_all_named(tmp_path: Path) -> None:
-    given = {"model_name": "m", **LORA, "lora_adapter": str(adapter(tmp_path / "a"))}
+    given = {"model_name": "m", **LORA, "lora_adapter": str(saved(tmp_path, lora_alpha=12))}
     other = {"lora_r": 16, "lora_alpha": 3, "lora_rslora": True, "lora_target_modules": "q_proj"}
     found = {each.field: (each.got, each.wanted) for each in check(build(TrainConfig, given | other))}
     assert found == {
@@ -278,11 +268,11 @@ def test_options_that_contradict_an_adapter_are_all_named(tmp_path: Path) -> Non
 
 
 def test_an_adapter_of_some_layers_says_which_unless_they_are_given(tmp_path: Path) -> None:
-    given = {"model_name": "m", **LORA, "lora_adapter": str(adapter(tmp_path / "a", layers=(1, 2)))}
-    for same in ({}, {"lora_layer_indices": "1-2"}, {"lora_layer_indices": [2, 1]}):
+    given = {"model_name": "m", **LORA, "lora_adapter": str(saved(tmp_path, layers_to_transform=[1]))}
+    for same in ({}, {"lora_layer_indices": "1"}, {"lora_layer_indices": [1]}):
         assert check(build(TrainConfig, given | same)) == []
     (layers,) = check(build(TrainConfig, given | {"lora_layer_indices": "0-1"}))
-    assert (layers.got, layers.wanted) == ("0,1", "1,2")
+    assert (layers.got, layers.wanted) == ("0,1", "1")
 
 
 # all at once ------------------------------------------------------------------------------------------------

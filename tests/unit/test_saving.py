@@ -33,7 +33,7 @@ from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.saving.background import Schedule, Snapshot
-from grpo_trainer.saving.checkpoint import Checkpoints, Progress, generator_states, restore_generators, seed_generators
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.versions import VersionOffsets
@@ -210,26 +210,34 @@ def test_a_run_that_never_saves_settles_its_batches_at_once_and_replaces_no_dele
 # ---------------------------------------------------------------- in the background
 
 
+def draw() -> tuple[float, float, list[float]]:
+    """From each generator."""
+    return random.random(), float(np.random.rand()), torch.rand(2).tolist()
+
+
 def test_what_is_saved_is_what_the_weights_were_when_it_was_asked_for(tmp_path: Path) -> None:
+    seed_generators(3)
+    first = draw()
+    seed_generators(3)
+    assert draw() == first
     one = trainer()
     one.step(ROLLOUTS, 0)
     slow, go_on = weights_of(one), threading.Event()
     slow.before = lambda: go_on.wait(30)
     checkpoints = saver(one, tmp_path, policy=slow, checkpoint_interval=1)
     kept = weights(one)
-    torch.rand(1)  # a new trainer seeds the generator: its state must be another one
-    drawn = torch.get_rng_state()
+    draw()  # a new trainer seeds the generator: its state must be another one
     assert "train/save_time" in checkpoints.maybe_save(Progress(1, 1, ("a",)))
     assert checkpoints.safe is None and not checkpoints.settled(Progress(1, 1, ("a",)))
+    wanted = draw()
     one.step(ROLLOUTS, 1)
-    torch.rand(5)
     go_on.set()
     checkpoints.close()
     assert checkpoints.safe == Progress(1, 1, ("a",)) and checkpoints.settled(Progress(2, 2, ("a", "b"))) == ("a",)
     other = trainer()
     assert saver(other, tmp_path).resume() == Progress(1, 1, ("a",))
     assert same(weights(other), kept) and not same(weights(one), kept)
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert draw() == wanted
 
 
 def test_checkpoints_raise_at_a_later_step_that_a_write_failed(tmp_path: Path) -> None:
@@ -371,21 +379,6 @@ def test_an_update_changes_nothing_before_it_has_waited_for_a_copy(dtype: torch.
     for step in (2, 3):
         one.step(ROLLOUTS, step)
     assert at_the_wait == [before] and state() != before
-
-
-def test_generators_come_back() -> None:
-    def draw() -> tuple[float, float, list[float]]:
-        return random.random(), float(np.random.rand()), torch.rand(2).tolist()
-
-    device = torch.device("cpu")
-    seed_generators(3)
-    first = draw()
-    states = generator_states(device)
-    wanted = draw()
-    restore_generators(states, device)
-    assert draw() == wanted
-    seed_generators(3)
-    assert draw() == first
 
 
 def test_resume_knows_the_norms_before_and_skips_a_step_that_explodes(tmp_path: Path) -> None:

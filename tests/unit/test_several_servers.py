@@ -162,101 +162,92 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path)
 
 
-def both(run: Run, servers: Fleet) -> None:
-    """Connect, prove and publish version 0, then both run; environments hear of them once they have the weights."""
-    assert in_use(run.folder) == {}
-    assert servers.connect(0) == 0 and servers.prove() == 0.01
-    servers.publish(0)
-    run.list((A, "running", 1), (B, "running", 1))
-    assert in_use(run.folder) == {A: 1, B: 1}
-    assert [run.opened[url][-1].said for url in (A, B)] == [["in", "proved", "v0"]] * 2
+@pytest.fixture
+def servers(run: Run) -> Iterator[Fleet]:
+    """Connected, proved and published to as version 0, then both run; environments hear of them once they have it."""
+    with run.servers() as both:
+        assert in_use(run.folder) == {}
+        assert both.connect(0) == 0 and both.prove() == 0.01
+        both.publish(0)
+        run.list((A, "running", 1), (B, "running", 1))
+        assert in_use(run.folder) == {A: 1, B: 1}
+        assert [run.opened[url][-1].said for url in (A, B)] == [["in", "proved", "v0"]] * 2
+        yield both
 
 
-def test_a_server_that_fails_a_publish_leaves_and_the_run_goes_on(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        run.opened[B][0].fails = ServerError("no answer")
-        run.make = lambda: Bridge(fails=ServerError("still no answer"))
-        published = servers.publish(1)
-        assert published.version == 1 and reduce(published.metrics)["publish/servers"] == 1
-        assert in_use(run.folder) == {A: 1}
-        assert run.opened[B][0].said[-1] == "out"
-        assert read_served(run.folder)[B].note
+def test_a_server_that_fails_a_publish_leaves_and_the_run_goes_on(run: Run, servers: Fleet) -> None:
+    run.opened[B][0].fails = ServerError("no answer")
+    run.make = lambda: Bridge(fails=ServerError("still no answer"))
+    published = servers.publish(1)
+    assert published.version == 1 and reduce(published.metrics)["publish/servers"] == 1
+    assert in_use(run.folder) == {A: 1}
+    assert run.opened[B][0].said[-1] == "out"
+    assert read_served(run.folder)[B].note
 
 
-def test_a_server_that_restarts_is_proved_and_gets_the_newest_version_before_it_serves(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        run.list((A, "running", 1), (B, "restarting", 2))
-        servers.welcome()
-        assert in_use(run.folder) == {A: 1}
+def test_a_server_that_restarts_is_proved_and_gets_the_newest_version_before_it_serves(
+    run: Run, servers: Fleet
+) -> None:
+    run.list((A, "running", 1), (B, "restarting", 2))
+    servers.welcome()
+    assert in_use(run.folder) == {A: 1}
+    servers.publish(1)
+    run.list((A, "running", 1), (B, "running", 2))
+    assert in_use(run.folder) == {A: 1}, "it runs, and has no weights yet"
+    servers.welcome()
+    assert in_use(run.folder) == {A: 1, B: 2}
+    assert run.opened[B][1].said == ["in", "proved", "v1"]
+
+
+def test_with_no_server_left_the_next_one_gets_the_weights(run: Run, servers: Fleet) -> None:
+    run.list((A, "gone", 1), (B, "gone", 1))
+    assert reduce(servers.publish(1).metrics)["publish/servers"] == 0
+    run.list((C, "running", 1))
+    servers.welcome()
+    assert in_use(run.folder) == {C: 1} and run.opened[C][0].said == ["in", "proved", "v1"]
+
+
+def test_a_version_that_all_refuse_ends_the_run(run: Run, servers: Fleet) -> None:
+    for url in (A, B):
+        run.opened[url][0].fails = BridgeError(field="rank", got=64)
+    with pytest.raises(BridgeError) as refused:
         servers.publish(1)
-        run.list((A, "running", 1), (B, "running", 2))
-        assert in_use(run.folder) == {A: 1}, "it runs, and has no weights yet"
-        servers.welcome()
-        assert in_use(run.folder) == {A: 1, B: 2}
-        assert run.opened[B][1].said == ["in", "proved", "v1"]
-
-
-def test_with_no_server_left_the_next_one_gets_the_weights(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        run.list((A, "gone", 1), (B, "gone", 1))
-        assert reduce(servers.publish(1).metrics)["publish/servers"] == 0
-        run.list((C, "running", 1))
-        servers.welcome()
-        assert in_use(run.folder) == {C: 1} and run.opened[C][0].said == ["in", "proved", "v1"]
-
-
-def test_a_version_that_all_refuse_ends_the_run(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        for url in (A, B):
-            run.opened[url][0].fails = BridgeError(field="rank", got=64)
-        with pytest.raises(BridgeError) as refused:
-            servers.publish(1)
     assert refused.value.field.endswith("rank") and A in refused.value.field
 
 
-def test_a_server_that_fails_its_proof_never_serves_until_it_restarts(run: Run) -> None:
+def test_a_server_that_fails_its_proof_never_serves_until_it_restarts(run: Run, servers: Fleet) -> None:
     class Unproved(Bridge):
         def prove(self) -> float | None:
             raise BridgeError("generates with other weights")
 
-    with run.servers() as servers:
-        both(run, servers)
-        run.make = Unproved
-        run.list((A, "running", 1), (B, "running", 1), (C, "running", 1))
-        for _ in range(3):
-            servers.welcome()
-        assert in_use(run.folder) == {A: 1, B: 1} and len(run.opened[C]) == 1
-        assert run.opened[C][0].said == ["in", "out"]
-        run.make = Bridge
-        run.list((A, "running", 1), (B, "running", 1), (C, "running", 2))
+    run.make = Unproved
+    run.list((A, "running", 1), (B, "running", 1), (C, "running", 1))
+    for _ in range(3):
         servers.welcome()
-        assert in_use(run.folder) == {A: 1, B: 1, C: 2}
+    assert in_use(run.folder) == {A: 1, B: 1} and len(run.opened[C]) == 1
+    assert run.opened[C][0].said == ["in", "out"]
+    run.make = Bridge
+    run.list((A, "running", 1), (B, "running", 1), (C, "running", 2))
+    servers.welcome()
+    assert in_use(run.folder) == {A: 1, B: 1, C: 2}
 
 
-def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_served(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        run.make = lambda: Bridge(seen=1)
-        run.list((A, "running", 1), (C, "running", 1))
-        servers.welcome()  # with version 0; the attempt may have made it one of version 1
+def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_served(run: Run, servers: Fleet) -> None:
+    run.make = lambda: Bridge(seen=1)
+    run.list((A, "running", 1), (C, "running", 1))
+    servers.welcome()  # with version 0; the attempt may have made it one of version 1
+    servers.publish(1)
+    assert C not in in_use(run.folder) and len(run.opened[C]) == 1
+    servers.publish(2)
+    assert in_use(run.folder) == {A: 1, C: 1} and run.opened[C][1].said == ["in", "proved", "v2"]
+
+
+def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run, servers: Fleet) -> None:
+    run.list((A, "running", 1))
+    run.opened[A][0].fails = ServerError("the connection broke")
+    run.make = lambda: Bridge(seen=2)
+    with pytest.raises(ServerError) as error:
         servers.publish(1)
-        assert C not in in_use(run.folder) and len(run.opened[C]) == 1
-        servers.publish(2)
-        assert in_use(run.folder) == {A: 1, C: 1} and run.opened[C][1].said == ["in", "proved", "v2"]
-
-
-def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-        run.list((A, "running", 1))
-        run.opened[A][0].fails = ServerError("the connection broke")
-        run.make = lambda: Bridge(seen=2)
-        with pytest.raises(ServerError) as error:
-            servers.publish(1)
     assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field
 
 
@@ -295,15 +286,13 @@ def test_present_leaves_a_silent_server(run: Run, monkeypatch: pytest.MonkeyPatc
         assert [each.url for each in present(config).each] == ([urls[1]] if one_answers else [*urls, C])
 
 
-def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Run) -> None:
-    with run.servers() as servers:
-        both(run, servers)
-    with run.servers() as servers:
+def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Run, servers: Fleet) -> None:
+    with run.servers() as again:
         run.opened[B][-1].fails = ServerError("the connection broke")
         run.list((A, "running", 1), (B, "running", 1))
-        assert servers.connect(1) == 1 and servers.prove() == 0.01
+        assert again.connect(1) == 1 and again.prove() == 0.01
         assert run.opened[B][-1].said == ["in", "out"]
-        servers.publish(1)
+        again.publish(1)
         assert run.opened[A][-1].said == ["in", "proved", "v1"]
         assert in_use(run.folder) == {A: 1, B: 1}, "it may join again"
 

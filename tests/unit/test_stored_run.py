@@ -286,31 +286,19 @@ batch_size = 64
 gradient_accumulation_steps = 1
 seq_len = 64
 lr = 1e-6
-dtype = "float32"
-atropos_url = "http://127.0.0.1:8123"
 rollout_api_key = "of-the-api"
 vllm_port = 9123
 vllm_also = ["127.0.0.1:9124"]
 vllm_api_key = "of-the-server"
 vllm_dtype = "bfloat16"
-save_path = "r/checkpoints"
-log_dir = "r"
 """
 OLD_ENVIRONMENT = """
 [env]
-tokenizer_name = "m"
-max_token_length = 64
-metrics_path = "r/logs/env-word_problems.metrics.jsonl"
-rollout_server_url = "http://127.0.0.1:8123"
 rollout_api_key = "of-the-api"
-use_wandb = false
 group_size = 16
 level = "1-2"
 
 [openai]
-base_url = "http://127.0.0.1:9123/v1"
-model_name = "m"
-server_type = "vllm"
 api_key = "of-the-server"
 timeout = 9.0
 """

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -255,10 +254,6 @@ def test_step_needs_one_forward_pass_an_update(updates: int) -> None:
     options = config(batch_size=100, updates_per_batch=updates, ratio_against="trainer")
     Trainer(model, options).step(rollouts(), 0)
     assert len(calls) == updates
-
-
-def test_log_dir_is_by_default_the_save_path() -> None:
-    assert config(save_path="x").log_dir == Path("x")
 
 
 def test_a_stop_after_the_first_update_waits_for_the_last() -> None:

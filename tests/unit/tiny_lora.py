@@ -1,4 +1,4 @@
-"""A two-layer random Qwen2 with a LoRA adapter, small enough for unit tests."""
+"""Random models of two layers, with a LoRA adapter or without, small enough for unit tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.model.lora import add_adapter
@@ -29,6 +29,27 @@ def tiny_qwen(seed: int = 0, depth: int = 2) -> Qwen2ForCausalLM:
     )
     model = Qwen2ForCausalLM(config)
     model.requires_grad_(False)
+    return model.train()
+
+
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"initializer_range": 0.2, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "phi3": {"sliding_window": 100},
+    "olmo2": {},
+}
+
+
+def tiny(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **changes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model.train()
 
 
