@@ -70,16 +70,20 @@ def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: i
 
 
 def make_adapter(model_folder: Path, seed: int, rank: int = RANK, **options: object) -> PeftModel:
-    """A LoRA adapter on all linear layers whose B is not zero, so that it changes what the model says."""
+    """A LoRA adapter whose B is not zero, so that it changes what the model says; by default on all linear layers."""
     model = Qwen2ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)  # pyright: ignore[reportArgumentType]
-    adapted = get_peft_model(model, config)
+    common: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    return fill(get_peft_model(model, LoraConfig(**common | options)), seed)  # pyright: ignore[reportArgumentType]
+
+
+def fill(adapter: PeftModel, seed: int) -> PeftModel:
+    """Give an adapter random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in adapter.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return adapted.eval()  # pyright: ignore[reportReturnType]
+    return adapter.eval()
 
 
 @dataclass

@@ -14,12 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.bridge_contract import PROMPT
-from tests.integration.serving import KEEP_VERSIONS, Serving, forward, sampled, serving, shared_server
+from tests.integration.serving import (
+    KEEP_VERSIONS,
+    Serving,
+    fill,
+    forward,
+    make_adapter,
+    sampled,
+    serving,
+    shared_server,
+)
 from vllm_server.protocol import GenerateResponse, LoraLoadResponse
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -39,19 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def adapter(server: Serving, seed: int, rank: int = 8, modules: tuple[str, ...] = ALL, **options: object) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(server.model_folder, dtype=torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=list(modules), **options)  # pyright: ignore
-    model = get_peft_model(base, config)
-    return fill(model, seed)  # pyright: ignore[reportArgumentType]
-
-
-def fill(model: PeftModel, seed: int) -> PeftModel:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    own = {"lora_alpha": 3 * rank, "target_modules": list(modules), **options}
+    return make_adapter(server.model_folder, seed, rank, **own)
 
 
 def save(server: Serving, model: PeftModel) -> Path:
@@ -173,13 +170,12 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(tmp_path: Path) -> Non
         assert_serves(server, model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_adapters_of_another_dtype_are_served_in_the_servers(tmp_path: Path, dtype: str) -> None:
+def test_adapters_of_another_dtype_are_served_in_the_servers(tmp_path: Path) -> None:
     """A float32 file on a server of 16 bits is what the same file in 16 bits is, bit for bit, copied or repeated."""
-    with serving(tmp_path, "--dtype", dtype, "--lora-keep-versions", "1", "--max-loras", "2") as server:
+    with serving(tmp_path, "--dtype", "bfloat16", "--lora-keep-versions", "1", "--max-loras", "2") as server:
         model = adapter(server, 1)
         rounded = adapter(server, 1)
-        rounded.load_state_dict({k: v.to(getattr(torch, dtype)).float() for k, v in rounded.state_dict().items()})
+        rounded.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in rounded.state_dict().items()})
         wide, narrow = [], []
         for _ in range(4):
             answer = publish(server, model)
@@ -187,7 +183,7 @@ def test_adapters_of_another_dtype_are_served_in_the_servers(tmp_path: Path, dty
         for _ in range(4):
             folder = save(server, model)
             weights = folder / "adapter_model.safetensors"
-            save_file({k: v.to(getattr(torch, dtype)) for k, v in load_file(weights).items()}, weights)
+            save_file({k: v.to(torch.bfloat16) for k, v in load_file(weights).items()}, weights)
             answer = server.post("/lora/load", {"adapter_path": str(folder)})
             assert answer.status_code == 200, answer.text
             narrow.append((answer.json()["replayed"], sampled(ask(server)).tolist()))

@@ -166,7 +166,6 @@ SHORT = {
     "it expects that nothing happens meanwhile": (
         "test_rollout_api_bounds.py test_our_environment_waits_for_room",
         "test_rollout_client.py test_a_lease_is_kept_for_as_long_as_training_takes",
-        "test_server_generate.py test_pause_holds_generation_and_resume_lets_it_go_on",
         "test_memory_fit.py test_allocator_settings_last_while_a_thread_allocates",
         "test_mutations.py test_tests_that_have_ended_end_no_process_that_has_got_their_number",
         "test_agent_env.py test_a_command_that_has_ended_ends_no_process_that_has_got_its_number",
