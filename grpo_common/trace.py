@@ -26,20 +26,21 @@ FILE_VARIABLE, NAME_VARIABLE = "GRPO_TRACE", "GRPO_TRACE_NAME"
 _lane: ContextVar[str | None] = ContextVar("lane", default=None)
 
 
-@cache
-def _timeline(pid: int) -> int | None:
-    """Return the descriptor of the file, which has the name of this process then; None: nothing is recorded.
-
-    Args:
-        pid: of this process: a forked child has a separate lane, and its environment may have been set since.
-    """
+def _timeline() -> int | None:
+    """Return the descriptor of the file, which has the name of this process then; None: nothing is recorded."""
     if not (path := os.environ.get(FILE_VARIABLE)):
         return None
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError as error:
+        return _opened(path, os.getpid())
+    except OSError as error:  # which is not cached
         _say_gap(str(error))
         return None
+
+
+@cache
+def _opened(path: str, pid: int) -> int:
+    """Return the descriptor of this process; a forked child has a separate lane."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     name = os.environ.get(NAME_VARIABLE, "process")
     _write(descriptor, {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
     return descriptor
@@ -77,7 +78,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     Args:
         arguments: shown with the stage; the block may add more to the dictionary that it receives.
     """
-    if _timeline(os.getpid()) is None:
+    if _timeline() is None:
         yield arguments
         return
     started = time.monotonic()
@@ -93,11 +94,10 @@ def since(name: str, started: float, lane: str | None = None, **arguments: Any) 
     Args:
         lane: where the stage is shown; stages of one lane do not overlap. None: the lane of this thread.
     """
-    pid = os.getpid()
-    if (timeline := _timeline(pid)) is None:
+    if (timeline := _timeline()) is None:
         return
     begin, end = round(started * 1e6), round(time.monotonic() * 1e6)
-    event = {"pid": pid, "tid": threading.get_native_id(), "cat": "grpo", "name": name}
+    event = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "grpo", "name": name}
     if lane is None:
         _write(timeline, {**event, "ph": "X", "ts": begin, "dur": end - begin, "args": arguments})
     else:

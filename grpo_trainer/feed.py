@@ -63,7 +63,7 @@ class _FeedClosedError(Exception):
     """Ends the wait for a batch when the feed is closing."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchFeed:
     """Feeds the loop. A context manager: its exit releases a prefetched batch."""
 

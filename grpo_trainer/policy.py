@@ -98,7 +98,7 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Adapter:
     """A LoRA adapter on a frozen model."""
 
@@ -146,7 +146,7 @@ class Adapter:
         lora.load_weights(self.model, load_file(path / lora.WEIGHTS_FILE))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AllWeights:
     """Every parameter of a model, in fp32; `write` writes them in `dtype`, which is the server's."""
 

@@ -183,7 +183,7 @@ def all_stacks() -> Lines:
     return Lines("\n".join(parts))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepWatch:
     """Limits the time of one block at a time, each from its own thread.
 

@@ -368,8 +368,10 @@ class Service:
         try:
             await self.store.commit()
         except StoreError as error:
-            self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
-            raise
+            if self.settings.store is not None:
+                self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
+                raise
+            log.warning("%s", error)  # groups that were dropped keep their place in the file without a name
         if self.queue.run is not None:
             self.history.reached(self.step, self.timer())
         self.batch_waiters.tell(self.queue.version)

@@ -77,7 +77,7 @@ class Store:
         """Open or create; `fsync` also survives a power cut, at the price of a disk flush per commit.
 
         Raises:
-            StoreError: in use by another process, damaged, not ours, or not writable.
+            StoreError: in use by another process, damaged, not ours, or read-only.
             FormatError: a newer version wrote it. It is as it was.
         """
         self.path = path
@@ -104,12 +104,16 @@ class Store:
         except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             raise self.damaged(error) from error
 
+    @property
+    def _field(self) -> str:
+        return f"--store {self.path}" if self.path else "file of the groups that a trainer holds"
+
     def damaged(self, reason: object) -> StoreError:
         """Return the error that what is written can't be read."""
         if self.path is None:
-            return StoreError("groups that a trainer held cannot be read", got=reason, fix="use --store")
+            return StoreError("cannot be read", field=self._field, got=reason, fix="use --store")
         return StoreError(
-            field=f"--store {self.path}",
+            field=self._field,
             got=reason,
             wanted="a writable file of this program's own, whole",
             fix="restore it from a copy, or move it away: the groups in it are lost then, checkpoints are not",
@@ -151,8 +155,7 @@ class Store:
         """Return the bytes of groups, also of those that are noted. Raises StoreError."""
         found = await self._call(ids)
         if lost := [each for each, row in found.items() if row is None]:
-            field, fix = f"--store {self.path}", "was the file edited?"
-            raise StoreError("the bytes of groups are missing", field=field, got=lost, fix=fix)
+            raise StoreError("the bytes of groups are missing", field=self._field, got=lost, fix="was the file edited?")
         return {each: row[0] for each, row in found.items()}
 
     def close(self) -> None:
@@ -166,7 +169,7 @@ class Store:
     async def _call(self, ids: Sequence[int] = ()) -> dict[int, Any]:
         """Have the thread write what is noted, and return the rows of groups."""
         if self._is_closed:
-            raise StoreError(field=f"--store {self.path}", got="a store that is closed")
+            raise StoreError(field=self._field, got="a store that is closed")
         done = asyncio.get_running_loop().create_future()
         self._hand_over(done, ids)
         return await done
@@ -199,7 +202,7 @@ class Store:
                     try:
                         query = "SELECT body FROM payloads WHERE id = ?"
                         answer = {each: self._writer.execute(query, (each,)).fetchone() for each in ids}
-                    except sqlite3.Error as error:
+                    except Exception as error:  # also without memory: the next calls wait for this thread
                         answer = self.damaged(error)
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                     done.get_loop().call_soon_threadsafe(_settle, done, answer)
@@ -208,7 +211,7 @@ class Store:
         if self.path is not None and _identity(self.path) != self._file:  # SQLite would write into the nameless file
             return StoreError(
                 "deleted, or replaced, while in use",
-                field=f"--store {self.path}",
+                field=self._field,
                 got="another file" if self.path.exists() else "no such file",
                 wanted="the file that was opened",
                 fix="start the rollout API again; the groups that were queued are lost",
@@ -219,8 +222,8 @@ class Store:
                     self._writer.execute("BEGIN IMMEDIATE")
                     for sql, values in changes:
                         self._writer.execute(sql, values)
-        except sqlite3.Error as error:
-            return StoreError("cannot be written", field=f"--store {self.path}", got=error)
+        except Exception as error:  # as for a read
+            return StoreError("cannot be written", field=self._field, got=error)
         return None
 
 
@@ -260,9 +263,10 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 def _prepare(db: sqlite3.Connection) -> None:
     """Make the tables; move what is in those of format 1 (a table for each kind), all in one transaction."""
+    db.execute("BEGIN IMMEDIATE")  # refuses a read-only file
     if db.execute("PRAGMA user_version").fetchone() == (wire.STORE_FORMAT,):
-        return  # without a write: the file may be damaged
-    db.execute("BEGIN IMMEDIATE")
+        db.execute("ROLLBACK")  # nothing is written: the file may be damaged
+        return
     former = _tables(db)
     for statement in _SCHEMA.split(";"):
         db.execute(statement)

@@ -31,10 +31,10 @@ from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, Gr
 from environments.running.metrics import open_lines
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import watch_loop
+from environments.scoring import ScoreTimeout, watch_loop
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import trained_tokens
-from grpo_common.errors import UserError
+from grpo_common.formats import FormatError
 from grpo_common.pages.document import PAGE_STYLE, document
 from grpo_common.status import OWN
 from grpo_common.text import PrintableFormatter
@@ -75,7 +75,7 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
     try:
         _run(env_cls, prog, list(sys.argv[1:] if arguments is None else arguments), owns_process=arguments is None)
         sys.exit(0)
-    except UserError as error:
+    except (ConfigError, FormatError, PeerError, ScoreTimeout) as error:  # others show where user code failed
         fail_and_exit(error, prog)
     except KeyboardInterrupt:
         sys.exit(130)

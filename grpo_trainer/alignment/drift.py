@@ -223,7 +223,7 @@ def find_drift(
     return None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DriftAlarm:
     """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps."""
 

@@ -81,7 +81,7 @@ def fit(
         Fitting(forward, layers, config, trained, before_measuring, states_over).fit()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Fitting:
     """Chooses by trial passes over a few tokens which layers are compiled and recomputed."""
 

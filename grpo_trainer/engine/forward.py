@@ -39,7 +39,7 @@ LARGE_CHUNK = 1 << 29
 """Logits of a chunk if there is spare memory: large chunks are faster, as each adds to the head's whole gradient."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Forward:
     """Forward passes of a model."""
 

@@ -32,7 +32,7 @@ LAST_LINES = 12
 """Lines of the server's log in an error: few enough that the whole message fits into the trainer's own last lines."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OwnedServer:
     """Runs one inference server at a time. A context manager: its exit ends the server."""
 

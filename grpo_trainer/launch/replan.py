@@ -18,7 +18,7 @@ PlanAgain = Callable[[RunConfig, Mapping[str, int], Places], RunPlan]
 """Returns the plan of a run with these ports and places."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Replanner:
     """Knows the present places and ports of a run's processes."""
 

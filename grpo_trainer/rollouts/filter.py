@@ -25,7 +25,7 @@ from vllm_server.protocol.routed_experts import RoutedShape
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GroupFilter:
     """Leaves out groups that can't be trained on, and logs that once for each environment."""
 

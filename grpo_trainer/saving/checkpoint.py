@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 TENSORS_FILE = "trainer_state.pt"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """Writes, prunes and loads a run's checkpoints."""
 

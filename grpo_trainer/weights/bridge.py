@@ -120,7 +120,7 @@ class WeightBridge(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FirstsBridge(WeightBridge):
     """A bridge that only rank 0 has. All ranks call this one together."""
 

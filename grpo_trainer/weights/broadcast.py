@@ -128,7 +128,7 @@ class PresentWeights:
             self._gathered = {}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BroadcastBridge(WeightBridge):
     """The `broadcast` bridge to one server.
 

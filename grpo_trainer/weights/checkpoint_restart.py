@@ -48,7 +48,7 @@ MERGED = r"merged_step_\d+"
 """Names of the folders that this bridge writes and prunes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CheckpointModels:
     """The models of mode `none`: the run's own checkpoints."""
 
@@ -64,7 +64,7 @@ class CheckpointModels:
             self.checkpoints.serving(Path(model))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MergedModels:
     """The models of mode `lora_restart`: the adapter merged into a copy of the base model, in `ROOT/merged_step_N`."""
 
@@ -133,7 +133,7 @@ class _Served:
     infos: tuple[BridgeInfo, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RestartBridge(WeightBridge):
     """The `none` and `lora_restart` bridges."""
 

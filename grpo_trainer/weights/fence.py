@@ -16,7 +16,7 @@ from vllm_server.protocol import InFlight, UpdateBeginRequest, UpdateEndRequest
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ServerFence:
     """One server's fence."""
 

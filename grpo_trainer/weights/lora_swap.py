@@ -72,7 +72,7 @@ def publish_by(channel: Channel, server: ServerClient, name: str, version: int, 
             return Sent(answer, packed)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LoraSwap(WeightBridge):
     """The `lora_only` bridge.
 

@@ -51,7 +51,7 @@ RESTORE_SECONDS = 600.0
 """Time limits of a fence, after which the weights count as torn. A restored checkpoint first crosses the PCIe bus."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SharedBridge(WeightBridge):
     """The `shared_vllm` bridge."""
 
@@ -256,7 +256,7 @@ class SharedBridge(WeightBridge):
         self.finish_kernels()  # so that the server does not pause for kernels queued earlier
         self.world.barrier()
         try:
-            self.world.lead(lambda: self._each(lambda url, _: self._fences[url].begin(boots[url], seconds)))
+            self.world.lead(lambda: self._open(boots, seconds))
             yield
             self.finish_kernels()
             self.world.barrier()  # no server resumes before all ranks have written
@@ -267,6 +267,9 @@ class SharedBridge(WeightBridge):
             raise
         self._metrics = self.world.lead(lambda: self._close(version))
         self._version = version
+
+    def _open(self, boots: Mapping[str, str], seconds: float) -> None:
+        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
 
     def _close(self, version: int) -> dict[str, Metric]:
         """Let all servers resume, and return the largest of each of their figures."""

@@ -344,6 +344,37 @@ async def test_without_a_store_groups_that_the_disk_does_not_take_stay_in_memory
     store.close()
 
 
+async def test_without_a_store_a_file_that_fails_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("environments.api.store.MEMORY_BYTES", 0)
+    service = Service(Settings())
+    await service.register(trainer(4))
+    service.take(posted(0))
+    batch_id, _ = await leased(service)
+    service.store._writer.execute("DROP TABLE payloads")
+    await service.acknowledge(batch_id)  # the group that lies in the file can't be deleted there
+    assert service.failure is None and "no such table" in caplog.text
+    service.take(posted(1))
+    assert (await leased(service))[1] == [1]
+    service.close()
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+async def test_an_error_of_another_kind_is_an_answer_and_the_next_calls_have_theirs(
+    path: Path, is_durable: bool
+) -> None:
+    store = Store(path if is_durable else None)
+    too_large = 1 << 70  # sqlite3 raises an OverflowError
+    with pytest.raises(StoreError, match="too large"):
+        await store.read([too_large])
+    store.note("DELETE FROM payloads WHERE id = ?", too_large)
+    for _ in range(2 if is_durable else 1):  # nothing is written after what was not
+        with pytest.raises(StoreError):
+            await store.commit()
+    store.close()
+
+
 @pytest.mark.parametrize("table", ["users", "groups", "items"])
 def test_the_database_of_another_program_stays_as_it_is(tmp_path: Path, table: str) -> None:
     with closing(sqlite3.connect(tmp_path / "s")) as db:

@@ -21,10 +21,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "trace.json"
     monkeypatch.setenv(trace.FILE_VARIABLE, str(path))
     monkeypatch.setenv(trace.NAME_VARIABLE, "a test")
-    trace._timeline.cache_clear()
     trace.begin_file(path)
     yield path
-    trace._timeline.cache_clear()
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:
@@ -34,10 +32,9 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 def test_without_the_variable_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(trace.FILE_VARIABLE, raising=False)
-    trace._timeline.cache_clear()
     with trace.stage("wait"):
         pass
-    assert trace._timeline(os.getpid()) is None and not list(tmp_path.iterdir())
+    assert trace._timeline() is None and not list(tmp_path.iterdir())
 
 
 def test_a_stage_of_a_thread_and_one_of_a_lane(file: Path) -> None:
