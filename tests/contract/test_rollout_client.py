@@ -274,7 +274,7 @@ def test_a_trainer_out_of_reach_for_longer_than_its_leases_goes_on_and_gets_noth
     with feed(api, prefetch=True, lease_seconds=0.2) as rollouts:
         first = rollouts.next(0)
         wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
-        rollouts._client.let_leases_run_out()  # as if the network were cut
+        rollouts.client.let_leases_run_out()  # as if the network were cut
         wait_for("both are overdue", lambda: all(x["expires_in_s"] < -1 for x in status(api)["leases"]), api.log, 20)
         finish(rollouts, first, 1)
         second = rollouts.next(1)
@@ -287,7 +287,7 @@ def test_a_trainer_out_of_reach_for_longer_than_its_leases_goes_on_and_gets_noth
 
 def test_client_batch_of_somebody_else_by_now(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     rollouts = feed(api)
-    client = rollouts._client
+    client = rollouts.client
     api.post(10, 12)
     nameless = httpx.get(api.url + "/batch?lease=0.1", trust_env=False).json()["batch_id"]
     wait_for("it has run out", lambda: not status(api)["leases"], api.log, 20)
@@ -417,7 +417,7 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
     api.kill()
     api.start()
     rollouts = feed(api)
-    client = rollouts._client
+    client = rollouts.client
     assert (
         take_all(rollouts)
         == taken
