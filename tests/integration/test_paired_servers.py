@@ -89,7 +89,7 @@ def test_two_processes_train_as_one_on_one_copy_each(two: SharedContract) -> Non
     assert first["noise"] < TOLERANCE and max(first["gaps"]) < TOLERANCE
     assert first["versions"] == list(range(STEPS + 1))
     assert first["answered"] == [version for version in range(1, STEPS + 1) for _ in two.servers]
-    assert (first["boot"] == second["boot"]) == (two.workers == 2), "each rank is in the memory of its own server"
+    assert (first["boot"] == second["boot"]) == (two.workers == 2), "two ranks of pairs have two servers"
     whole = sum(weight.nbytes for weight in weights.values())
     for seen in (first, second):
         assert two.workers == 1 or seen["size"] < 0.6 * whole
