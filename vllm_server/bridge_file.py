@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -19,11 +19,15 @@ from grpo_common.http import address
 from vllm_server import seams
 from vllm_server.errors import FatalError
 from vllm_server.protocol import WorkerInfo, machine_id
-from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
-
-if TYPE_CHECKING:  # they import torch
-    from vllm_server.server import SharedEngine
-    from vllm_server.worker.shared_weights import Exported
+from vllm_server.protocol.bridge_config import (
+    FILE_NAME,
+    SCHEMA_VERSION,
+    BridgeConfigFile,
+    Exported,
+    ParamMapping,
+    RankWeights,
+)
+from vllm_server.seams import Engine
 
 logger = logging.getLogger("vllm.grpo.bridge_file")
 T = TypeVar("T")
@@ -141,7 +145,7 @@ def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
         return False
 
 
-async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
+async def export(engine: Engine, args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
     """Share the weights and write the bridge file.
 
     Args:
@@ -150,13 +154,18 @@ async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers:
     Raises:
         FatalError: the weights cannot be shared, or the file cannot be written.
     """
-    first, *others = await engine.export()
+    answers = await engine.collective_rpc("grpo_export_weights")
+    for answer in answers:
+        if "refused" in answer:
+            raise FatalError(answer["refused"], field="--shared-weights")
+    exported = [msgspec.json.decode(answer["exported"], type=Exported) for answer in answers]
+    first, *others = sorted(exported, key=lambda each: each.rank)
     handles = first.handles
     scheme, host = "https" if args.ssl_keyfile else "http", _REACHED_BY.get(args.host or "", args.host or "")
     file = BridgeFile.choose(args.bridge_config_path, os.environ)
     file.write(
         BridgeConfigFile(
-            model=str(engine.engine.vllm_config.model_config.model),
+            model=str(engine.vllm_config.model_config.model),
             tp_degree=len(workers),
             dp_shard_degree=1,
             param_names=list(handles),
@@ -189,7 +198,7 @@ async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers:
     return file
 
 
-def _mappings(exported: "Exported") -> dict[str, ParamMapping]:
+def _mappings(exported: Exported) -> dict[str, ParamMapping]:
     return {
         name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
         for name, handle in exported.handles.items()

@@ -11,9 +11,9 @@ computed before the update.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 from uuid import uuid4
 
 from grpo_common.trace import since
@@ -27,18 +27,84 @@ from vllm_server.protocol import (
     UpdateEndRequest,
     UpdateEndResponse,
 )
+from vllm_server.seams import Engine
 
 logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler and format
 
 
-class FencedEngine(Protocol):
-    """The engine's methods that the fence uses; `server.SharedEngine` implements them."""
+@dataclass(frozen=True)
+class SharedEngine:
+    """The engine, as the fence uses it.
 
-    async def pause(self, mode: str) -> None: ...
-    async def forget(self) -> None: ...
-    async def hold(self, *, abort: bool) -> None: ...
-    async def renew(self, *, recompute: bool) -> None: ...
-    async def release(self) -> None: ...
+    It calls the engine's core directly: `AsyncLLM.pause_generation` sleeps another 20 ms after the pause.
+    """
+
+    engine: Engine
+
+    async def pause(self, mode: str) -> None:
+        """Pause generation; return when vLLM has done with requests in flight what the mode says."""
+        # With "wait" vLLM would clear caches when requests have ended, even if generation was resumed meanwhile.
+        await self.engine.pause_generation(mode=mode, clear_cache=mode == "abort")
+
+    async def forget(self) -> None:
+        """Empty the prefix cache."""
+        await self.engine.reset_prefix_cache()
+
+    async def hold(self, *, abort: bool) -> None:
+        """Hold scheduling.
+
+        vLLM confirms a pause when its queue of batches is empty. Their kernels may still run on the device, so wait for
+        the device. Both requests are sent at once. An idle engine confirms the pause before it waits for the device.
+        One that confirms it afterwards still had batches, so wait for the device again.
+        """
+        mode = "abort" if abort else "keep"
+        pause = asyncio.ensure_future(self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+
+        async def was_idle() -> bool:
+            await self.engine.collective_rpc("grpo_synchronize")
+            return pause.done()
+
+        _, idle = await asyncio.gather(pause, was_idle())
+        if not idle:
+            await self.engine.collective_rpc("grpo_synchronize")
+
+    async def renew(self, *, recompute: bool) -> None:
+        """Drop caches of the old weights.
+
+        New requests cannot match old prefix-cache entries, because the salt differs. In-flight requests lose their
+        caches only if they return to the queue; otherwise vLLM resets nothing while a request runs. Encoded images are
+        cached by content alone. That cache must be cleared, and in-flight requests must return to the queue.
+        """
+        images = self.engine.vllm_config.model_config.is_multimodal_model
+        if recompute or images:
+            await self.engine.engine_core.reset_prefix_cache_async(reset_running_requests=True)
+        if images:
+            await self.engine.engine_core.reset_encoder_cache_async()
+
+    async def release(self) -> None:
+        """Resume the scheduler."""
+        await self.engine.engine_core.resume_scheduler_async()
+
+    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
+        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
+
+        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
+        fence before: with the old key it would read prefixes that the old weights had computed.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
+        add = core.add_request_async
+
+        async def add_salted(request: Any) -> None:
+            try:
+                await passage()
+            except BaseException:
+                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
+                processor.abort_requests([request.request_id], internal=True)
+                raise
+            request.cache_salt = f"{salt()} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_salted
 
 
 def check_limit(seconds: float) -> None:
@@ -77,7 +143,7 @@ class Fence:
     """
 
     boot_id: str
-    engine: FencedEngine
+    engine: SharedEngine
     on_version: Callable[[int], None]
     writable: bool = True
     sent: bool = False

@@ -61,7 +61,7 @@ PATCHES = (
         "integration/test_server_life.py", until="a vLLM whose `serve` takes a running fork server",
     ),
     Patch(
-        "vllm_server.server", "server",
+        "vllm_server.fence", "server",
         "a completion waits while weights are written, and finds no cache of older ones",
         "vllm.v1.engine.core_client.AsyncMPClient.add_request_async",
         "unit/test_engine.py", until="a vLLM whose cache keys have the version of the weights", writable=True,

@@ -5,6 +5,7 @@ The places are those of vLLM 0.32. What this server *replaces* in vLLM is in `pa
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 from collections.abc import AsyncGenerator
@@ -198,3 +199,12 @@ def engine_dead_error() -> type[Exception]:
 def engine_generate_error() -> type[Exception]:
     """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
     return require("vllm.v1.engine.exceptions", "EngineGenerateError")
+
+
+async def call_workers(engine: Engine, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+    """Return what a method of every worker answers. Of several replicas vLLM's own call returns the first's answers."""
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        return await engine.collective_rpc(method, args=args, kwargs=kwargs)
+    core, call = engine.engine_core, ("collective_rpc", method, None, args, kwargs)
+    replicas = await asyncio.gather(*(core._call_utility_async(*call, engine=replica) for replica in core.core_engines))
+    return [answer for answers in replicas for answer in answers]

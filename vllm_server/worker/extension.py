@@ -19,13 +19,13 @@ import msgspec
 import torch
 
 from vllm_server.forking import GUARDED_VARIABLE
-from vllm_server.protocol.bridge_config import Handle
+from vllm_server.protocol.bridge_config import Exported, Handle
 from vllm_server.protocol.channels import ChannelRequest
 from vllm_server.protocol.group import GroupError
 from vllm_server.worker import routed_experts
 from vllm_server.worker.channels import AdapterChannel, AdapterFiles, gpu_uuid, settings_of
 from vllm_server.worker.packed import NotFiniteError
-from vllm_server.worker.shared_weights import Exported, checksum, dtype_name, plain_parameters, share
+from vllm_server.worker.shared_weights import checksum, dtype_name, plain_parameters, share
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.weights import WeightChannel
 

@@ -12,7 +12,6 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -21,15 +20,6 @@ from vllm_server.protocol.bridge_config import CudaIpcHandle, FileHandle, Handle
 _ALIGNMENT = 4096  # bytes: a page, more than any kernel requires
 
 _LORA_WRAPPER = ".base_layer."  # vLLM's LoRA layers wrap the original layer under this name
-
-
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of worker `rank` to the server's process: handles by vLLM's names, `device` as torch writes it."""
-
-    rank: int
-    handles: dict[str, Handle]
-    device: str
-    torch_version: str
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
