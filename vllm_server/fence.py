@@ -282,7 +282,13 @@ class Fence:
         self.check_writable("update")
         self.check_boot(asked.boot_id)
         check_limit(asked.timeout_s)
-        await self._wait_for_pauses(asked.timeout_s)
+        try:  # an update would stop requests that a pause waits for
+            async with asyncio.timeout(asked.timeout_s):
+                while self._pausing:
+                    await next(iter(self._pausing)).wait()
+        except TimeoutError:
+            got = f"a pause that has waited more than {asked.timeout_s:g} s for requests in flight"
+            raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None
         self.check_awake()
         self.check_idle()
         update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
@@ -321,16 +327,6 @@ class Fence:
             logger.info("Weights updated in-place: version %d, generation held %.2f ms", asked.version, stall * 1e3)
         since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
-
-    async def _wait_for_pauses(self, timeout_s: float) -> None:
-        """Wait until no pause is in progress: an update would stop requests that a pause waits for."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._pausing:
-                    await next(iter(self._pausing)).wait()
-        except TimeoutError:
-            got = f"a pause that has waited more than {timeout_s:g} s for requests in flight"
-            raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None
 
     async def _cancel(self) -> None:
         """Resume generation with the weights as they were: nothing was written."""

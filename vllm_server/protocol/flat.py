@@ -121,25 +121,16 @@ def decode_header(data: bytes) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ that is not an object of strings")
     for span in spans:
-        _check(span)
-    _check_order(spans)
-    return Header(spans, metadata, size)
-
-
-def _check(span: TensorSpan) -> None:
-    if not all(type(n) is int and n >= 0 for n in (*span.shape, span.start, span.end)) or span.end < span.start:
-        raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
-    if not isinstance(span.dtype, str):
-        raise ValueError(f"{span.name} of dtype {span.dtype}")
-    wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
-    if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
-        raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")
-
-
-def _check_order(spans: Iterable[TensorSpan]) -> None:
-    """Raise a ValueError if the data has gaps, or bytes that belong to two tensors."""
+        if not all(type(n) is int and n >= 0 for n in (*span.shape, span.start, span.end)) or span.end < span.start:
+            raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
+        if not isinstance(span.dtype, str):
+            raise ValueError(f"{span.name} of dtype {span.dtype}")
+        wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
+        if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
+            raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")
     end = 0
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):  # neither gaps nor bytes of two tensors
         if span.start != end:
             raise ValueError(f"{span.name} at byte {span.start} of the data, wanted {end}")
         end = span.end
+    return Header(spans, metadata, size)

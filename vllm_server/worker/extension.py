@@ -182,5 +182,5 @@ class SharingWorker(PolicyWorker):
 
     @_refusing
     def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
-        """Write a version into the parameters; return `Written` as a dict."""
-        return asdict(self._grpo_channel(name, WeightChannel).apply(version))
+        """Write a version into the parameters; return `WeightsDone` as a dict."""
+        return msgspec.to_builtins(self._grpo_channel(name, WeightChannel).apply(version))

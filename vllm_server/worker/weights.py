@@ -11,7 +11,6 @@ import time
 from base64 import b64decode
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_common.sharing import VOCABULARY_PADDING
+from vllm_server.protocol import WeightsDone
 from vllm_server.protocol.channels import ChannelRequest
 from vllm_server.worker.channels import open_end
 from vllm_server.worker.packed import (
@@ -39,14 +39,6 @@ SPARE_BYTES = 1 << 30
 
 COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 """Parameters that latent attention computes from kv_b_proj: no checkpoint has them."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a write. `replayed`: copies of an earlier version were repeated."""
-
-    seconds: float
-    replayed: bool
 
 
 class WeightChannel:
@@ -87,7 +79,7 @@ class WeightChannel:
             self._end = open_end(request.spec, headers, self._layouts, device, worker_rank)
         except BaseException:  # another channel may be tried, which counts the driver's free memory
             self._buffers.clear()
-            _give_memory_back(device)
+            torch.cuda.empty_cache()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
@@ -131,7 +123,7 @@ class WeightChannel:
         return True
 
     @torch.no_grad()
-    def apply(self, version: int) -> Written:
+    def apply(self, version: int) -> WeightsDone:
         """Write the staged version, or receive one and write it. No forward pass may run.
 
         Raises:
@@ -155,7 +147,7 @@ class WeightChannel:
             self._writer.check_complete()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return Written(time.perf_counter() - started, replayed)
+        return WeightsDone(seconds=time.perf_counter() - started, replayed=replayed)
 
     def close(self) -> None:
         """Free the memory. A version that is being received is given up."""
@@ -164,7 +156,7 @@ class WeightChannel:
         self._end.close()
         self._writer.forget()
         self._buffers.clear()
-        _give_memory_back(self._device)  # the next channel counts the driver's free memory
+        torch.cuda.empty_cache()  # the next channel counts the driver's free memory
 
 
 class ParameterWriter:
@@ -259,8 +251,3 @@ def _least(name: str, parameter: Tensor) -> int:
     """Return how many elements of a parameter a checkpoint has: all, but for the rows that pad a vocabulary."""
     is_padded = any(part in name for part in ("embed", "lm_head", "wte")) and parameter.ndim == 2
     return parameter.numel() - (VOCABULARY_PADDING * parameter.shape[1] if is_padded else 0)
-
-
-def _give_memory_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
