@@ -66,35 +66,25 @@ MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "appl
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Return whether a `Content-Type` is MessagePack, whatever its parameters and case.
-
-    Any other type is read as JSON.
-    """
+    """Return whether a `Content-Type` is MessagePack, whatever its parameters and case; any other is read as JSON."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """The content of an error answer.
+    """The content of an error answer; `got`, `wanted` and `fix` are parts of the reason, if the server gives them."""
 
-    Attributes:
-        reason: the whole message, at most 500 characters.
-        key: the request key at fault, if the server names it.
-        got, wanted, fix: parts of the reason, if the server gives them.
-    """
-
-    reason: str
-    key: str | None = None
+    reason: str  # the whole message, at most 500 characters
+    key: str | None = None  # the request key at fault, if the server names it
     got: str | None = None
     wanted: str = ""
     fix: str = ""
 
 
 def complaint(body: bytes, content_type: str | None) -> Complaint:
-    """Return the content of an error answer.
+    """Return the content of an error answer: `detail` and `field` of the rollout API, `error` of the inference server.
 
-    The rollout API sends `detail` and `field`, the inference server `error`. For any other answer the reason is its
-    text.
+    For any other answer the reason is its text.
     """
     packed = is_msgpack(content_type)
     try:

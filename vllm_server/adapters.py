@@ -110,11 +110,7 @@ def understood(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
-    """Check a safetensors file whose metadata holds the configuration. Return the configuration.
-
-    Raises:
-        ServeError: 422, the file is damaged or not servable.
-    """
+    """Return the configuration in a safetensors file's metadata; raise a ServeError, 422, if it is not servable."""
     with file.open("rb") as stream:
         header = _read_header(stream)
     try:
@@ -152,11 +148,7 @@ def _check_is_object(config: object, where: str) -> None:
 
 
 def check_header(header: Header, rank: int) -> None:
-    """Check that every LoRA A has `rank` rows and every B `rank` columns, and that A and B come in pairs.
-
-    Raises:
-        ServeError: 422, one of these does not hold.
-    """
+    """Raise a ServeError, 422, unless A (with `rank` rows) and B (with as many columns) come in pairs."""
     modules: dict[str, set[str]] = {}
     for span in header.spans:
         for part, rank_axis in (("A", 0), ("B", -1)):

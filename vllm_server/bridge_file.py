@@ -38,13 +38,10 @@ _REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers 
 
 @dataclass(frozen=True)
 class BridgeFile:
-    """The path of one server's file.
-
-    `own_folder`: the folder is this project's; the server creates it on demand and removes it when it is empty.
-    """
+    """The path of one server's file."""
 
     path: Path
-    own_folder: bool = False
+    own_folder: bool = False  # this project's: the server creates it on demand and removes it when it is empty
 
     @classmethod
     def choose(cls, flag: str | None, environment: Mapping[str, str], temporary: Path | None = None) -> "BridgeFile":
@@ -85,11 +82,7 @@ class BridgeFile:
             raise self._refused(got, "a file of this server alone", "end that server or choose another place")
 
     def write(self, config: BridgeConfigFile) -> None:
-        """Write the file atomically, readable by this user only.
-
-        Raises:
-            FatalError: the file cannot be written; see `check`.
-        """
+        """Write the file atomically, readable by this user only. Raise a FatalError if that fails; see `check`."""
         try:
             if self.own_folder:
                 with contextlib.suppress(FileExistsError):
@@ -142,14 +135,7 @@ class BridgeFile:
 
 
 async def export(engine: Engine, args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
-    """Share the weights and write the bridge file.
-
-    Args:
-        workers: by rank.
-
-    Raises:
-        FatalError: the weights cannot be shared, or the file cannot be written.
-    """
+    """Share the weights of the workers (by rank) and write the bridge file. Raise a FatalError if one fails."""
     answers = await engine.collective_rpc("grpo_export_weights")
     for answer in answers:
         if "refused" in answer:

@@ -116,8 +116,7 @@ def check_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
 def read_config(model: str) -> dict[str, Any]:
     """Return the model's config.json, from its folder, or else through transformers' cache and the hub.
 
-    Raises:
-        OSError, ValueError: the file is missing, or is not a JSON object.
+    Raise an OSError or ValueError if the file is missing, or is not a JSON object.
     """
     if Path(model).is_dir():
         config = json.loads((Path(model) / "config.json").read_text())
@@ -176,11 +175,7 @@ _WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
 
 
 def prepare_writable(args: Namespace) -> None:
-    """Refuse settings with which a trainer can't write the weights, and set the vLLM flags that plain weights need.
-
-    Raises:
-        FatalError: see `check_shareable`, `check_receivable` and `BridgeFile.check`.
-    """
+    """Refuse settings with which a trainer can't write the weights, and set the vLLM flags that plain weights need."""
     if ignored := [name for name in _WITHOUT_EFFECT if name in os.environ]:
         logger.warning("%s: accepted, without effect", ", ".join(ignored))
     if not (args.shared_weights or args.receive_weights):
@@ -203,11 +198,7 @@ def check_shareable(
 ) -> None:
     """Raise a FatalError that names every setting that does not work with shared weights; exit status 2.
 
-    Args:
-        args: the parsed command line.
-        config: the model's config.json.
-        device: "cpu" or "cuda".
-        kernel: the kernel's release, `os.uname().release`.
+    `config` is the model's config.json, `kernel` the kernel's release (`os.uname().release`).
     """
     found = [replace(each, got=f"{_flag(each.field)} {each.got}") for each in unshareable(vars(args))]
     for text in config_parts(config):
@@ -271,5 +262,4 @@ def _latent_attention(config: Mapping[str, Any], why: str) -> Iterator[Problem]:
 
 
 def _flag(name: str) -> str:
-    """Return the flag of a parsed argument's name."""
     return "--" + name.replace("_", "-")

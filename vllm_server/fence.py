@@ -130,29 +130,20 @@ class Update:
 
 @dataclass
 class Fence:
-    """One server's fence.
-
-    Attributes:
-        writable: whether a trainer may write the weights: in shared memory, or by sending them.
-        sent: weights are sent, so this server alone writes them, and knows whether it has.
-        on_version: called with the weights' version after each completed update.
-        fault: why the state of the weights is unknown; None if it is known.
-        updates: number of completed updates.
-        pauses: pauses by clients, in progress or completed, that hold generation: it stays paused after an update ends.
-        asleep: the weights are not in the device's memory: adapters are refused.
-    """
+    """One server's fence."""
 
     boot_id: str
     engine: SharedEngine
-    on_version: Callable[[int], None]
-    writable: bool = True
-    sent: bool = False
-    fault: str | None = None
-    updates: int = 0
+    on_version: Callable[[int], None]  # called with the weights' version after each completed update
+    writable: bool = True  # a trainer may write the weights: in shared memory, or by sending them
+    sent: bool = False  # weights are sent, so this server alone writes them, and knows whether it has
+    fault: str | None = None  # why the state of the weights is unknown; None if it is known
+    updates: int = 0  # that have completed
     last_update_time: float = 0.0
     last_stall_seconds: float = 0.0
     pauses: set[asyncio.Event] = field(default_factory=set)
-    asleep: bool = False
+    """Pauses by clients, in progress or completed, that hold generation: it stays paused after an update ends."""
+    asleep: bool = False  # the weights are not in the device's memory: adapters are refused
     _pausing: set[asyncio.Event] = field(default_factory=set)  # those for which an update waits; set when they end
     _update: Update | None = None
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -160,17 +151,15 @@ class Fence:
 
     @property
     def salt(self) -> str:
-        """Return the current part of cache keys; it changes with each update."""
+        """The current part of cache keys; it changes with each update."""
         return f"{self.boot_id[:8]}-{self.updates}"
 
     @property
     def paused(self) -> bool:
-        """Return whether a client paused generation."""
         return bool(self.pauses)
 
     @property
     def updating(self) -> bool:
-        """Return whether an update is in progress."""
         return self._update is not None
 
     def check_healthy(self) -> None:
@@ -180,11 +169,7 @@ class Fence:
             raise ServeError(503, "weights", self.fault, "weights in a known state", fix)
 
     async def passage(self) -> None:
-        """Wait while an update is in progress.
-
-        Raises:
-            ServeError: 503, the state of the weights is unknown.
-        """
+        """Wait while an update is in progress. Raise a ServeError, 503, if the state of the weights is unknown."""
         self.check_healthy()
         while self.updating:
             await self._settled.wait()
@@ -217,10 +202,8 @@ class Fence:
     async def pause(self, mode: str) -> None:
         """Pause generation until `resume`. If the engine fails to pause, generation resumes unless another pause holds.
 
-        An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests.
-
-        Raises:
-            ServeError: 409, an update is in progress.
+        An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests. Raise a
+        ServeError, 409, if an update is in progress.
         """
         self.check_idle()
         pausing = asyncio.Event()
@@ -306,8 +289,7 @@ class Fence:
     async def end(self, asked: UpdateEndRequest) -> UpdateEndResponse:
         """Resume generation with the current weights. If they are torn, refuse generation from now on.
 
-        Raises:
-            ServeError: 409, the token is not that of an update in progress.
+        Raise a ServeError, 409, if the token is not that of an update in progress.
         """
         update = self.held(asked.token)
         if asked.version != PROOF_VERSION:

@@ -6,7 +6,8 @@ its own. The forkserver starts before the server knows its arguments. Each proce
 the environment that the server has at that moment, as a spawned process would. vLLM reads its variables on use (it
 caches them only once an engine is up); for variables that libraries read while they load, see `too_late`.
 
-Where a fork is not safe, `context` returns None and the engine is spawned. `allow_forked_workers` does the same for workers.
+Where a fork is not safe, `context` returns None and the engine is spawned. `allow_forked_workers` does the same for
+workers.
 """
 
 from __future__ import annotations

@@ -37,16 +37,11 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def error_response(error: ServeError) -> Response:
-    """Return the answer to a request that raised the error."""
     return json_response(error.response(), error.status)
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """Return a JSON body; an empty one counts as `{}`.
-
-    Raises:
-        ServeError: 422, the body is not JSON or not of that kind.
-    """
+    """Return a JSON body; an empty one counts as `{}`. Raise a ServeError, 422, if it is not JSON of that kind."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

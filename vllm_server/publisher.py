@@ -59,8 +59,7 @@ class Bodies:
     async def holding(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
         """Yield the path of a file that has exactly these bytes while the block runs.
 
-        Raises:
-            ServeError: 422, the body is empty.
+        Raise a ServeError, 422, if there are none.
         """
         file = self._idle.pop() if self._idle else MemoryFile()
         try:
@@ -88,25 +87,17 @@ class Bodies:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One adapter to install.
+    """One adapter to install."""
 
-    Attributes:
-        transport: the value of `--lora-transport`.
-        origin: where it comes from, as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`.
-        config: its adapter_config.json.
-        file: the safetensors file that the engine reads; empty for a channel.
-        channel: the open channel that the engine receives from; empty for a file.
-    """
-
-    transport: Transport | WeightTransport
-    origin: str
-    config: dict[str, Any]
-    file: str = ""
-    channel: str = ""
+    transport: Transport | WeightTransport  # the value of `--lora-transport`
+    origin: str  # as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`
+    config: dict[str, Any]  # its adapter_config.json
+    file: str = ""  # the safetensors file that the engine reads; empty for a channel
+    channel: str = ""  # the open channel that the engine receives from; empty for a file
 
     @property
     def said_by(self) -> str:
-        """Return the part of the request that names the adapter; errors refer to it."""
+        """The part of the request that names the adapter; errors refer to it."""
         return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
 
 
@@ -115,9 +106,7 @@ async def delivered(
 ) -> Delivery:
     """Return how an adapter is delivered, after a check of what can be seen of it.
 
-    Args:
-        body: the memory file that has the request's body of safetensors; its metadata holds the configuration.
-        roots: folders in which adapters may be.
+    `body` is the memory file that has the request's body of safetensors; its metadata holds the configuration.
 
     Raises:
         ServeError: 422, the request names no way or several, or the adapter is damaged or not servable; 404, the
@@ -220,17 +209,15 @@ class Adapters:
 
 @dataclass
 class Publisher:
-    """Keeps the registry and the engine consistent.
-
-    `fault` says why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it.
-    """
+    """Keeps the registry and the engine consistent."""
 
     registry: PolicyRegistry
     engine: Adapters
     channels: Channels
-    roots: tuple[Path, ...]
+    roots: tuple[Path, ...]  # folders in which adapters may be
     room_timeout_s: float = ROOM_TIMEOUT_S
     fault: str | None = None
+    """Why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it."""
     last_update_time: float = 0.0
     bodies: Bodies = field(default_factory=Bodies)
     _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish with a request id
@@ -241,8 +228,7 @@ class Publisher:
     def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
         """Yield the version that answers a request; the engine holds it while the block runs.
 
-        Raises:
-            ServeError: 404 no such version, 503 a publish failed half-way.
+        Raise a ServeError: 404 no such version, 503 a publish failed half-way.
         """
         self.check_healthy()
         version = self.registry.resolve(model, policy_version)
@@ -261,9 +247,6 @@ class Publisher:
 
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version. After this returns, every new request (or only those that name it) gets it.
-
-        Args:
-            body: the memory file that holds the adapter, if the request's body is the adapter.
 
         Raises:
             ServeError: 403, 404, 409 or 422 for an error in the request or the adapter; 503 if in-flight requests kept
@@ -320,11 +303,7 @@ class Publisher:
         )
 
     async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
-        """Withdraw a version. The engine frees it now, or when the last request on it has ended.
-
-        Raises:
-            ServeError: 404, no such version.
-        """
+        """Withdraw a version; raise a ServeError, 404, if there is none. The engine frees it after its last request."""
         async with self.channels.changing:
             version = self.registry.retire(request.adapter_name)
             await self._sweep()

@@ -100,14 +100,7 @@ WRITABLE_SEAMS: Seams = {
 
 
 def probe(*, writable: bool = False) -> None:
-    """Check every place that this server uses.
-
-    Args:
-        writable: a trainer writes the server's weights.
-
-    Raises:
-        IncompatibleError: names everything that this vLLM does not have.
-    """
+    """Raise an IncompatibleError that names every place that this server uses and this vLLM does not have."""
     missing: list[str] = []
     for table in (SEAMS, WRITABLE_SEAMS) if writable else (SEAMS,):
         for module, names in table.items():
@@ -141,11 +134,7 @@ def _salts_cache_keys() -> bool:
 def require(module: str, name: str = "", *members: str) -> Any:
     """Return one of vLLM's modules, or what is called `name` in it; `name` may have dots.
 
-    Args:
-        members: what the result must have.
-
-    Raises:
-        IncompatibleError: something of this does not exist; the message names it.
+    Raise an IncompatibleError that names it if the module, the name or one of its `members` does not exist.
     """
     try:
         value: Any = importlib.import_module(module)

@@ -30,8 +30,7 @@ from vllm_server.seams import Engine
 async def describe_workers(engine: Engine) -> tuple[WorkerInfo, ...]:
     """Return the engine's workers, ordered by rank.
 
-    Raises:
-        IncompatibleError: this vLLM starts engines elsewhere, so that none would end with a killed server.
+    Raise an IncompatibleError if this vLLM starts engines elsewhere, so that none would end with a killed server.
     """
     found = await seams.call_workers(engine, "grpo_describe")
     if not engine.vllm_config.parallel_config.use_ray and not all(worker.pop("guarded", True) for worker in found):
@@ -58,11 +57,7 @@ class PolicyServer:
     async def start(cls, engine: Engine, models: Any, args: Namespace) -> PolicyServer:
         """Create the server, after vLLM has filled its application's state and before the first request.
 
-        Args:
-            models: vLLM's OpenAIServingModels.
-
-        Raises:
-            FatalError: the weights cannot be shared.
+        `models` is vLLM's OpenAIServingModels. Raise a FatalError if the weights cannot be shared.
         """
         served = list(args.served_model_name or [args.model])
         lora = engine.vllm_config.lora_config
@@ -93,7 +88,6 @@ class PolicyServer:
         return cls(engine, adapters, publisher, fence, channels, args, boot_id, workers, file, time.monotonic())
 
     def close(self) -> None:
-        """Remove the bridge file."""
         if self.bridge_file is not None:
             self.bridge_file.remove(self.boot_id)
 
@@ -103,7 +97,7 @@ class PolicyServer:
 
     @property
     def has_trainer(self) -> bool:
-        """Return whether a trainer updates this server: by writing its weights, or by adapters that are loaded."""
+        """Whether a trainer updates this server: by writing its weights, or by adapters that are loaded."""
         writable = self.args.shared_weights or self.args.receive_weights
         return writable or self.channels.is_open or bool(self.registry.versions)
 
@@ -111,8 +105,7 @@ class PolicyServer:
     async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:
         """Yield the version that answers a request; wait while a trainer writes weights.
 
-        Raises:
-            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way.
+        Raise a ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way.
         """
         await self.fence.passage()
         with self.publisher.serving(model, policy_version) as version:
@@ -156,7 +149,6 @@ class PolicyServer:
         return self.workers[0].routed_experts if self.args.return_routed_experts else None
 
     def lora_status(self) -> LoraStatus:
-        """Return the answer of `GET /lora/status`."""
         registry, now = self.registry, time.monotonic()
         newest = registry.newest
         active = newest if newest is not registry.base else None
@@ -186,7 +178,6 @@ class PolicyServer:
         )
 
     def bridge_info(self) -> BridgeInfo:
-        """Return the answer of `GET /bridge/info`."""
         config = self.engine.vllm_config
         model, lora = config.model_config, config.lora_config
         return BridgeInfo(
@@ -221,7 +212,6 @@ class PolicyServer:
         )
 
     async def bridge_debug(self) -> BridgeDebug:
-        """Return the answer of `GET /bridge/debug`."""
         return BridgeDebug(
             info=self.bridge_info(),
             uptime_seconds=time.monotonic() - self.started,

@@ -41,7 +41,6 @@ def document(
     """Return the whole page.
 
     Args:
-        title: as text.
         body: HTML, without scripts and without `style` attributes.
         scripts: run in this order after the body.
         data: for the scripts, as JSON in the element `data`; None: there is no such element.

@@ -23,15 +23,10 @@ _VERSION_DIGITS = len(str(HIGHEST_VERSION))
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor's place in the data.
-
-    Attributes:
-        dtype: by safetensors' names: F32, BF16, …
-        start, end: bytes from the start of the data.
-    """
+    """One tensor's place in the data, in bytes from its start."""
 
     name: str
-    dtype: str
+    dtype: str  # by safetensors' names: F32, BF16, …
     shape: tuple[int, ...]
     start: int
     end: int
@@ -47,7 +42,7 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of data."""
+        """Bytes of data."""
         return max((span.end for span in self.spans), default=0)
 
 
@@ -77,11 +72,7 @@ def with_version(header: bytes, version: int) -> bytes:
 
 
 def header_size(head: bytes) -> int:
-    """Return the size of length and header together, from the first eight bytes.
-
-    Raises:
-        ValueError: this is not a safetensors file.
-    """
+    """Return the size of length and header, from the first eight bytes; a ValueError if they are not safetensors'."""
     if len(head) < 8:
         raise ValueError(f"{len(head)} bytes")
     size = struct.unpack("<Q", head[:8])[0]
@@ -93,19 +84,14 @@ def header_size(head: bytes) -> int:
 def read_header(stream: BinaryIO) -> bytes:
     """Return length and header from the beginning of a file, for `decode_header`. The stream then is at the data.
 
-    Raises:
-        ValueError: this is not a safetensors file.
+    Raise a ValueError if this is not a safetensors file.
     """
     head = stream.read(8)
     return head + stream.read(header_size(head) - 8)
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode length and header; more bytes may follow them in `data`.
-
-    Raises:
-        ValueError: they are damaged; the message says how.
-    """
+    """Decode length and header, which more bytes may follow. Raise a ValueError that says how they are damaged."""
     size = header_size(data)
     if len(data) < size:
         raise ValueError(f"a file that ends in its header ({len(data)} of {size} bytes)")

@@ -104,10 +104,7 @@ class PolicyWorker:
         return channel
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
-        """Write the adapter of a safetensors file or a channel into a slot.
-
-        Return `Installed` as a dict, with the seconds that this took.
-        """
+        """Write the adapter of a safetensors file or a channel into a slot; return `Installed` and seconds."""
         started = time.perf_counter()
         slots, files = self._grpo_adapters()
         settings = msgspec.json.decode(config)

@@ -35,34 +35,24 @@ NO_ADAPTER = -1
 class Groups:
     """A batch's tokens by slot, in the form that the kernels use; arrays of int32."""
 
-    slots_M: np.ndarray
-    """Slot of each token; -1 for no adapter."""
-    order_M: np.ndarray
-    """Tokens sorted by slot; the sort is stable."""
-    active: np.ndarray
-    """Slots that occur, ascending; includes -1."""
-    counts: np.ndarray
-    """Number of tokens of each active slot."""
+    slots_M: np.ndarray  # of each token; -1 for no adapter
+    order_M: np.ndarray  # tokens sorted by slot; the sort is stable
+    active: np.ndarray  # slots that occur, ascending; includes -1
+    counts: np.ndarray  # tokens of each active slot
 
     @property
     def starts(self) -> np.ndarray:
-        """Return where each slot's tokens begin in `order_M`, and as the last entry where they end."""
+        """Where each slot's tokens begin in `order_M`, and as the last entry where they end."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
 
     @property
     def none(self) -> bool:
-        """Return whether no token has an adapter."""
+        """Whether no token has an adapter."""
         return bool((self.slots_M == NO_ADAPTER).all())
 
 
 def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np.ndarray:
-    """Return the slot of each token's adapter. Adapter 0 means none and gives -1.
-
-    `slot_adapters` has the adapter of each slot.
-
-    Raises:
-        KeyError: an adapter is in no slot.
-    """
+    """Return the slot of each token's adapter. Adapter 0 means none and gives -1; one without a slot is a KeyError."""
     found = {adapter: slot for slot, adapter in enumerate(slot_adapters) if adapter is not None}
     adapters_M = np.asarray(adapters, dtype=np.int64)
     known, places = np.unique(adapters_M, return_inverse=True)

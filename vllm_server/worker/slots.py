@@ -62,11 +62,7 @@ class SlotResident(LoRAModel):
 
 
 class AdapterSlots:
-    """One worker's slots.
-
-    Args:
-        manager: vLLM's LoRAModelManager.
-    """
+    """One worker's slots; `manager` is vLLM's LoRAModelManager."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager = manager
@@ -79,7 +75,6 @@ class AdapterSlots:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the slots' dtype."""
         return self._manager.lora_config.lora_dtype
 
     def writing(self) -> AbstractContextManager[None]:
@@ -179,13 +174,9 @@ class AdapterSlots:
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:
-    """Refuse an adapter of another model: vLLM would copy a tensor that is too small into a part of its place.
+    """Raise a ValueError for an adapter of another model, before its modules are merged.
 
-    Args:
-        lora: the adapter before its modules are merged.
-
-    Raises:
-        ValueError: a module has another size than the model's.
+    vLLM would copy a tensor that is too small into a part of its place.
     """
     for name, weights in lora.loras.items():
         parent, _, part = name.rpartition(".")

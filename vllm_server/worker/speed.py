@@ -15,11 +15,7 @@ from vllm_server import seams
 
 
 def skip_needless_bookkeeping() -> None:
-    """Call this in the engine's process, before it takes requests.
-
-    Raises:
-        FatalError: this vLLM keeps its blocks elsewhere.
-    """
+    """Call this in the engine's process, before it takes requests."""
     manager = seams.require("vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots", "cache_blocks")
     plain = seams.require("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager")
     allocate: Callable[..., Any] = manager.allocate_slots
@@ -69,11 +65,7 @@ _COPIED = "_grpo_copied"
 
 
 def copy_when_changed() -> None:
-    """Call this in each worker, before a model is loaded.
-
-    Raises:
-        FatalError: this vLLM keeps sampling parameters elsewhere.
-    """
+    """Call this in each worker, before a model is loaded."""
     states = seams.require("vllm.v1.worker.gpu.sample.states", "SamplingStates", "add_request", "apply_staged_writes")
     add, copy = states.add_request, states.apply_staged_writes
 
@@ -105,10 +97,9 @@ def compute_logprobs_once() -> None:
 
 
 def in_place_of(vllms: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for vLLM's function. It leaves requests for other tokens' logprobs to vLLM.
+    """Return a replacement for vLLM's function, whose result is `tensors`.
 
-    Args:
-        tensors: vLLM's class of the result.
+    It leaves requests for other tokens' logprobs to vLLM.
     """
     from vllm_server.worker.logprob_kernels import logprobs_and_ranks  # needs Triton
 

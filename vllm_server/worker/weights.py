@@ -44,12 +44,7 @@ COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 class WeightChannel:
     """One worker's open channel of all weights.
 
-    Args:
-        model: vLLM's model; its parameters are plain (`shared_weights.keep_weights_plain`) and have no LoRA wrappers.
-        shards: number of workers over which matrices are cut.
-
-    Attributes:
-        staging_bytes: memory set aside for staging; 0: versions are not staged.
+    The parameters of vLLM's model are plain (`on_cpu.keep_weights_plain`) and have no LoRA wrappers.
 
     Raises:
         RuntimeError: the trainer can't be reached, or there is too little memory for staging that was asked for.
@@ -72,7 +67,7 @@ class WeightChannel:
         # Without staging one buffer has all buckets, one after the other.
         kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
         self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
-        self.staging_bytes = sum(sizes) if staged else 0
+        self.staging_bytes = sum(sizes) if staged else 0  # memory set aside; 0: versions are not staged
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
         try:
@@ -111,11 +106,7 @@ class WeightChannel:
         return bucket
 
     def has_staged(self) -> bool:
-        """Return whether the version has arrived.
-
-        Raises:
-            RuntimeError, ValueError, OSError: it has not and will not.
-        """
+        """Return whether the version has arrived; raise a RuntimeError, ValueError or OSError if it never will."""
         assert self._receiving is not None, "begin_staging comes first"
         if not self._receiving.done():
             return False
@@ -126,8 +117,7 @@ class WeightChannel:
     def apply(self, version: int) -> WeightsDone:
         """Write the staged version, or receive one and write it. No forward pass may run.
 
-        Raises:
-            RuntimeError, ValueError, OSError: the parameters may be torn: some new, some old.
+        After a RuntimeError, ValueError or OSError the parameters may be torn: some new, some old.
         """
         started = time.perf_counter()
         if self.staged and not (self._receiving and self.has_staged()):
@@ -160,12 +150,7 @@ class WeightChannel:
 
 
 class ParameterWriter:
-    """Writes buckets into a model's parameters.
-
-    Args:
-        model: has vLLM's `load_weights`.
-        shards: number of workers over which matrices are cut.
-    """
+    """Writes buckets into the parameters of a model, whose matrices are cut over `shards` workers."""
 
     def __init__(self, model: Any, shards: int) -> None:
         self._model = model
@@ -183,11 +168,7 @@ class ParameterWriter:
         self._computed: set[str] = set()
 
     def write(self, number: int, bucket: PackedAdapter) -> bool:
-        """Write a bucket; return whether recorded copies did it.
-
-        Raises:
-            ValueError, KeyError, RuntimeError: vLLM refuses a tensor.
-        """
+        """Write a bucket; return whether recorded copies did it. Raise what vLLM raises if it refuses a tensor."""
         if (plan := self._plans.get(number)) is not None:
             plan.run(bucket.buffer_E, lasting=bucket.lasting)
             return True
@@ -217,11 +198,7 @@ class ParameterWriter:
         return all(read[name] * self._shards >= prod(place.shape) for name, place in layout.places.items())
 
     def check_complete(self) -> None:
-        """Check that all parameters were written; call after the last bucket.
-
-        Raises:
-            ValueError: names parameters that no bucket has.
-        """
+        """Raise a ValueError that names parameters that no bucket has. Call after the last bucket."""
         missing = sorted(
             name for name, size in self._sizes.items() if self._written[name] < size and name not in self._computed
         )
