@@ -36,7 +36,10 @@ that of the full layers. Scaling is that of the full layers."""
 
 
 def copy_tokenizer(model: str | Path, folder: Path) -> bool:
-    """Copy the files of a model's tokenizer byte for byte; return False if none is on this machine."""
+    """Copy the files of a model's tokenizer byte for byte; return False if none is on this machine.
+
+    Raise an OSError if a file can't be copied.
+    """
     source = find_folder(str(model)) if str(model) else None
     found = [path for name in TOKENIZER_FILES if source and (path := source / name).exists()]
     if not any(path.is_file() and path.name != TOKENIZER_CONFIG_FILE for path in found):
@@ -51,7 +54,10 @@ def copy_tokenizer(model: str | Path, folder: Path) -> bool:
 
 
 def make_readable(folder: Path) -> None:
-    """Add the keys of transformers 4 to the `config.json` and `tokenizer_config.json` that a folder has."""
+    """Add the keys of transformers 4 to the `config.json` and `tokenizer_config.json` that a folder has.
+
+    Raise an OSError if a file can't be read or written.
+    """
     for name, readable in ((CONFIG_FILE, readable_config), (TOKENIZER_CONFIG_FILE, readable_tokenizer_config)):
         path = folder / name
         if not path.is_file():

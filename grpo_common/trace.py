@@ -101,7 +101,7 @@ def since(name: str, started: float, lane: str | None = None, **arguments: Any) 
 
 
 def begin_file(path: Path) -> None:
-    """Start a new timeline: an empty list of events."""
+    """Start a new timeline: an empty list of events. Raise an OSError if the file can't be written."""
     path.write_text("[\n")
 
 

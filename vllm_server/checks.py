@@ -175,7 +175,7 @@ _WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
 
 
 def prepare_writable(args: Namespace) -> None:
-    """Refuse settings with which a trainer can't write the weights, and set the vLLM flags that plain weights need."""
+    """Raise a FatalError if no trainer could write the weights, and set the vLLM flags that plain weights need."""
     if ignored := [name for name in _WITHOUT_EFFECT if name in os.environ]:
         logger.warning("%s: accepted, without effect", ", ".join(ignored))
     if not (args.shared_weights or args.receive_weights):

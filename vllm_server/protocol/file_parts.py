@@ -49,7 +49,7 @@ class PartMemory:
         return torch.cuda.Stream(self._device)
 
     def write(self, file: int, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Write a tensor in a dtype at a byte of a file."""
+        """Write a tensor in a dtype at a byte of a file. Raise an OSError if it can't be written."""
         flat_E = tensor.detach().reshape(-1)
         step = PART_BYTES // dtype.itemsize
         for start in range(0, flat_E.numel(), step):
@@ -66,7 +66,7 @@ class PartMemory:
     def read(self, file: int, offset: int, target_B: Tensor) -> None:
         """Read at most `PART_BYTES` bytes at a byte of a file into a tensor on any device; they are there on return.
 
-        Raise a ValueError if the file ends before.
+        Raise a ValueError if the file ends before, and an OSError if it can't be read.
         """
         if target_B.device.type == "cpu":
             read_at(file, memory_of(target_B), offset)

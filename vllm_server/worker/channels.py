@@ -248,7 +248,7 @@ class Folder:
     def fill(self, version: int, number: int, buffer_E: Tensor | None) -> Tensor:
         """Read a bucket into a buffer; some threads copy parts to a GPU while others read.
 
-        Raise a ValueError if the file is not what was agreed, or ends early.
+        Raise a ValueError if the file is not what was agreed, or ends early, and an OSError if it can't be read.
         """
         assert buffer_E is not None, "a folder has no memory"
         path = self._folder / str(version) / f"{number}.safetensors"
