@@ -59,18 +59,12 @@ def check_version(version: int) -> None:
 class PolicyRegistry:
     """Versions by name, in the order in which they were published."""
 
-    served_name: InitVar[str]
-    """The base model's name, as clients use it."""
-    lora_name: str
-    """Versions are named `<lora_name>-v<N>`."""
-    aliases: InitVar[tuple[str, ...]] = ()
-    """Further names that mean "the newest version"."""
-    keep: int
-    """How many versions stay loaded; older ones retire."""
-    capacity: int
-    """How many adapters the engine can hold at once; more than `keep`, for the one being loaded."""
-    base_version: InitVar[int] = 0
-    """The base model's version number."""
+    served_name: InitVar[str]  # the base model's name, as clients use it
+    lora_name: str  # versions are named `<lora_name>-v<N>`
+    aliases: InitVar[tuple[str, ...]] = ()  # further names that mean "the newest version"
+    keep: int  # how many versions stay loaded; older ones retire
+    capacity: int  # how many adapters the engine can hold at once; more than `keep`, for the one being loaded
+    base_version: InitVar[int] = 0  # the base model's version number
     load_count: int = 0
 
     def __post_init__(self, served_name: str, aliases: tuple[str, ...], base_version: int) -> None:
